@@ -1,0 +1,305 @@
+"""Samples, packed rows, balanced partition, minibatches.
+
+    Samples   the step's responses, flat and ragged, in prompt order: every rank holds the same copy of the text
+    Block     one prompt and some of its responses: the unit that is balanced over ranks and packed
+    Row       one packed row of blocks as tensors: [prompt | r1 | r2 | prompt | r1 ...]
+
+Shape legend: S samples, N response tokens of all samples, L tokens of a packed row, T response tokens of a row,
+M image tokens, P prompt tokens. Pictures and their features stay on the rank that holds them; they move only by
+`exchange_features`. Nothing here knows about losses or models.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+
+Block = tuple[int, tuple[int, ...]]  # (index into the step's prompts, indices of samples)
+Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a row
+
+
+@dataclass
+class Samples:
+    """Responses of one step, ordered by (prompt, sample number); per-token tensors are flat, (N,).
+
+    ``logprobs`` are those recorded when the tokens were sampled. The later stages fill the optional fields.
+    """
+
+    group: torch.Tensor                          # (S,) index into the step's prompts
+    number: torch.Tensor                         # (S,) which of its prompt's samples this is
+    lengths: torch.Tensor                        # (S,) response tokens, a sampled end token included
+    truncated: torch.Tensor                      # (S,) bool: ended by the token limit
+    tokens: torch.Tensor                         # (N,)
+    logprobs: torch.Tensor                       # (N,)
+    scores: torch.Tensor | None = None           # (S,) reward before KL
+    old_logprobs: torch.Tensor | None = None     # (N,) under the policy at the start of the update
+    ref_logprobs: torch.Tensor | None = None     # (N,)
+    values: torch.Tensor | None = None           # (N,) critic's value of the state before the token
+    advantages: torch.Tensor | None = None       # (N,)
+    returns: torch.Tensor | None = None          # (N,)
+    components: dict[str, torch.Tensor] = field(default_factory=dict)  # reward components, (S,) each
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """(S + 1,) where each sample starts in the flat tensors."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+
+    def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A flat (N,) tensor as one view per sample."""
+        return list(flat.split(self.lengths.tolist()))
+
+    def padded(self, flat: torch.Tensor) -> torch.Tensor:
+        """(N,) -> (S, longest), zero on the right."""
+        return pad_sequence(self.split(flat), batch_first=True)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """(S, longest) bool: which entries of a padded tensor are response tokens."""
+        return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
+
+    def select(self, order: torch.Tensor) -> "Samples":
+        """The samples ``order`` (k,), in that order."""
+        offsets, lengths = self.offsets, self.lengths[order]
+        flat = ragged_index(offsets[order], lengths)
+        chosen = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, torch.Tensor):
+                chosen[f.name] = value[flat if f.name in PER_TOKEN else order]
+        return replace(self, **chosen, components={k: v[order] for k, v in self.components.items()})
+
+
+PER_TOKEN = ("tokens", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+
+
+def ragged_index(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Indices starts[i] .. starts[i] + lengths[i] - 1 for every i, concatenated."""
+    ends = lengths.cumsum(0)
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - ends + lengths, lengths)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exchange between ranks. CPU tensors travel over gloo; every rank calls, with whatever it has.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def all_gather_ragged(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Gather tensors whose first dimension differs between ranks; (n_r, ...) from every rank r."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [tensor]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(tensor)]))
+    longest = max(int(size) for size in sizes)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[:len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [part[:int(size)] for part, size in zip(gathered, sizes)]
+
+
+def all_gather_json(value) -> list:
+    """Gather one small JSON value from every rank (no pickle travels)."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(part.numpy())) for part in all_gather_ragged(data)]
+
+
+def gather_samples(local: Samples) -> Samples:
+    """All ranks' samples, ordered by (prompt, sample number): the same on every rank, at any world size."""
+    parts: dict[str, torch.Tensor] = {}
+    for f in fields(local):
+        value = getattr(local, f.name)
+        if isinstance(value, torch.Tensor):
+            parts[f.name] = torch.cat(all_gather_ragged(value))
+    components = {k: torch.cat(all_gather_ragged(v)) for k, v in local.components.items()}
+    joined = Samples(**parts, components=components)
+    return joined.select(torch.from_numpy(np.lexsort((joined.number.numpy(), joined.group.numpy()))))
+
+
+def exchange_features(features: dict[int, torch.Tensor], owners: list[int], needed: list[set[int]],
+                      shapes: dict[int, tuple[int, ...]], dtype: torch.dtype) -> dict[int, torch.Tensor]:
+    """Fetch the image features that this rank needs and another rank computed.
+
+    Args:
+        features: this rank's own, prompt index -> (K, M, H) CPU tensor.
+        owners: the rank that computed each prompt's features.
+        needed: for every rank the prompts whose features it will use (the same list on all ranks).
+        shapes: the shape of every prompt's features; prompts without images are absent.
+
+    Returns:
+        the features of every prompt in ``needed[rank]`` that has images.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    send = [[p for p in sorted(needed[r]) if p in shapes and owners[p] == rank and r != rank] for r in range(world)]
+    receive = [[p for p in sorted(needed[rank]) if p in shapes and owners[p] == r and r != rank] for r in range(world)]
+    result = {p: features[p] for p in needed[rank] if p in shapes and owners[p] == rank}
+    if world == 1:
+        return result
+    count = [sum(int(np.prod(shapes[p])) for p in prompts) for prompts in receive]
+    outgoing = torch.cat([torch.empty(0, dtype=dtype)] + [features[p].flatten() for prompts in send for p in prompts])
+    incoming = torch.empty(sum(count), dtype=dtype)
+    dist.all_to_all_single(incoming, outgoing, count, [sum(features[p].numel() for p in prompts) for prompts in send])
+    arrived = [p for prompts in receive for p in prompts]
+    pieces = incoming.split([int(np.prod(shapes[p])) for p in arrived])
+    return result | {p: piece.view(shapes[p]) for p, piece in zip(arrived, pieces)}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Minibatches, balanced partition, packs: every rank computes the same answer from lengths alone
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def data_order(draws: range, rows: int, seed: int) -> list[int]:
+    """Rows taken as draws number ``draws``: pass e over the data uses a permutation that depends on (seed, e) only."""
+    order = {}
+    for epoch in {draw // rows for draw in draws}:
+        order[epoch] = np.random.default_rng([seed, epoch]).permutation(rows)
+    return [int(order[draw // rows][draw % rows]) for draw in draws]
+
+
+def minibatches(groups: int, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
+    """Cut prompt groups 0..groups-1, shuffled by ``seed``, into ``count`` equal minibatches."""
+    return np.split(np.random.default_rng(seed).permutation(groups), count)
+
+
+def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, groups=None, share: bool = True) -> list[Block]:
+    """Blocks of the given prompt groups (all by default), each at most ``max_tokens`` long.
+
+    A group that is too long is split and its prompt repeated; without ``share`` every sample is its own block.
+    """
+    lengths = samples.lengths.tolist()
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(samples.group.tolist()):
+        members.setdefault(group, []).append(i)
+    blocks: list[Block] = []
+    for group in sorted(members) if groups is None else sorted(int(g) for g in groups):
+        current, size = [], prompt_lengths[group]
+        for i in members.get(group, []):
+            if current and (size + lengths[i] > max_tokens or not share):
+                blocks.append((group, tuple(current)))
+                current, size = [], prompt_lengths[group]
+            current.append(i)
+            size += lengths[i]
+        if current:
+            blocks.append((group, tuple(current)))
+    return blocks
+
+
+def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
+    """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first (Graham 1969)."""
+    loads, parts = [0.0] * bins, [[] for _ in range(bins)]
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        lightest = min(range(bins), key=lambda b: (loads[b], b))
+        parts[lightest].append(i)
+        loads[lightest] += costs[i]
+    return parts
+
+
+def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block], world: int, max_tokens: int,
+               hidden_size: int) -> list[list[list[Block]]]:
+    """Partition blocks over ranks and cut each rank's share into packs of at most ``max_tokens`` tokens.
+
+    Returns:
+        packs[rank][k] = list of blocks; all ranks have the same number of packs, the surplus ones empty, because every
+        pack is one collective forward and backward.
+    """
+    lengths = samples.lengths.tolist()
+    sizes = [prompt_lengths[group] + sum(lengths[i] for i in members) for group, members in blocks]
+    costs = []
+    for (group, members), size in zip(blocks, sizes):
+        prompt = prompt_lengths[group]
+        scores = prompt ** 2 / 2 + sum(lengths[i] * (prompt + lengths[i] / 2) for i in members)
+        costs.append(size + scores / (6 * hidden_size))     # attention next to the 24 H^2 operations of a token's layer
+    packs: list[list[list[Block]]] = []
+    for part in balanced_partition(costs, world):
+        bins: list[list[Block]] = []
+        room: list[int] = []
+        for i in sorted(part, key=lambda i: (-sizes[i], i)):                                   # first fit decreasing
+            slot = next((b for b, free in enumerate(room) if sizes[i] <= free), None)
+            if slot is None:
+                slot = len(bins)
+                bins.append([])
+                room.append(max_tokens)
+            bins[slot].append(blocks[i])
+            room[slot] -= sizes[i]
+        packs.append(bins)
+    most = max(len(bins) for bins in packs)
+    return [bins + [[] for _ in range(most - len(bins))] for bins in packs]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """A packed row. Targets are the response tokens; target t is predicted by the hidden state of row ``predict[t]``."""
+
+    input_ids: torch.Tensor                # (1, L)
+    positions: torch.Tensor                # (3, 1, L) rotary positions
+    segments: list[Segment]
+    image_rows: torch.Tensor               # (M,) rows that hold image tokens
+    features: torch.Tensor | None          # (K, M, H), or None without images
+    predict: torch.Tensor                  # (T,) int64
+    targets: torch.Tensor                  # (T,) int64
+    flat: torch.Tensor                     # (T,) index into the flat tensors of Samples, on the CPU
+    sample: torch.Tensor                   # (T,) index of the sample in Samples
+    step: torch.Tensor                     # (T,) 0-based position in the response
+
+    def to(self, device: torch.device) -> "Row":
+        """The row on ``device``, but for ``flat``, which indexes CPU tensors."""
+        moved = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, torch.Tensor) and f.name != "flat":
+                value = value.pin_memory() if device.type == "cuda" else value
+                moved[f.name] = value.to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch.Tensor],
+              prompt_positions: dict[int, torch.Tensor], features: dict[int, torch.Tensor], image_token_id: int) -> Row:
+    """Lay out blocks as [prompt | r1 | r2 | ...]; response positions start at ``max(prompt positions) + 1``.
+
+    The first token of a response is predicted by the prompt's last row, so a response's last row predicts nothing.
+    An empty pack becomes one token that predicts nothing: its rank takes part in the collectives, with gradient 0.
+    """
+    offsets, lengths = samples.offsets.tolist(), samples.lengths.tolist()
+    ids, positions, segments, predict, flat, owner, step, pieces = [], [], [], [], [], [], [], []
+    size = 0
+    for group, members in blocks:
+        prompt, position = prompt_ids[group], prompt_positions[group]
+        start, end = size, size + len(prompt)
+        ids.append(prompt)
+        positions.append(position)
+        segments.append((start, end, start, start))
+        if group in features:
+            pieces.append(features[group])
+        size, following = end, int(position.max()) + 1
+        for i in members:
+            n = lengths[i]
+            ids.append(samples.tokens[offsets[i]:offsets[i] + n])
+            positions.append((following + torch.arange(n)).expand(3, -1))
+            if n:
+                segments.append((size, size + n, start, end))
+                predict += [torch.tensor([end - 1]), torch.arange(size, size + n - 1)]
+            flat.append(torch.arange(offsets[i], offsets[i] + n))
+            owner.append(torch.full((n,), i))
+            step.append(torch.arange(n))
+            size += n
+    if not blocks:
+        ids, positions, segments = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(3, 1, dtype=torch.int64)], [(0, 1, 0, 0)]
+    join = lambda parts: torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)  # noqa: E731
+    is_prompt = torch.cat([torch.full((end - start,), prefix_start == prefix_end)
+                           for start, end, prefix_start, prefix_end in segments])
+    input_ids, flat = join(ids), join(flat)
+    return Row(input_ids=input_ids[None], positions=torch.cat(positions, dim=1)[:, None], segments=segments,
+               image_rows=((input_ids == image_token_id) & is_prompt).nonzero()[:, 0],
+               features=torch.cat(pieces, dim=1) if pieces else None, predict=join(predict),
+               targets=samples.tokens[flat], flat=flat, sample=join(owner), step=join(step))

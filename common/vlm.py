@@ -1,0 +1,839 @@
+"""What transformers leaves to its users: rows and pictures to tensors, and the packed two-stage forward.
+
+    JSONL row -> messages -> chat template -> token ids, image placeholders expanded -> Prompt      load_prompts
+    picture   -> header: width, height -> patch grid, when the data are loaded                      Processor.grid
+              -> body: correct RGB -> patches, when a step needs them                               load_pixels
+    patches   -> vision tower -> image features                                                     image_features
+    row       -> embeddings with the features in place -> language model -> hidden states           language_hidden
+    folder    -> model on meta -> (sharded by the script) -> weights streamed into the shards       skeleton, load_weights
+
+Shapes: P prompt tokens, I images, M image tokens, N tokens of a packed row, H hidden size (or heads, with D), B slots.
+A user's mistake is a ValueError that names the file, the line and the numbers.
+"""
+
+import importlib.util
+import inspect
+import json
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from jinja2 import TemplateError
+from PIL import Image, ImageOps, UnidentifiedImageError
+from safetensors import safe_open
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.utils import cached_file
+
+# A new family: its image processor here, its resize rule in Processor.grid, its placeholder expansion in _build.
+IMAGE_PROCESSORS = {name: Qwen2VLImageProcessorPil for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+# Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
+READ_THREADS = 8  # headers wait for the file system, not for the processor
+TOKENIZE_ROWS = 2048  # rows per tokenizer call: enough for its own threads, few enough to stay lean
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Prompt:
+    """One row of the data, ready for the model but for its pixels (see `load_pixels`)."""
+
+    index: int  # rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not shift it
+    source: str  # "train.jsonl:12", for messages
+    messages: list[dict]  # as given to the chat template
+    text: str  # rendered prompt, one placeholder per image
+    images: tuple[str, ...]  # absolute paths
+    grids: tuple[tuple[int, int, int], ...]  # (t, h, w) in patches, one per image
+    input_ids: torch.Tensor  # (P,) int64, placeholders expanded to t*h*w // merge_size² each
+    reference: str | None
+    label: str | None
+
+
+def _read(path: str, max_decoded_pixels: int, use: Callable):
+    """`use(image)` of a picture file opened by its header, refused by its size before any body is decoded."""
+    try:
+        with Image.open(path, formats=IMAGE_FORMATS) as image:
+            width, height = image.size
+            if not 0 < width * height <= max_decoded_pixels:
+                raise ValueError(f"{width}x{height} = {width * height} pixels, allowed are 1 to {max_decoded_pixels}")
+            return use(image)
+    except FileNotFoundError as error:
+        raise ValueError(f"no such image: {path}") from error
+    except Image.DecompressionBombError as error:  # Pillow's own limit, above ours, acts before the size can be read
+        raise ValueError(f"{path}: more than the {max_decoded_pixels} pixels allowed ({error})") from error
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{path}: not a picture, or none of {', '.join(IMAGE_FORMATS)}") from error
+    except Exception as error:  # damaged files raise anything (struct, zlib, Syntax, Index, ...), by plugin
+        raise ValueError(f"{path}: cannot be read as a picture ({type(error).__name__}: {error})") from error
+
+
+def image_size(path: str, max_decoded_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
+    """(width, height) in pixels as `read_image` will return it, EXIF orientation included, from the header alone.
+
+    Raises ValueError: no such file, not a picture, zero size, more than `max_decoded_pixels`.
+    """
+
+    def upright_size(image: Image.Image) -> tuple[int, int]:
+        if image.format == "TIFF":  # Pillow turns these itself, and reports the turned size
+            return image.size
+        if image.format == "PNG" and "exif" not in image.info:
+            with open(path, "rb") as file:  # some tools write the orientation behind the body: then decode it
+                file.seek(max(0, os.path.getsize(path) - 2**16))
+                tail = file.read()
+            if b"eXIf" in tail or b"XML:com.adobe.xmp" in tail:
+                return ImageOps.exif_transpose(image).size
+        # Not image.getexif(): that of the PNG plugin decodes the whole body in search of EXIF behind it.
+        turned = Image.Image.getexif(image).get(0x0112, 1) in (5, 6, 7, 8)
+        return image.size[::-1] if turned else image.size
+
+    return _read(path, max_decoded_pixels, upright_size)
+
+
+def read_image(path: str, max_decoded_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
+    """Decode a picture file to RGB: upright by its EXIF, transparency laid on white, first frame of an animation.
+
+    Palette, grey, 16-bit grey (scaled, not clipped) and CMYK are converted. Raises ValueError with path and reason: no
+    such file, not a picture, more than `max_decoded_pixels`, truncated or damaged body, a mode of unknown range.
+    """
+
+    def to_rgb(image: Image.Image) -> Image.Image:
+        image = ImageOps.exif_transpose(image)
+        if image.mode == "F":
+            raise ValueError("float pixels have no known range")
+        if image.mode.startswith("I"):  # Pillow's own conversion clips everything above 255 to white
+            values = np.asarray(image).astype(np.int64)  # (h, w)
+            if values.min() < 0 or values.max() > 65535:
+                raise ValueError(f"grey values {values.min()} to {values.max()} exceed 16 bits")
+            grey = np.where(values == image.info.get("transparency", -1), 255, (values + 128) // 257)
+            return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+        if image.has_transparency_data:
+            layer = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+        return image.convert("RGB")
+
+    return _read(path, max_decoded_pixels, to_rgb)
+
+
+def _checkpoint_json(folder: str, name: str) -> dict:
+    """A JSON file of a checkpoint, local or on the hub; empty where there is none."""
+    path = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
+    if path is None:
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+class Processor:
+    """Tokenizer, chat template and Pillow image processor of a checkpoint folder or hub name.
+
+    Not `AutoProcessor`: for the Qwen-VL families it needs torchvision, for videos nobody feeds here.
+    min_pixels, max_pixels: bounds of the area an image is resized to, in pixels; 0 keeps the checkpoint's own.
+    Raises ValueError: no such checkpoint, unsupported family, no chat template, no image processor settings or such as
+    contradict the vision tower, impossible bounds, no end token.
+
+    Attributes: tokenizer, image_processor, config, generation_config (or None), image_token_id, patch_size, merge_size
+    (patches per side of an image token), stop_ids, banned_ids (never to be sampled), pad_id.
+    """
+
+    def __init__(self, folder: str, min_pixels: int = 0, max_pixels: int = 0):
+        self.folder = str(folder)
+        try:
+            self.config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {self.folder}: config.json or tokenizer missing or unreadable, here and on the "
+                             f"hub: {error}") from error
+        family = self.config.model_type
+        if family not in IMAGE_PROCESSORS:
+            raise ValueError(f"model {self.folder}: family {family!r} is not one of {', '.join(IMAGE_PROCESSORS)}")
+        # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
+        legacy = _checkpoint_json(self.folder, "chat_template.json").get("chat_template")
+        self.tokenizer.chat_template = legacy or self.tokenizer.chat_template
+        if not self.tokenizer.chat_template:
+            raise ValueError(f"model {self.folder}: no chat template (chat_template.jinja or .json, or an entry of "
+                             "tokenizer_config.json); take that of the instruction-tuned checkpoint")
+        self._set_image_processor(IMAGE_PROCESSORS[family], min_pixels, max_pixels)
+        self._set_token_ids()
+
+    def _set_image_processor(self, family_class: type, min_pixels: int, max_pixels: int) -> None:
+        settings = dict(_checkpoint_json(self.folder, "processor_config.json").get("image_processor")
+                        or _checkpoint_json(self.folder, "preprocessor_config.json"))
+        if not settings:
+            raise ValueError(f"model {self.folder}: no preprocessor_config.json, so no rule from pictures to patches")
+        # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
+        # the default of the class, for every later checkpoint. Hence `size`, always.
+        size = dict(settings.get("size") or {})
+        low = settings.pop("min_pixels", None) or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
+        high = settings.pop("max_pixels", None) or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
+        self.min_pixels, self.max_pixels = min_pixels or low, max_pixels or high
+        settings["size"] = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        self.image_processor = family_class.from_dict(settings)
+        self.patch_size, self.merge_size = self.image_processor.patch_size, self.image_processor.merge_size
+        token_pixels = (self.patch_size * self.merge_size) ** 2
+        if not 0 < self.min_pixels <= self.max_pixels or self.max_pixels < token_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels}, max_pixels {self.max_pixels}: must be 0 < min <= max, and "
+                             f"max at least the {token_pixels} pixels of one image token")
+        vision = self.config.vision_config
+        tower = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        ours = (self.patch_size, self.merge_size, self.image_processor.temporal_patch_size)
+        if ours != tower or not self.image_processor.do_resize:
+            raise ValueError(f"model {self.folder}: patches do not fit the tower: patch, merge and temporal size are "
+                             f" {ours} in preprocessor_config.json, {tower} in config.json; do_resize must be on")
+
+    def _set_token_ids(self) -> None:
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        vocab_size = self.config.get_text_config().vocab_size
+        found = {getattr(self.config, name, None) for name in names} - {None}
+        # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
+        self.banned_ids = tuple(sorted(i for i in found if 0 <= i < vocab_size))
+        self.image_token_id = self.config.image_token_id
+        if not 0 <= self.image_token_id < min(vocab_size, len(self.tokenizer)):
+            raise ValueError(f"model {self.folder}: image_token_id {self.image_token_id} is outside the vocabulary, "
+                             f"{vocab_size} in config.json and {len(self.tokenizer)} in the tokenizer")
+        has_file = bool(_checkpoint_json(self.folder, "generation_config.json"))
+        self.generation_config = GenerationConfig.from_pretrained(self.folder) if has_file else None
+        ends = self.generation_config.eos_token_id if has_file else None
+        stops = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        stops.add(self.tokenizer.get_vocab().get("<end_of_turn>"))  # Gemma ends turns with it, and declares only <eos>
+        self.stop_ids = tuple(sorted(stops - {None}))
+        if not self.stop_ids:
+            raise ValueError(f"model {self.folder}: no end token in generation_config.json or the tokenizer")
+        pad = self.tokenizer.pad_token_id
+        eos = self.tokenizer.eos_token_id
+        self.pad_id = pad if pad is not None else eos if eos is not None else self.stop_ids[0]
+
+    def grid(self, width: int, height: int) -> tuple[int, int, int]:
+        """(1, h, w) patches of a picture of width x height pixels. ValueError for sides longer than 200 : 1."""
+        factor = self.patch_size * self.merge_size
+        h, w = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+        return 1, h // self.patch_size, w // self.patch_size
+
+    def pixels(self, images: list[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
+        """RGB pictures (at least one) to normalised patches (ΣP, C) float32 and grids (I, 3) int64."""
+        batch = self.image_processor(images=images, return_tensors="pt")
+        return batch["pixel_values"], batch["image_grid_thw"]
+
+    def save(self, folder: str) -> None:
+        """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
+        self.tokenizer.save_pretrained(folder)
+        self.image_processor.save_pretrained(folder)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(folder)
+        for name in ("processor_config.json", "video_preprocessor_config.json"):  # AutoProcessor asks for them
+            settings = _checkpoint_json(self.folder, name)
+            settings.pop("image_processor", None)  # would take precedence over the pixel bounds just written
+            if settings:
+                with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+                    json.dump(settings, file, indent=2)
+
+
+class _Row(NamedTuple):  # a line that parsed, its images not yet looked at
+    index: int
+    source: str
+    messages: list[dict]
+    images: tuple[str, ...]
+    reference: str | None
+    label: str | None
+
+
+def _parts(content: str | list, files: list[str]) -> list[dict]:
+    """Content as text and image parts; "<image>" in a string stands for an image. Paths in parts go to `files`."""
+    if isinstance(content, str):
+        pieces = [[{"type": "image"}, {"type": "text", "text": text}] for text in content.split("<image>")]
+        return sum(pieces, [])[1:]
+    if not isinstance(content, list):
+        raise ValueError(f"message content must be a string or a list of parts, not {content!r:.80}")
+    parts = []
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)} if len(part) == 2:
+                parts.append({"type": "text", "text": text})
+            case {"type": "image", "image": str(file)} | {"type": "image", "path": str(file)} if len(part) == 2:
+                files.append(file)
+                parts.append({"type": "image"})
+            case {"type": "image"} if len(part) == 1:
+                parts.append({"type": "image"})
+            case _:
+                raise ValueError('a part must be {"type": "text", "text": ...} or {"type": "image"}, with "image" or '
+                                 f'"path" if it names a file, not {part!r:.80}')
+    return parts
+
+
+def _chat(prompt: str | list, images: list[str], system_prompt: str) -> tuple[list[dict], list[str]]:
+    """Messages in the form every chat template takes, and the image paths in their order of appearance."""
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt):
+        raise ValueError('prompt must be a string or a list of messages {"role": ..., "content": ...}, not '
+                         f"{prompt!r:.80}")
+    roles = [m["role"] for m in prompt]
+    if not all(role in ("system", "user", "assistant", "tool") for role in roles) or roles[-1:] == ["assistant"]:
+        raise ValueError(f"message roles must be system, user, assistant or tool, not assistant last: {roles!r:.80}")
+    files: list[str] = []
+    messages = [{**m, "content": _parts(m["content"], files)} for m in prompt]
+    if not any(p.get("text", "").strip() for m in messages if m["role"] != "system" for p in m["content"]):
+        raise ValueError("empty prompt: no text but the system's")
+    places = sum(p["type"] == "image" for m in messages for p in m["content"])
+    if files and (images or len(files) != places):
+        raise ValueError(f"{len(files)} of {places} image parts name a file, and the images column has {len(images)}: "
+                         "name all files in one of the two")
+    images = files or images
+    if images and not places and roles.count("user") == 1:
+        # The row does not say where: images first, as the Qwen-VL families are trained.
+        messages[roles.index("user")]["content"][:0] = [{"type": "image"} for _ in images]
+    elif len(images) != places:
+        raise ValueError(f"{len(images)} images for {places} places (<image> in a string, or parts of type image)")
+    for message in messages:  # text alone goes back to a string: templates made for text know no lists
+        parts = message["content"]
+        if all(p["type"] == "text" for p in parts):
+            message["content"] = "".join(p["text"] for p in parts)
+        else:
+            message["content"] = [p for p in parts if p["type"] == "image" or p["text"]]
+    if system_prompt and "system" in roles:
+        raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return system + messages, images
+
+
+def _parse(line: bytes, columns: tuple[str, ...], folder: str, system_prompt: str) -> tuple:
+    """(messages, absolute image paths, reference, label) of one line; ValueError says what is wrong with it."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"invalid JSON ({error})") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
+    if unknown := sorted(set(row) - set(columns)):
+        raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}")
+    prompt, images, *texts = (row.get(column) for column in columns)
+    if prompt is None:
+        raise ValueError(f"no prompt in column {columns[0]!r}")
+    images = [] if images is None else [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise ValueError(f"column {columns[1]!r} must be a path or a list of paths, not {images!r:.80}")
+    for column, text in zip(columns[2:], texts):
+        if not isinstance(text, str | None):
+            raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
+    label, *references = texts
+    given = {text for text in references if text is not None}
+    if len(given) > 1:
+        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {references!r:.120}; give one of them")
+    messages, images = _chat(prompt, images, system_prompt)
+    paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+    return messages, paths, next(iter(given), None), label
+
+
+def _render(row: _Row, tokenizer) -> str:
+    """The chat template's text; ValueError where the template refuses the messages."""
+    try:
+        text = tokenizer.apply_chat_template(row.messages, add_generation_prompt=True, tokenize=False)
+        text.encode("utf-8")  # JSON may hold half a surrogate pair, on which the tokenizer would stop the whole batch
+    except (TemplateError, TypeError, UnicodeError) as error:  # TypeError: a list of parts added to a string
+        raise ValueError(f"the chat template cannot render this ({type(error).__name__}: {error})") from error
+    return text
+
+
+def _build(row: _Row, text: str, ids: list[int], sizes: dict, processor: Processor, max_prompt_tokens: int) -> Prompt:
+    """Expand the placeholders and check the result; ValueError with the numbers."""
+    if bad := [sizes[image] for image in row.images if isinstance(sizes[image], str)]:
+        raise ValueError("; ".join(bad))
+    grids = tuple(processor.grid(*sizes[image]) for image in row.images)
+    input_ids = np.asarray(ids, dtype=np.int64)
+    places = input_ids == processor.image_token_id
+    videos = np.count_nonzero(input_ids == getattr(processor.config, "video_token_id", None))
+    if places.sum() != len(grids) or videos:
+        raise ValueError(f"image-token mismatch: {places.sum()} image and {videos} video placeholders in the rendered "
+                         f"prompt for {len(grids)} images (one typed in the text? a template for text only?)")
+    repeats = np.ones_like(input_ids)
+    repeats[places] = [t * h * w // processor.merge_size**2 for t, h, w in grids]
+    input_ids = np.repeat(input_ids, repeats)  # (P,)
+    if len(input_ids) > max_prompt_tokens:
+        raise ValueError(f"prompt too long: {len(input_ids)} tokens, {repeats[places].sum()} of them for {len(grids)} "
+                         f"images; the limit is {max_prompt_tokens}")
+    return Prompt(row.index, row.source, row.messages, text, row.images, grids, torch.from_numpy(input_ids),
+                  row.reference, row.label)
+
+
+def _image_sizes(paths: list[str], verify_images: bool) -> dict[str, tuple[int, int] | str]:
+    """(width, height), or what is wrong, of every picture; each file is read once, by a few threads."""
+
+    def size(path: str) -> tuple[int, int] | str:
+        try:
+            return read_image(path).size if verify_images else image_size(path)
+        except ValueError as error:
+            return str(error)
+
+    Image.init()  # or the threads would race to load the plugins
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        return dict(zip(paths, pool.map(size, paths)))
+
+
+def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
+                 reference_column: str = "answer", label_column: str = "label", system_prompt: str = "",
+                 max_prompt_tokens: int, on_bad_row: str = "error", verify_images: bool = False,
+                 limit: int = 0) -> tuple[list[Prompt], list[str]]:
+    """Read a JSONL file of prompts; image paths are relative to it, and of the pictures only headers are read.
+
+    reference_column: "answer" also admits "reference". verify_images: decode every picture. limit: only the first so
+    many rows, bad ones included; 0 for all. on_bad_row: "error" or "skip". Blank lines are no rows.
+    Returns the prompts in file order, and what was wrong with each row skipped.
+    Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
+    """
+    if on_bad_row not in ("error", "skip"):
+        raise ValueError(f"on_bad_row must be 'error' or 'skip', not {on_bad_row!r}")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file")
+    columns = (prompt_column, images_column, label_column, reference_column)
+    columns += ("reference",) if reference_column == "answer" and "reference" not in columns else ()
+    folder, name = os.path.split(os.path.abspath(path))
+    problems: list[tuple[int, str]] = []
+
+    def attempt(index: int, source: str, function: Callable, *args):
+        try:
+            return function(*args)
+        except ValueError as error:
+            problems.append((index, f"{source}: {error}"))
+            return None
+
+    rows, total = [], 0
+    with open(path, "rb") as file:  # bytes: of all the line separators that JSON strings may hold, only \n ends a row
+        for number, line in enumerate(file, start=1):
+            line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
+            if limit and total == limit:
+                break
+            if line:
+                source = f"{name}:{number}"
+                if (parsed := attempt(total, source, _parse, line, columns, folder, system_prompt)) is not None:
+                    rows.append(_Row(total, source, *parsed))
+                total += 1
+    if not total:
+        raise ValueError(f"{path}: empty file, no rows")
+    sizes = _image_sizes(list({image: None for row in rows for image in row.images}), verify_images)
+    prompts = []
+    for start in range(0, len(rows), TOKENIZE_ROWS):
+        batch = [(row, attempt(row.index, row.source, _render, row, processor.tokenizer))
+                 for row in rows[start : start + TOKENIZE_ROWS]]
+        batch = [(row, text) for row, text in batch if text is not None]
+        # The template has written the special tokens; the tokenizer must not add them again.
+        texts = [text for _, text in batch]
+        options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
+        ids = processor.tokenizer(texts, **options)["input_ids"] if texts else []
+        built = [attempt(row.index, row.source, _build, row, text, row_ids, sizes, processor, max_prompt_tokens)
+                 for (row, text), row_ids in zip(batch, ids)]
+        prompts += [prompt for prompt in built if prompt is not None]
+    messages = [message for _, message in sorted(problems)]
+    if messages and (on_bad_row == "error" or not prompts):
+        raise ValueError("\n  ".join([f"{path}: {len(messages)} of {total} rows are bad", *messages[:5]]
+                                     + ["..."] * (len(messages) > 5)))
+    return prompts, messages
+
+
+def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Decode the pictures of a prompt: patches (ΣP, C) float32 and grids (I, 3) int64; None without pictures.
+
+    Raises ValueError that names the row: a body that cannot be decoded, or a file that changed since it was loaded.
+    """
+    if not prompt.images:
+        return None
+    try:
+        patches, grids = processor.pixels([read_image(image) for image in prompt.images])
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from error
+    if (found := tuple(map(tuple, grids.tolist()))) != prompt.grids:
+        raise ValueError(f"{prompt.source}: pictures changed since they were loaded: patch grids {prompt.grids} then, "
+                         f"{found} now, of {', '.join(prompt.images)}")
+    return patches, grids
+# ---------------------------------------------------------------------------------------------------------------------
+# Attention: packed rows (training, scoring, prefill) and decoding over KV slots
+# ---------------------------------------------------------------------------------------------------------------------
+
+ATTENTION_NAME = "packed_rows"           # registered for the language model
+VISION_ATTENTION_NAME = "packed_flash"   # transformers hands cu_seqlens only to names containing "flash"
+BACKENDS = ("flash_attn", "varlen", "sdpa")
+FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
+
+
+def choose_attention(requested: str, device: torch.device) -> str:
+    """Resolve ``--attention auto`` to a back-end that can run here.
+
+    Raises:
+        ValueError: the requested back-end is not installed, or needs a GPU.
+    """
+    has_flash = importlib.util.find_spec("flash_attn") is not None
+    if requested == "auto":
+        return "sdpa" if device.type != "cuda" else "flash_attn" if has_flash else "varlen"
+    if requested not in BACKENDS:
+        raise ValueError(f"--attention {requested}: expected auto or one of {', '.join(BACKENDS)}")
+    if requested != "sdpa" and device.type != "cuda":
+        raise ValueError(f"--attention {requested} needs a CUDA device and this run is on {device.type}; use sdpa")
+    if requested == "flash_attn" and not has_flash:
+        raise ValueError(f"--attention flash_attn: the package is not installed; build it with: {FLASH_ATTN_INSTALL}")
+    return requested
+
+
+def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str):
+    """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
+
+    With ``causal`` and more keys than queries the mask is aligned at the bottom right: query i of a segment sees the
+    surplus keys and its own first i+1 (FlashAttention >= 2.1, Dao 2023).
+    """
+    if backend == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+    from torch.nn.attention.varlen import varlen_attn
+    accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
+    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted \
+        else {"is_causal": causal}
+    if "enable_gqa" in accepted:
+        options["enable_gqa"] = True
+    elif q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    if "scale" in accepted:
+        options["scale"] = scale
+    else:                                                      # the kernel applies 1/sqrt(D) itself
+        q = q * (scale * q.shape[-1] ** 0.5)
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
+
+
+class SlotCache:
+    """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D).
+
+    A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
+    """
+
+    def __init__(self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
+        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+        shape = (text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.slots, self.capacity = slots, capacity
+
+    def move(self, source: list[int], target: list[int]) -> None:
+        """Copy slots ``source`` over slots ``target`` (disjoint lists)."""
+        for cache in (self.keys, self.values):
+            cache[:, target] = cache[:, source]
+
+
+class PackedAttention:
+    """Attention of one packed row: every segment is causal in itself and may see one earlier segment in full.
+
+    A prompt is a segment without prefix; each of its responses is a segment whose prefix is that prompt. Nothing else
+    is visible, so a row may hold any number of groups. Built once per row and shared by all layers; it reaches the
+    attention function as the keyword argument ``attention``.
+
+    Args:
+        segments: (start, end, prefix_start, prefix_end) in row order, covering the row.
+        cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot ``plan[1][i]``, position
+            ``plan[2][i]``: one prompt may go to many slots.
+    """
+
+    def __init__(self, segments: list[tuple[int, int, int, int]], backend: str, device: torch.device,
+                 cache: SlotCache | None = None, plan: tuple[torch.Tensor, ...] = ()):
+        self.backend, self.cache, self.plan = backend, cache, plan
+        table = np.asarray(segments, dtype=np.int64)                                                       # (S, 4)
+        len_q = table[:, 1] - table[:, 0]
+        len_k = len_q + table[:, 3] - table[:, 2]
+        to_device = lambda array: torch.as_tensor(array).to(device, non_blocking=True)  # noqa: E731
+        if backend == "sdpa":
+            self.buckets, order, offset = [], np.empty(len_q.sum(), dtype=np.int64), 0
+            for members in bucket_segments(len_q, len_k):
+                q_rows, k_rows, mask = bucket_indices(table[members])
+                inside = np.arange(q_rows.shape[1])[None] < len_q[members][:, None]                        # (b, Lq)
+                order[q_rows[inside]] = offset + np.flatnonzero(inside)
+                offset += q_rows.size
+                self.buckets.append((to_device(q_rows), to_device(k_rows), None if mask is None else to_device(mask)))
+            self.order = to_device(order)        # (N,) where each row of the packed row lies in the buckets' outputs
+            return
+        spans = [np.arange(a, b) for start, end, p_start, p_end in segments for a, b in ((p_start, p_end), (start, end))]
+        self.key_rows = to_device(np.concatenate(spans)) if (table[:, 3] > table[:, 2]).any() else None
+        self.cu_q, self.cu_k = (to_device(np.concatenate([[0], np.cumsum(n)]).astype(np.int32)) for n in (len_q, len_k))
+        self.max_q, self.max_k = int(len_q.max()), int(len_k.max())
+
+    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+        """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                                              # (N, H, D)
+        if self.cache is not None:
+            rows, slots, positions = self.plan
+            self.cache.keys[layer][slots, positions] = k[rows]
+            self.cache.values[layer][slots, positions] = v[rows]
+        if self.backend == "sdpa":
+            return self._bucketed(q, k, v, scale)[None]
+        if self.key_rows is not None:         # repeats a prompt's keys per response; its backward sums their gradients
+            k, v = k.index_select(0, self.key_rows), v.index_select(0, self.key_rows)
+        return varlen_attention(q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale, True, self.backend)[None]
+
+    def _bucketed(self, q, k, v, scale: float) -> torch.Tensor:
+        """One SDPA call per bucket of similar segments; (N, H, D) -> (N, Hq, D)."""
+        outputs = []
+        for q_rows, k_rows, mask in self.buckets:
+            batch = [x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)        # (b, H, L, D)
+                     for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
+            out = F.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, scale=scale,
+                                                 enable_gqa=q.shape[1] != k.shape[1])
+            outputs.append(out.transpose(1, 2).flatten(0, 1))                                       # (b * Lq, Hq, D)
+        return torch.cat(outputs).index_select(0, self.order)
+
+
+def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, small: int = 1 << 14) -> list[np.ndarray]:
+    """Group segments of similar size for one padded call each: a call costs about as much as ``small`` score entries,
+    so padding up to ``waste`` times the true area, or up to ``small`` entries, is cheaper than another call."""
+    order = np.lexsort((len_q, len_k))
+    buckets, start, area = [], 0, 0
+    max_q = max_k = 0
+    for i, s in enumerate(order):
+        new_q, new_k = max(max_q, len_q[s]), max(max_k, len_k[s])
+        padded = new_q * new_k * (i - start + 1)
+        if i > start and padded > max(small, waste * (area + len_q[s] * len_k[s])):
+            buckets.append(order[start:i])
+            start, area, new_q, new_k = i, 0, len_q[s], len_k[s]
+        area, max_q, max_k = area + len_q[s] * len_k[s], new_q, new_k
+    return buckets + [order[start:]]
+
+
+def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Row indices and mask of a bucket: table (b, 4) -> q_rows (b, Lq), k_rows (b, Lk), mask (b, 1, Lq, Lk) or None
+    where plain causal attention is the same. Padding points at the segment's first row and is masked out."""
+    start, end, p_start, p_end = (table[:, i:i + 1] for i in range(4))                                     # (b, 1)
+    own, prefix = end - start, p_end - p_start
+    i, j = np.arange(own.max())[None], np.arange((own + prefix).max())[None]
+    q_rows = np.where(i < own, start + i, start)
+    k_rows = np.where(j < prefix, p_start + j, np.where(j < prefix + own, start + j - prefix, start))
+    if (prefix == 0).all() and (own == own[0]).all():
+        return q_rows, k_rows, None
+    offset = (j - prefix)[:, None]                                                                      # (b, 1, Lk)
+    mask = (offset < 0) | ((offset <= i[..., None]) & (offset < own[..., None]))                       # (b, Lq, Lk)
+    return q_rows, k_rows, mask[:, None]
+
+
+class DecodeAttention:
+    """One new token for each of the first B slots: stores its key and value, then attends to the slot's own tokens.
+
+    Args:
+        lengths: (B,) tokens already stored in each slot (device tensor; the new token goes to this position).
+        longest: host-side upper bound of ``lengths + 1``; on CUDA the cache capacity, so that nothing is baked in.
+    """
+
+    def __init__(self, cache: SlotCache, lengths: torch.Tensor, longest: int, backend: str):
+        self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
+        self.slots = torch.arange(len(lengths), device=lengths.device)
+        if backend == "sdpa":
+            self.mask = (torch.arange(longest, device=lengths.device)[None] <= lengths[:, None])[:, None, None]
+
+    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+        """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq, D)."""
+        size = len(self.lengths)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]                        # (slots, M, Hkv, D)
+        keys[self.slots, self.lengths] = k[0].transpose(0, 1)
+        values[self.slots, self.lengths] = v[0].transpose(0, 1)
+        q = q[0].transpose(0, 1)                                                                         # (B, Hq, D)
+        if self.backend == "flash_attn":
+            from flash_attn import flash_attn_with_kvcache
+            out = flash_attn_with_kvcache(q[:, None], keys[:size], values[:size], softmax_scale=scale,
+                                          cache_seqlens=(self.lengths + 1).int(), causal=True)[:, 0]
+        elif self.backend == "varlen":    # the aten operator of every supported torch takes seqused_k, varlen_attn not
+            bounds = torch.arange(size + 1, device=q.device, dtype=torch.int32)
+            out = torch.ops.aten._flash_attention_forward(
+                q, keys[:size].flatten(0, 1), values[:size].flatten(0, 1), bounds, bounds * self.cache.capacity, 1,
+                self.cache.capacity, 0.0, False, False, scale=scale, seqused_k=(self.lengths + 1).int())[0]
+        else:                             # the query heads of one key head side by side: no repeated keys, no GQA path
+            grouped = q.unflatten(1, (keys.shape[2], -1))                                           # (B, Hkv, G, D)
+            seen = slice(0, self.longest)
+            out = F.scaled_dot_product_attention(grouped, keys[:size, seen].transpose(1, 2),
+                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask,
+                                                 scale=scale).flatten(1, 2)
+        return out[None]
+
+
+def _language_attention(module, query, key, value, attention_mask, scaling=None, attention=None, **_):
+    """The attention function of the language model: ``attention`` is one of the two classes above."""
+    return attention(module.layer_idx, query, key, value, scaling), None
+
+
+def _vision_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
+                      max_length_q=None, max_length_k=None, **_):
+    """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per window."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    cu_q, cu_k = cu_seq_lens_q.int(), cu_seq_lens_k.int()
+    backend = "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"
+    return varlen_attention(q, k, v, cu_q, cu_k, int(max_length_q), int(max_length_k), scaling, False, backend)[None], None
+
+
+# Registered without a mask function on purpose: transformers then builds no (N, N) mask and hands over None.
+AttentionInterface.register(ATTENTION_NAME, _language_attention)
+AttentionInterface.register(VISION_ATTENTION_NAME, _vision_attention)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model in two stages: image features, then the language model on embeddings
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+    """Run the vision tower: patches (P, C), grids (I, 3) -> (K, M, H), M merged image tokens.
+
+    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
+    """
+    tower = model.model.visual
+    out = model.model.get_image_features(patches.to(tower.device, tower.dtype), grids.to(tower.device), return_dict=True)
+    levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+    return torch.stack([level if torch.is_tensor(level) else torch.cat(list(level)) for level in levels])
+
+
+def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
+    """Last hidden states of a packed row, (N, H).
+
+    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. The fourth position row,
+    which transformers reads to detect packing, is zero: our attention goes by segments and no mask is built.
+    """
+    embeds = model.model.get_input_embeddings()(row.input_ids)                                           # (1, N, H)
+    deepstack: dict[str, Any] = {}
+    if row.features is not None:
+        features = row.features.to(embeds.dtype)
+        embeds = embeds.index_copy(1, row.image_rows, features[:1])
+        if len(features) > 1:
+            is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(1, row.image_rows, True)
+            deepstack = {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features[1:])}
+    positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                           # (4, 1, N)
+    return model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False,
+                                      attention=attention, **deepstack).last_hidden_state[0]
+
+
+def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> torch.Tensor:
+    """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max + 1``."""
+    ids = prompt.input_ids[None]
+    if not prompt.grids:
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=(ids == image_token_id).int(),
+                                              image_grid_thw=torch.tensor(prompt.grids))
+    return positions[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading: parameters on meta, sharded from outside, then streamed from safetensors into the shards
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Hub files and modules spell the same weights differently; tried in this order.
+KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visual|language_model)", "model.language_model."))
+
+
+def resolve_folder(name: str) -> Path:
+    """A local checkpoint folder, or the downloaded snapshot of a hub name.
+
+    Raises:
+        ValueError: neither a folder nor a hub name that can be fetched from here.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    if Path(name).exists() or name.startswith((".", "/")) or name.count("/") != 1:
+        raise ValueError(f"--model {name}: no such folder (a hub name looks like owner/name)")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ValueError(f"--model {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
+
+
+def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
+    """The checkpoint's model with parameters on the meta device and real buffers.
+
+    Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
+    ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        register(module, name, parameter)
+        if parameter is not None:
+            module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    finally:
+        nn.Module.register_parameter = register
+    if not vision:
+        model.model.visual = None
+    if not head:
+        model.lm_head = None
+    return model
+
+
+def use_attention(model: nn.Module, backend: str) -> None:
+    """Point language model and vision tower at our attention functions."""
+    model.config.text_config._attn_implementation = ATTENTION_NAME
+    model.model.language_model.config._attn_implementation = ATTENTION_NAME
+    # The name must be set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
+    vision = VISION_ATTENTION_NAME if backend != "sdpa" else "sdpa"
+    model.config.vision_config._attn_implementation = vision
+    if model.model.visual is not None:
+        model.model.visual.config._attn_implementation = vision
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate meta parameters on ``device``, keeping the values of all buffers."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Parameter] = {}) -> dict[str, str]:
+    """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own rows.
+
+    Args:
+        optional: further parameters by file key, loaded where the files have them (a value head).
+
+    Returns:
+        parameter name -> key in the files, so that an export can use the names the checkpoint came with.
+
+    Raises:
+        ValueError: no safetensors files, missing weights, or a shape that does not fit; names and shapes are given.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    spelled: dict[str, str] = {}
+    for file in files:
+        if not (folder / file).exists():
+            raise ValueError(f"{folder}: {file} is missing (weights are read from safetensors files only)")
+        with safe_open(folder / file, "pt") as tensors:
+            for key in tensors.keys():
+                name = next((n for n in (re.sub(old, new, key) for old, new in KEY_SPELLINGS) if n in parameters), None)
+                target = parameters[name] if name else optional.get(key)
+                if target is None:
+                    continue                       # a part this role leaves out: the vision tower or the output head
+                value = tensors.get_slice(key)
+                if tuple(value.get_shape()) != tuple(target.shape):
+                    raise ValueError(f"{folder / file}: {key} is {tuple(value.get_shape())}, the model's config.json "
+                                     f"asks for {tuple(target.shape)}")
+                copy_rows(target, value)
+                spelled[name or key] = key
+    tied = {id(p) for n, p in parameters.items() if n in spelled}
+    missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied]
+    if missing:
+        raise ValueError(f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}")
+    return spelled
+
+
+@torch.no_grad()
+def copy_rows(target: torch.Tensor, value) -> None:
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0."""
+    if not isinstance(target, DTensor):
+        target.copy_(value[:])
+        return
+    local = target.to_local()
+    shard_dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
+    rows = -(-target.shape[0] // target.device_mesh.size(shard_dim))    # FSDP2 cuts into ceil-sized chunks
+    start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
+    if len(local):
+        local.copy_(value[start:start + len(local)])

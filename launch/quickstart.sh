@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# A vision-language model learns from pictures by PPO with a critic, on 2 CPU cores, in less than 5 minutes after installation.
+# Expected: held-out accuracy from about 0.3 to at least 0.9. Further flags are passed to train_ppo_vl.py.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source launch/setup.sh
+[ -f toy/args.json ] || python launch/toy.py --out toy
+out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
+torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" "$@"
+echo
+echo "metrics:          $out/metrics.jsonl"
+echo "TensorBoard:      tensorboard --logdir $out/tensorboard"
+echo "sample pictures:  $(ls "$out"/samples/step-*.png | tail -1)"

@@ -1,0 +1,23 @@
+# Sourced by quickstart.sh and tests/run.sh from the repository's root: makes .venv, installs into it, activates it.
+# Usage: source launch/setup.sh [further packages]
+find_python() {
+    for candidate in python3.12 python3.11 python3 python; do
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
+            echo "$candidate"
+            return
+        fi
+    done
+    echo "error: no Python 3.11 or 3.12 on the PATH" >&2
+    return 1
+}
+# The stamp holds what was installed, so a second run installs nothing and a changed requirements.txt is noticed.
+wanted="$(cat requirements.txt) $*"
+if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+    python="$(find_python)" || exit 1
+    echo "installing into .venv with $($python --version): once, some minutes"
+    [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; exit 1; }
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt "$@" || exit 1
+    echo "$wanted" > .venv/installed
+fi
+source .venv/bin/activate
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false

@@ -1,0 +1,304 @@
+"""A tiny vision-language model and a picture task for it, in the ordinary file formats.
+
+    python launch/toy.py --out toy                         Qwen2.5-VL, about 40 seconds on one processor core
+    python launch/toy.py --out toy3 --model qwen3_vl       Qwen3-VL
+
+    <out>/model/        config.json, model.safetensors, tokenizer files with a chat template, preprocessor_config.json
+    <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
+    <out>/args.json     the flags of train_ppo_vl.py that suit it (TRAINER_ARGS below), for its --config
+
+The task. A picture is a 2 x 2 board of coloured shapes. Three kinds of question (the label of the row) ask for the
+colour of a shape, the shape of a colour, or the number of some shape. Every question text has all its answers equally
+often, so whoever ignores the picture scores 1 in 6 or 1 in 4, 0.22 on the whole. No picture occurs twice.
+
+The model. Policies are not trained from random weights: they start instruction-tuned. So does this one, on some seconds
+of supervised "warm start" with pictures of its own: it lists boards in words, and answers questions in the right format
+but with an answer drawn at random. After it the tower sees and the answers are still at chance: what the questions mean
+is left to reinforcement learning.
+"""
+
+import argparse
+import json
+import random
+import time
+from pathlib import Path
+
+import torch
+from PIL import Image, ImageDraw
+from tokenizers import pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, Qwen2Tokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+# Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
+TRAINER_ARGS = {
+    "actor_lr": 1e-3,
+    "critic_lr": 1e-3,
+}
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 40),
+           "purple": (150, 60, 180), "grey": (130, 130, 130)}
+SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
+COUNTS = ("1", "2", "3", "4")
+CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
+CAPTIONS = {"colour": "colours and shapes", "shape": "shapes and colours", "count": "numbers of shapes"}
+
+PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+                  "<|image_pad|>", "<|video_pad|>")
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'image' -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'text' -%}
+{{ part.text }}
+{%- else -%}
+{{ raise_exception('a content part must be of type text or image') }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{{ '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif -%}
+"""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Task
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def question_cells() -> list[tuple[str, str, str]]:
+    """Every (label, question text, answer); all answers to one text stand here once, so that cycling is balanced."""
+    cells = [("colour", f"what colour is the {shape}?", colour) for shape in SHAPES for colour in COLOURS]
+    cells += [("shape", f"what shape is {colour}?", shape) for colour in COLOURS for shape in SHAPES]
+    cells += [("count", f"how many {plural} are there?", count) for plural in SHAPES.values() for count in COUNTS]
+    return cells
+
+
+def random_board(rng: random.Random, label: str, question: str, answer: str) -> list[tuple[str, str] | None]:
+    """A board, one (shape, colour) or None per cell of CELLS, on which `answer` is right and nothing else is."""
+    if label == "count":
+        shape = next(shape for shape, plural in SHAPES.items() if f" {plural} " in question)
+        others = [other for other in SHAPES if other != shape]
+        shapes = [shape] * int(answer)
+        shapes += [rng.choice([None, *others]) for _ in range(len(CELLS) - len(shapes))]
+        board = [shape and (shape, rng.choice(list(COLOURS))) for shape in shapes]
+    else:  # all shapes and all colours differ, or the question had two answers
+        subject = question.rstrip("?").split()[-1]
+        shape, colour = (subject, answer) if label == "colour" else (answer, subject)
+        shapes = rng.sample([s for s in SHAPES if s != shape], 2)
+        colours = rng.sample([c for c in COLOURS if c != colour], 2)
+        board = [(shape, colour), *zip(shapes, colours), None]
+    rng.shuffle(board)
+    return board
+
+
+def draw_board(rng: random.Random, board: list[tuple[str, str] | None], cell: int) -> Image.Image:
+    """The board as an RGB picture of 2 cells by 2 cells, `cell` pixels each; shapes differ a little in size and place."""
+    image = Image.new("RGB", (2 * cell, 2 * cell), (255, 255, 255))
+    draw = ImageDraw.Draw(image)
+    for (row, column), thing in zip(CELLS, board):
+        if thing is None:
+            continue
+        shape, colour = thing[0], COLOURS[thing[1]]
+        size = rng.randint(cell * 4 // 7, cell * 6 // 7)
+        x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
+        box = (x, y, x + size, y + size)
+        if shape == "circle":
+            draw.ellipse(box, fill=colour)
+        elif shape == "square":
+            draw.rectangle(box, fill=colour)
+        elif shape == "triangle":
+            draw.polygon([(x + size // 2, y), (x, y + size), (x + size, y + size)], fill=colour)
+        else:
+            draw.line([(x, y), (x + size, y + size)], fill=colour, width=cell // 5)
+            draw.line([(x, y + size), (x + size, y)], fill=colour, width=cell // 5)
+    return image
+
+
+def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
+    """`count` questions with new pictures: every 64 in a row hold each of `question_cells` once."""
+    rows, cells = [], []
+    while len(rows) < count:
+        if not cells:
+            cells = question_cells()
+            rng.shuffle(cells)
+        label, question, answer = cells[-1]
+        board = random_board(rng, label, question, answer)
+        image = draw_board(rng, board, cell)
+        if image.tobytes() in seen:
+            continue
+        seen.add(image.tobytes())
+        cells.pop()
+        rows.append({"prompt": question, "board": board, "image": image, "answer": answer, "label": label})
+    return rows
+
+
+def write_rows(rows: list[dict], out: Path, split: str) -> None:
+    """Write <out>/<split>.jsonl and one PNG file per row."""
+    lines = []
+    for number, row in enumerate(rows):
+        name = f"images/{split}-{number:05d}.png"
+        row["image"].save(out / name)
+        lines.append(json.dumps({"prompt": row["prompt"], "images": [name], "answer": row["answer"],
+                                 "label": row["label"]}) + "\n")
+    (out / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def make_tokenizer() -> Qwen2Tokenizer:
+    """Qwen's byte-level BPE, trained on the words of the task: one token for each, and any other text in bytes."""
+    words = [*COLOURS, *SHAPES, *SHAPES.values(), "user", "assistant", "system"]
+    texts = words + [" " + word for word in words] + [question for _, question, _ in question_cells()] + [f"{text}, the one first." for text in CAPTIONS.values()]
+    backend = Qwen2Tokenizer().backend_tokenizer
+    backend.train_from_iterator(texts, trainers.BpeTrainer(
+        vocab_size=4096, min_frequency=1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False))
+    model = json.loads(backend.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=[tuple(pair) for pair in model["merges"]],
+                               eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token=None,
+                               model_max_length=4096)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL_TOKENS)})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int = 64, layers: int = 3):
+    """A model of `kind` with random weights, about 0.3 million parameters, fp32."""
+    heads, head_dim, std = 4, hidden_size // 4, 0.08
+    text = {"vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
+            "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads // 2,
+            "max_position_embeddings": 4096, "initializer_range": std, "bos_token_id": None,
+            "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "dtype": "float32",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
+                                "mrope_section": [head_dim // 2 - 2 * (head_dim // 8), head_dim // 8, head_dim // 8]}}
+    vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH_SIZE[kind],
+              "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden_size,
+              "initializer_range": std}
+    if kind == "qwen2_5_vl":
+        vision |= {"window_size": 4 * PATCH_SIZE[kind], "fullatt_block_indexes": [1]}
+    else:
+        text |= {"head_dim": head_dim}
+        text["rope_parameters"]["mrope_interleaved"] = True
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    token_ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (
+        ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
+        ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"))}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False,
+                                  dtype="float32", initializer_range=std, **token_ids)
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, do_sample=False,
+                                               pad_token_id=tokenizer.pad_token_id)
+    return model
+
+
+def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
+    """Pictures of one to sixteen cells' area keep their size."""
+    cell = 2 * PATCH_SIZE[kind]
+    return Qwen2VLImageProcessorPil(patch_size=PATCH_SIZE[kind], size={"shortest_edge": cell**2,
+                                                                       "longest_edge": (4 * cell)**2})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Warm start
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def encode_prompt(tokenizer: Qwen2Tokenizer, text: str) -> list[int]:
+    """Token ids of a question about one board, its image placeholder expanded to one token per cell."""
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True,
+                                        return_dict=False)
+    at = ids.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    return ids[:at] + [ids[at]] * len(CELLS) + ids[at + 1:]
+
+
+def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict:
+    """Keyword arguments of the forward pass for ids (B, T) and patches (B, 16, C) of one board each."""
+    count = len(input_ids)
+    return {"input_ids": input_ids, "pixel_values": pixel_values.flatten(0, 1),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
+            "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
+
+
+def greedy_accuracy(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor) -> float:
+    """Share of rows answered exactly, by greedy decoding of at most four tokens; pixels (rows, 16, C)."""
+    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+    correct = 0
+    model.eval()
+    for length in sorted(set(map(len, prompts))):  # equal lengths need no padding
+        chosen = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
+        inputs = model_inputs(model, torch.tensor([prompts[i] for i in chosen]), pixels[chosen])
+        tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, length:]
+        answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
+        correct += sum(answer == rows[i]["answer"] for answer, i in zip(answers, chosen))
+    return correct / len(rows)
+
+
+def caption(rng: random.Random, board: list[tuple[str, str] | None], kind: str) -> tuple[str, str]:
+    """(prompt, response) that lists a board in words, a line per object or number, in random order.
+
+    The prompt may name one of them, to stand first: so the model learns to look for what a text mentions.
+    """
+    things = [thing for thing in board if thing]
+    shapes = [shape for shape, _ in things]
+    if kind == "count":
+        lines = {SHAPES[s]: f"{shapes.count(s)} {s if shapes.count(s) == 1 else SHAPES[s]}" for s in sorted(set(shapes))}
+    elif kind == "colour":
+        lines = {f"the {shape}": f"{colour} {shape}" for shape, colour in things}
+    else:
+        lines = {f"the {colour} one": f"{shape} {colour}" for shape, colour in things}
+    names = list(lines)
+    rng.shuffle(names)
+    start = f", {names[0]} first" if rng.random() < 0.7 else ""
+    return f"{CAPTIONS[kind]}{start}.", "\n".join(lines[name] for name in names)
+
+
+def warm_start_example(rng: random.Random, row: dict, answers: dict[str, list[str]],
+                       format_share: float) -> tuple[str, str]:
+    """(prompt, response) about a board: mostly a caption, else its question with a blind answer."""
+    if rng.random() < format_share:
+        return row["prompt"], rng.choice(answers[row["label"]])
+    # A board for counting has shapes and colours more than once: "the circle" would name none.
+    return caption(rng, row["board"], "count" if row["label"] == "count" else rng.choice(("colour", "shape", "count")))
+
+
+def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
+               batch_size: int = 64, learning_rate: float = 3e-3, format_share: float = 0.2) -> float:
+    """Train all weights, tower included, by next-token prediction on the responses; returns the last loss, in nats."""
+    answers = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
+    model.train()
+    loss = torch.tensor(float("nan"))
+    for _ in range(steps):
+        chosen = rng.sample(range(len(rows)), batch_size)
+        inputs, labels = [], []
+        for i in chosen:
+            prompt, response = warm_start_example(rng, rows[i], answers, format_share)
+            prompt = encode_prompt(tokenizer, prompt)
+            response = tokenizer.encode(response) + [tokenizer.eos_token_id]
+            inputs.append(torch.tensor(prompt + response))
+            labels.append(torch.tensor([-100] * len(prompt) + response))
+        # Padding stands behind the response, where a causal model's response tokens cannot see it: no mask needed.
+        input_ids = torch.nn.utils.rnn.pad_sequence(inputs, True, tokenizer.pad_token_id)  # (B, T)
+        labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
+        loss = model(**model_inputs(model, input_ids, pixels[chosen]), labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    return loss.item()

@@ -1,0 +1,119 @@
+"""Packed shared-prefix rows = one forward per sample with Hugging Face's own attention: log-probs, values, gradients."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from common.buffers import Samples, build_row, make_blocks, make_packs
+from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_prompts, load_weights,
+                        materialize, prompt_positions, skeleton, use_attention)
+
+
+def write_rows(folder) -> str:
+    """Prompts with 0, 1, 2 and 1 images of different sizes."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for i, sizes in enumerate([[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)]]):
+        names = []
+        for k, size in enumerate(sizes):
+            names.append(f"picture-{i}-{k}.png")
+            Image.fromarray(rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)).save(folder / names[-1])
+        text = "how many circles are there? " * (i + 1)
+        lines.append(f'{{"prompt": "{text}", "images": {names!r}, "answer": "1"}}'.replace("'", '"'))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return str(folder / "rows.jsonl")
+
+
+def random_samples(counts: list[int], vocabulary: int) -> Samples:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 9, (sum(counts),), generator=generator)
+    total = int(lengths.sum())
+    return Samples(group=torch.tensor([g for g, n in enumerate(counts) for _ in range(n)]),
+                   number=torch.tensor([k for n in counts for k in range(n)]), lengths=lengths,
+                   truncated=torch.zeros(sum(counts), dtype=torch.bool),
+                   tokens=torch.randint(4, vocabulary - 8, (total,), generator=generator), logprobs=torch.zeros(total))
+
+
+@pytest.mark.parametrize("budget", [10 ** 6, 150])  # one pack; several packs and split groups
+@pytest.mark.parametrize("share", [True, False])
+def test_packed_rows_equal_per_sample_forwards(checkpoint, tmp_path, budget, share):
+    processor = Processor(str(checkpoint))
+    prompts, _ = load_prompts(write_rows(tmp_path), processor, max_prompt_tokens=1000)
+    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
+    ours = skeleton(processor.config)
+    use_attention(ours, "sdpa")
+    materialize(ours, torch.device("cpu"))
+    load_weights(ours, checkpoint)
+    samples = random_samples([3, 4, 2, 3], processor.config.text_config.vocab_size)
+    weights = torch.linspace(-1, 1, len(samples.tokens))
+    image_id = processor.config.image_token_id
+    value_head = torch.randn(processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5))
+
+    from common.vlm import load_pixels
+    pixels = [load_pixels(prompt, processor) for prompt in prompts]
+    expected, expected_values = [], []
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        ids = torch.cat([prompts[group].input_ids, tokens])[None]
+        images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
+        out = oracle(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == image_id).int(), use_cache=False,
+                     output_hidden_states=True, **images)
+        rows = slice(len(prompts[group].input_ids) - 1, ids.shape[1] - 1)
+        expected.append(out.logits[0, rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        expected_values.append(out.hidden_states[-1][0, rows] @ value_head)
+    expected, expected_values = torch.cat(expected), torch.cat(expected_values)
+    ((expected + expected_values) * weights).sum().backward()
+
+    features = {g: image_features(ours, *pixels[g]) for g in range(len(prompts)) if pixels[g]}
+    lengths = [len(p.input_ids) for p in prompts]
+    packs = make_packs(samples, lengths, make_blocks(samples, lengths, budget, share=share), 1, budget, 64)[0]
+    assert (len(packs) == 1) == (budget > 10 ** 5)
+    logp, values = torch.zeros(len(samples.tokens)), torch.zeros(len(samples.tokens))
+    for pack in packs:
+        members = {g for g, _ in pack}
+        row = build_row(samples, pack, {g: prompts[g].input_ids for g in members},
+                        {g: prompt_positions(ours, prompts[g], image_id) for g in members}, features, image_id)
+        hidden = language_hidden(ours, row, PackedAttention(row.segments, "sdpa", torch.device("cpu")))[row.predict]
+        row_logp = ours.lm_head(hidden).log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
+        row_values = hidden @ value_head
+        ((row_logp + row_values) * weights[row.flat]).sum().backward()
+        logp[row.flat], values[row.flat] = row_logp.detach(), row_values.detach()
+    assert (logp - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert (values - expected_values).abs().max() < 1e-5 * expected_values.abs().max()
+    trained = dict(oracle.model.language_model.named_parameters())
+    for name, parameter in ours.model.language_model.named_parameters():
+        error = (parameter.grad - trained[name].grad).norm() / trained[name].grad.norm()
+        assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
+
+
+def test_a_wrong_segment_is_noticed(qwen25, tmp_path):
+    """The comparison above can fail: a response that sees its neighbour has other log-probs."""
+    processor = Processor(str(qwen25))
+    model = skeleton(processor.config)
+    use_attention(model, "sdpa")
+    materialize(model, torch.device("cpu"))
+    load_weights(model, qwen25)
+    samples = random_samples([2], 200)
+    ids = torch.randint(4, 200, (7,))
+    row = build_row(samples, [(0, (0, 1))], {0: ids}, {0: torch.arange(7).expand(3, -1)}, {}, processor.config.image_token_id)
+    right = language_hidden(model, row, PackedAttention(row.segments, "sdpa", torch.device("cpu")))
+    start, end, *_ = row.segments[2]
+    leaking = row.segments[:2] + [(start, end, 0, start)]
+    wrong = language_hidden(model, row, PackedAttention(leaking, "sdpa", torch.device("cpu")))
+    assert (right - wrong)[start:].abs().max() > 1e-2
+
+
+def test_buckets_cover_every_segment_once():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        len_q = rng.integers(1, 300, rng.integers(1, 40))
+        len_k = len_q + rng.integers(0, 2, len(len_q)) * rng.integers(1, 500, len(len_q))
+        buckets = bucket_segments(len_q, len_k)
+        assert sorted(itertools.chain(*buckets)) == list(range(len(len_q)))
+        for members in buckets:
+            padded = len(members) * int(len_q[members].max()) * int(len_k[members].max())
+            true = int((len_q[members] * len_k[members]).sum())
+            assert padded <= max(1 << 14, 1.5 * true)

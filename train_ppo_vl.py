@@ -1,0 +1,1798 @@
+"""PPO for vision-language models, one process per GPU.
+
+    torchrun --nproc_per_node 8 train_ppo_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data train.jsonl --eval_data eval.jsonl
+    torchrun --nproc_per_node 2 train_ppo_vl.py                 # no flags: the embedded toy (launch/toy.py), also on a CPU
+    python train_ppo_vl.py --help                               # every flag, by stage, with its default and unit
+
+One step, as `main` names it:
+
+    prompts + images -> rollout -> rewards -> score (reference, values) -> advantages -> update critic, update actor -> log
+
+Shapes: S samples of the step, N response tokens of all samples, L tokens of a packed row, T response tokens of that row,
+M image tokens, P prompt tokens, H hidden size, V vocabulary, B slots that decode together.
+
+Invariants, each with a test:
+  * Every rank holds the text of all samples, so advantages and their statistics need no all-reduce and do not depend on
+    the number of ranks. Pictures and image features stay on one rank and move only to where they are trained.
+  * A loss is a weighted sum over response tokens; the weights are global. No value depends on packs, ranks or order.
+  * The policy that samples is the policy that trains: same weights, same positions, same banned tokens, same temperature.
+  * Noise and data order are functions of (seed, counters); there is no generator state.
+  * Collectives stand under no condition that could differ between ranks.
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Callable
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy ranks on the same cores slow each other tenfold
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors.torch import save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from common import losses
+from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
+                            make_blocks, make_packs, minibatches)
+from common.logging import MetricSums, RunLogger, StageTimer, draw_sample, environment
+from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
+                        image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
+                        read_image, resolve_folder, skeleton, use_attention)
+
+HERE = Path(__file__).resolve().parent
+TRAIN, EVAL = 0, 1  # streams of sampling noise: a prompt met in both gets unrelated samples
+
+
+def main(argv: list[str] | None = None) -> dict[str, float]:
+    """Train, or only evaluate. Returns the last metrics."""
+    args = parse_args(argv)
+    run = start_run(args)
+    processor, train_prompts, eval_prompts = load_data(run)
+    reward = load_reward(args.reward.reward)
+    actor, critic, reference = build_models(run, processor)
+    actor_optimizer = build_optimizer(actor, args.update.actor_lr, args)
+    critic_optimizer = build_optimizer(critic, args.update.critic_lr, args) if critic else None
+    kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
+    log = open_log(run, train_prompts, eval_prompts)
+    per_step = args.rollout.prompts_per_step
+    metrics: dict[str, float] = {}
+
+    with PromptLoader(run, processor, actor, train_prompts) as loader:
+        if eval_prompts and args.eval.eval_every != 0:
+            metrics = evaluate(run, processor, actor, reward, eval_prompts, log, step=0)
+        if args.eval.eval_only:
+            log.close()
+            return metrics
+        loader.prefetch(0)
+        for step in range(1, args.update.steps + 1):
+            run.timer.reset()
+            with run.timer("data"):
+                prompts = loader.take(step - 1)
+                loader.prefetch(step)
+            with profiled(run, step):
+                with run.timer("rollout"):
+                    samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
+                with run.timer("reward"):
+                    samples = score_rewards(run, processor, reward, prompts, samples)
+                with run.timer("score"):
+                    score_logprobs_and_values(run, actor, reference, critic, prompts, samples)
+                with run.timer("advantages"):
+                    rollout_metrics = compute_advantages(run, samples, kl_controller)
+                with run.timer("update_critic"):
+                    critic_metrics = update_critic(run, critic, critic_optimizer, prompts, samples, step) if critic else {}
+                with run.timer("update_actor"):
+                    frozen = step <= args.update.freezing_actor_steps
+                    actor_metrics = {} if frozen else update_actor(run, actor, actor_optimizer, prompts, samples, step,
+                                                                   kl_controller.value)
+            metrics = rollout_metrics | critic_metrics | actor_metrics | loader.metrics()
+            if "train/kl" in metrics and not frozen:
+                kl_controller.update(metrics["train/kl"], len(samples))
+            metrics |= perf_metrics(run, actor, critic, prompts, samples)
+            if due(step, args.eval.eval_every, per_step, len(train_prompts), args.update.steps) and eval_prompts:
+                metrics |= evaluate(run, processor, actor, reward, eval_prompts, log, step)
+            log_step(run, log, step, metrics, processor, prompts, samples)
+        export(run, actor, processor, args.run.out / "export" / f"step-{args.update.steps}")
+    log.line(f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
+             f"{args.run.out}/samples, the model in {args.run.out}/export/step-{args.update.steps}")
+    log.close()
+    return metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments: one frozen dataclass per stage; a field is a flag
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flag(default, help: str, choices: tuple = ()):
+    """A field of an argument class: its default, its help with the unit, and the values it may take."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelArgs:
+    """model"""
+    model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
+    critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
+    reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used")
+    dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
+                      ("auto", "float32", "bfloat16"))
+    attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
+                          ("auto", "flash_attn", "varlen", "sdpa"))
+    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
+
+
+@dataclass(frozen=True)
+class DataArgs:
+    """data"""
+    data: str = flag("", "training rows, a JSONL file")
+    eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
+    prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
+    images_column: str = flag("images", "column of the image paths, relative to the file")
+    reference_column: str = flag("answer", "column of the reference answer")
+    label_column: str = flag("label", "column of the row's label")
+    system_prompt: str = flag("", "system message put before every prompt; empty: none")
+    max_prompt_tokens: int = flag(4096, "longest prompt, tokens with image tokens; longer ones are bad rows")
+    min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own")
+    max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own")
+    on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
+    verify_images: bool = flag(False, "decode every image at the start, not only its header")
+    max_rows: int = flag(0, "use the first rows only; 0: all")
+    max_eval_rows: int = flag(0, "evaluate on the first rows only; 0: all")
+    data_threads: int = flag(2, "threads that decode images while the model works")
+
+
+@dataclass(frozen=True)
+class RolloutArgs:
+    """rollout"""
+    prompts_per_step: int = flag(128, "prompts per step, over all ranks")
+    samples_per_prompt: int = flag(4, "samples per prompt")
+    max_new_tokens: int = flag(1024, "longest response, tokens")
+    min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before")
+    temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere")
+    top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it")
+    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too")
+    stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
+    stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
+    slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256")
+    prefill_tokens: int = flag(16384, "tokens per prefill call")
+    poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU")
+
+
+@dataclass(frozen=True)
+class RewardArgs:
+    """reward"""
+    reward: str = flag("boxed", "rule (exact, boxed, answer) or file.py:function")
+    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds")
+    reward_workers: int = flag(1, "threads that score in parallel")
+
+
+@dataclass(frozen=True)
+class AlgorithmArgs:
+    """algorithm"""
+    advantage: str = flag("gae", "advantage estimator; gae needs a critic, grpo and rloo at least 2 samples per prompt",
+                          ("gae", "grpo", "rloo", "reinforce++"))
+    gamma: float = flag(1.0, "discount per token (gae, reinforce++)")
+    gae_lambda: float = flag(0.95, "lambda of gae")
+    advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae and reinforce++", ("auto", "on", "off"))
+    kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded")
+    kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
+    kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss",
+                             ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"))
+    kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed")
+    kl_horizon: int = flag(10000, "samples over which the adaptive weight changes")
+    loss_aggregation: str = flag("token-mean", "how token losses are averaged",
+                                 ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
+    clip_low: float = flag(0.2, "ratio clip below 1")
+    clip_high: float = flag(0.2, "ratio clip above 1; larger than --clip_low is clip-higher")
+    dual_clip: float = flag(3.0, "ratio bound for negative advantages, above 1; 0: off")
+    value_clip: float = flag(0.2, "clip of the value's change; 0: off")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    recompute_old_logprobs: bool = flag(False, "take old log-probs from a forward pass instead of the sampler's record")
+    importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs")
+
+
+@dataclass(frozen=True)
+class UpdateArgs:
+    """update"""
+    steps: int = flag(1000, "steps: rollouts, each with its updates")
+    epochs: int = flag(1, "passes over the samples of a step")
+    minibatches: int = flag(1, "optimizer updates per pass; must divide --prompts_per_step")
+    actor_lr: float = flag(1e-6, "learning rate of the actor")
+    critic_lr: float = flag(9e-6, "learning rate of the critic")
+    lr_schedule: str = flag("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
+    warmup_steps: int = flag(0, "steps of linear warm-up")
+    min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction")
+    weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms")
+    adam_beta1: float = flag(0.9, "beta 1 of AdamW")
+    adam_beta2: float = flag(0.95, "beta 2 of AdamW")
+    max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off")
+    target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off")
+    freezing_actor_steps: int = flag(0, "first steps that update the critic only")
+    max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
+    share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
+    head_chunk: int = flag(1024, "tokens whose logits exist at the same time")
+
+
+@dataclass(frozen=True)
+class EvalArgs:
+    """evaluation"""
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never")
+    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature")
+    eval_only: bool = flag(False, "evaluate the model and stop")
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """run"""
+    out: Path = flag(Path("runs/ppo"), "output folder")
+    seed: int = flag(0, "seed of sampling and data order")
+    log_samples: int = flag(4, "samples shown as pictures and text per record; 0: none")
+    log_samples_every: int = flag(10, "steps between records of samples (all of them to JSONL, some as pictures)")
+    profile: int = flag(0, "step to trace with torch.profiler into <out>/profile; 0: none")
+    timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds")
+
+
+@dataclass(frozen=True)
+class Args:
+    model: ModelArgs
+    data: DataArgs
+    rollout: RolloutArgs
+    reward: RewardArgs
+    algorithm: AlgorithmArgs
+    update: UpdateArgs
+    eval: EvalArgs
+    run: RunArgs
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return json.loads(self.rollout.stop_strings) if self.rollout.stop_strings else []
+
+    @property
+    def whiten(self) -> bool:
+        norm = self.algorithm.advantages_norm
+        return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++"))
+
+
+def finite_float(text: str) -> float:
+    """argparse type: a float that is neither NaN nor infinite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+class UserError(ValueError):
+    """Something the user can mend: one message from rank 0, exit code 2 of every worker, no traceback."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def build_parser(groups: dict[str, type], description: str) -> Parser:
+    """One argument group per dataclass; flags that were not given stay absent, so a --config value can stand."""
+    parser = Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", help="JSON object of flags (such as <out>/args.json); flags override it")
+    for group in groups.values():
+        section = parser.add_argument_group(group.__doc__)
+        for field in dataclasses.fields(group):
+            help_text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
+            if field.type is bool:
+                section.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=help_text)
+            else:
+                kind = finite_float if field.type is float else field.type
+                section.add_argument(f"--{field.name}", type=kind, choices=field.metadata["choices"] or None,
+                                     metavar=None if field.metadata["choices"] else field.type.__name__.upper(), help=help_text)
+    return parser
+
+
+def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
+    """Flags from a JSON file, checked like flags.
+
+    Raises:
+        UserError: not a JSON object, an unknown flag, or a value of another type.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"--config {path}: {error}") from error
+    known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
+    if not isinstance(config, dict) or not set(config) <= set(known):
+        extra = sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object"
+        raise UserError(f"--config {path}: unknown flags: {extra}")
+    for name, value in config.items():
+        field = known[name]
+        accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
+        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
+            raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
+        if field.metadata["choices"] and value not in field.metadata["choices"]:
+            raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
+        config[name] = field.type(value)
+    return config
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Flags, over --config, over defaults; without --model and --config: the toy.
+
+    Raises:
+        UserError: an unknown flag, a bad value, or a combination that cannot work.
+    """
+    groups = {field.name: field.type for field in dataclasses.fields(Args)}
+    given = vars(build_parser(groups, __doc__).parse_args(argv))
+    config = given.pop("config", None)
+    idle = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & set(given)
+    if config is None and "model" not in given:
+        config = str(embedded_toy())
+    values = (read_config(config, groups) if config else {}) | given
+    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values})
+                   for name, group in groups.items()})
+    if args.algorithm.advantage != "gae" and idle:
+        raise UserError(f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(sorted(idle))}")
+    check_args(args)
+    return args
+
+
+def embedded_toy() -> Path:
+    """The toy's argument file; the first process of each machine writes the toy if it is not there yet."""
+    config, program = HERE / "toy" / "args.json", HERE / "launch" / "toy.py"
+    if not config.exists() and not program.exists():
+        raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
+    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        subprocess.run([sys.executable, str(program), "--out", str(config.parent)], check=True)
+    while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
+        time.sleep(0.2)
+    return config
+
+
+def check_args(args: Args) -> None:
+    """Refuse what cannot work, before any process group or GPU is touched."""
+    rollout, algorithm, update = args.rollout, args.algorithm, args.update
+    positive = {"prompts_per_step": rollout.prompts_per_step, "samples_per_prompt": rollout.samples_per_prompt,
+                "max_new_tokens": rollout.max_new_tokens, "prefill_tokens": rollout.prefill_tokens, "steps": update.steps,
+                "epochs": update.epochs, "minibatches": update.minibatches, "head_chunk": update.head_chunk,
+                "eval_samples": args.eval.eval_samples, "reward_workers": args.reward.reward_workers,
+                "reward_timeout": args.reward.reward_timeout, "timeout": args.run.timeout, "temperature": rollout.temperature,
+                "max_prompt_tokens": args.data.max_prompt_tokens, "data_threads": args.data.data_threads,
+                "kl_horizon": algorithm.kl_horizon, "importance_cap": algorithm.importance_cap}
+    not_negative = {"min_new_tokens": rollout.min_new_tokens, "top_k": rollout.top_k, "slots": rollout.slots,
+                    "poll_every": rollout.poll_every, "kl_coef": algorithm.kl_coef, "kl_target": algorithm.kl_target,
+                    "clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high, "value_clip": algorithm.value_clip,
+                    "actor_lr": update.actor_lr, "critic_lr": update.critic_lr, "warmup_steps": update.warmup_steps,
+                    "weight_decay": update.weight_decay, "max_grad_norm": update.max_grad_norm, "seed": args.run.seed,
+                    "target_kl": update.target_kl, "freezing_actor_steps": update.freezing_actor_steps,
+                    "max_rows": args.data.max_rows, "max_eval_rows": args.data.max_eval_rows, "profile": args.run.profile}
+    unit = {"gamma": algorithm.gamma, "gae_lambda": algorithm.gae_lambda, "top_p": rollout.top_p,
+            "min_lr_ratio": update.min_lr_ratio}
+    longest = args.data.max_prompt_tokens + rollout.max_new_tokens
+    has_critic = algorithm.advantage == "gae"
+    problems = [f"--{name} {value} must be above 0" for name, value in positive.items() if value <= 0]
+    problems += [f"--{name} {value} must not be negative" for name, value in not_negative.items() if value < 0]
+    problems += [f"--{name} {value} must lie between 0 and 1" for name, value in unit.items() if not 0 <= value <= 1]
+    rules = {
+        "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
+        f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
+            update.minibatches > 0 and rollout.prompts_per_step % update.minibatches == 0,
+        f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
+        f"{rollout.samples_per_prompt} must be at least 2": has_critic or algorithm.advantage == "reinforce++"
+            or rollout.samples_per_prompt > 1,
+        f"--freezing_actor_steps {update.freezing_actor_steps} needs a critic to train meanwhile (--advantage gae)":
+            has_critic or not update.freezing_actor_steps,
+        "--reference_model is of no use without --kl_coef": algorithm.kl_coef > 0 or not args.model.reference_model,
+        "--kl_target needs a --kl_coef above 0 to start from": algorithm.kl_coef > 0 or not algorithm.kl_target,
+        f"--min_new_tokens {rollout.min_new_tokens} exceeds --max_new_tokens {rollout.max_new_tokens}":
+            rollout.min_new_tokens <= rollout.max_new_tokens,
+        "--top_p must be above 0": rollout.top_p > 0,
+        f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off": algorithm.dual_clip == 0 or algorithm.dual_clip > 1,
+        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one prompt and one response: --max_prompt_tokens + "
+        f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
+        f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
+            rollout.prefill_tokens >= args.data.max_prompt_tokens,
+        f"--eval_every {args.eval.eval_every} must be -1, 0 or a number of steps": args.eval.eval_every >= -1,
+        "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
+    }
+    problems += [message for message, holds in rules.items() if not holds]
+    try:
+        strings = args.stop_strings
+        valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
+    except json.JSONDecodeError:
+        valid = False
+    if not valid:
+        problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
+    if problems:
+        raise UserError("\n".join(problems))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Start: process group, data, models, optimizers
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What every stage needs to know about this process."""
+
+    args: Args
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype           # of the forward pass; weights and optimizer are float32
+    backend: str                 # attention back-end
+    mesh: DeviceMesh
+    timer: StageTimer
+    draw: int = 0                # prompts taken so far: numbers the sampling noise
+
+
+def start_run(args: Args) -> Run:
+    """Join the process group. CPU tensors travel over gloo, GPU tensors over NCCL."""
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
+        os.environ.setdefault(name, value)                                   # a plain `python train_ppo_vl.py` is one rank
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    try:
+        backend = choose_attention(args.model.attention, device)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
+             "bfloat16": torch.bfloat16}[args.model.dtype]
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                                timeout=timedelta(seconds=args.run.timeout))
+    if rank == 0:
+        install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
+        print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)
+        if args.rollout.top_k or args.rollout.top_p < 1:
+            print("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not", flush=True)
+        if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
+            print("warning: the expected gradient of k1 as a loss is zero; use k2 or k3+", flush=True)
+    return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
+
+
+def fail_together(problem: str | None) -> None:
+    """Raise UserError on every rank if any rank has a problem; one rank raising alone would leave the others waiting."""
+    problems = [p for p in all_gather_json(problem) if p]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def load_data(run: Run) -> tuple[Processor, list[Prompt], list[Prompt]]:
+    """Processor and checked rows, the same on every rank.
+
+    Raises:
+        UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
+    """
+    args, problem, loaded = run.args, None, {}
+    try:
+        processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
+        for name, path, limit in (("data", args.data.data, args.data.max_rows),
+                                  ("eval_data", args.data.eval_data, args.data.max_eval_rows)):
+            loaded[name], skipped = load_prompts(
+                path, processor, prompt_column=args.data.prompt_column, images_column=args.data.images_column,
+                reference_column=args.data.reference_column, label_column=args.data.label_column,
+                system_prompt=args.data.system_prompt, max_prompt_tokens=args.data.max_prompt_tokens,
+                on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit) if path else ([], [])
+            if skipped and run.rank == 0:
+                print(f"--{name}: skipped {len(skipped)} bad rows:", *skipped[:5], sep="\n  ", flush=True)
+    except ValueError as error:
+        problem = str(error)
+    fail_together(problem)
+    return processor, loaded["data"], loaded["eval_data"]
+
+
+class Policy(nn.Module):
+    """Actor or reference: a packed row in, log-probs of its response tokens out. Full logits never exist."""
+
+    def __init__(self, model: nn.Module, processor: Processor, args: Args):
+        super().__init__()
+        self.model = model
+        self.temperature, self.min_new_tokens = args.rollout.temperature, args.rollout.min_new_tokens
+        self.chunk = args.update.head_chunk
+        banned = torch.zeros(model.config.text_config.vocab_size, dtype=torch.bool)
+        banned[list(processor.banned_ids)] = True
+        self.register_buffer("banned", banned, persistent=False)                                                 # (V,)
+        self.register_buffer("stop_ids", torch.tensor(stop_token_ids(processor, args)), persistent=False)
+
+    def forward(self, row: Row, attention: PackedAttention, entropy: bool = False):
+        """Returns logp (T,) float32 and entropy (T,) or None."""
+        hidden = language_hidden(self.model, row, attention)                                                   # (L, H)
+        return losses.linear_logprobs(hidden[row.predict], self.model.lm_head.weight, row.targets,
+                                      temperature=self.temperature, banned=self.banned,
+                                      row_banned=row.step < self.min_new_tokens, row_banned_ids=self.stop_ids,
+                                      entropy=entropy, chunk=self.chunk)
+
+
+class Critic(nn.Module):
+    """The value of the state before each response token, read from the row that predicts the token."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+        self.value_head = nn.Linear(model.config.text_config.hidden_size, 1, bias=False)
+
+    def forward(self, row: Row, attention: PackedAttention) -> torch.Tensor:
+        """Returns values (T,) float32."""
+        hidden = language_hidden(self.model, row, attention)                                                   # (L, H)
+        return self.value_head(hidden[row.predict].float())[:, 0]
+
+
+def stop_token_ids(processor: Processor, args: Args) -> list[int]:
+    """The checkpoint's stop tokens and those of --stop_tokens.
+
+    Raises:
+        ValueError: a name that is not one token.
+    """
+    ids = set(processor.stop_ids)
+    for text in filter(None, args.rollout.stop_tokens.split(",")):
+        encoded = processor.tokenizer.encode(text, add_special_tokens=False)
+        if len(encoded) != 1:
+            raise ValueError(f"--stop_tokens: {text!r} is {len(encoded)} tokens, not one; --stop_strings takes any text")
+        ids.add(encoded[0])
+    return sorted(ids)
+
+
+def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None, Policy | None]:
+    """Actor, critic (gae only) and reference (only if a KL is used), sharded, with their weights."""
+    args = run.args
+    actor = critic = reference = problem = None
+    try:
+        folder = resolve_folder(args.model.model)
+        model = skeleton(processor.config)
+        model.model.visual.to(run.dtype).requires_grad_(False)  # replicated and outside the mixed-precision policy
+        actor = Policy(model, processor, args)
+        actor.spelled = load_sharded(run, actor, folder)
+        if args.algorithm.advantage == "gae":
+            critic = Critic(skeleton(processor.config, vision=False, head=False))
+            load_sharded(run, critic, resolve_folder(args.model.critic_model or args.model.model))
+        if args.algorithm.kl_coef > 0:
+            reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False)
+            load_sharded(run, reference, resolve_folder(args.model.reference_model or args.model.model))
+    except ValueError as error:
+        problem = str(error)
+    fail_together(problem)
+    if args.model.gradient_checkpointing:
+        for module in filter(None, (actor, critic)):
+            module.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+    return actor, critic, reference
+
+
+def load_sharded(run: Run, module: Policy | Critic, folder: Path) -> dict[str, str]:
+    """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
+    full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    core = module.model.model
+    use_attention(module.model, run.backend)
+    for layer in core.language_model.layers:
+        fully_shard(layer, mesh=run.mesh, mp_policy=policy)
+    head = getattr(module, "value_head", None)
+    if head is not None:
+        fully_shard(head, mesh=run.mesh, mp_policy=full)
+    frozen = set(core.visual.parameters()) if core.visual is not None else set()
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=frozen)
+    materialize(module, run.device)
+    if head is None:
+        return load_weights(module.model, folder)
+    nn.init.zeros_(head.weight)
+    return load_weights(module.model, folder, {"value_head.weight": head.weight})
+
+
+def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
+              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(args.update.adam_beta1, args.update.adam_beta2))
+
+
+def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
+    """Learning rate of 1-based ``step`` as a fraction of the base; the actor's schedule starts after its frozen steps."""
+    step, steps = step - delay, max(1, args.steps - delay)
+    if step <= args.warmup_steps:
+        return step / (args.warmup_steps + 1)
+    progress = min(1.0, (step - args.warmup_steps) / max(1, steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    if args.lr_schedule == "linear":
+        return 1 - (1 - args.min_lr_ratio) * progress
+    return 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Prompts of a step
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StepPrompts:
+    """The prompts of one step. Each rank decodes, and computes features for, the pictures of its own prompts only."""
+
+    prompts: list[Prompt]
+    draws: list[int]                               # number of this draw among all prompts ever taken
+    owners: list[int]                              # rank that rolls the prompt out
+    positions: dict[int, torch.Tensor]             # (3, P) for the prompts needed so far
+    patches: dict[int, tuple]                      # own pictures, until their features exist
+    features: dict[int, torch.Tensor]              # own features, (K, M, H) on the CPU
+    dropped: list[int]                             # prompts whose pictures do not decode (--on_bad_row skip)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt.input_ids) for prompt in self.prompts]
+
+
+class PromptLoader:
+    """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
+
+    def __init__(self, run: Run, processor: Processor, actor: Policy, rows: list[Prompt]):
+        self.run, self.processor, self.rows, self.model = run, processor, rows, actor.model
+        self.pool = ThreadPoolExecutor(run.args.data.data_threads, thread_name_prefix="pictures")
+        self.pending: dict[int, tuple] = {}
+        self.dropped_total = 0
+
+    def __enter__(self) -> "PromptLoader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def prefetch(self, index: int) -> None:
+        """Start decoding this rank's pictures of the 0-based step ``index``."""
+        args = self.run.args
+        if index >= args.update.steps:
+            return
+        size = args.rollout.prompts_per_step
+        draws = range(index * size, (index + 1) * size)
+        prompts = [self.rows[i] for i in data_order(draws, len(self.rows), args.run.seed)]
+        self.pending[index] = self.submit(prompts, list(draws))
+
+    def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:
+        own = range(self.run.rank, len(prompts), self.run.world)
+        return prompts, draws, {i: self.pool.submit(load_pixels, prompts[i], self.processor) for i in own}
+
+    def take(self, index: int) -> StepPrompts:
+        """The prompts of a step, decoded."""
+        return self.collect(*self.pending.pop(index))
+
+    def collect(self, prompts: list[Prompt], draws: list[int], futures: dict) -> StepPrompts:
+        """Wait for the pictures.
+
+        Raises:
+            UserError: on every rank, if a picture of any rank does not decode and --on_bad_row is error.
+        """
+        patches, bad = {}, {}
+        for i, future in futures.items():
+            try:
+                pixels = future.result()
+            except ValueError as error:
+                bad[i] = f"{prompts[i].source}: {error}"
+            else:
+                patches |= {i: pixels} if pixels is not None else {}
+        problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
+        if problems and self.run.args.data.on_bad_row == "error":
+            raise UserError("\n".join(problems.values()))
+        self.dropped_total += len(problems)
+        owners = [i % self.run.world for i in range(len(prompts))]
+        return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
+
+    def metrics(self) -> dict[str, float]:
+        return {"rollout/dropped_prompts": float(self.dropped_total)}
+
+
+def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
+    """(3, P) rotary positions of a prompt, computed at first use."""
+    if group not in prompts.positions:
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
+    return prompts.positions[group]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rollout
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts, count: int, stream: int,
+            greedy: bool = False) -> Samples:
+    """Sample ``count`` responses of every prompt; returns all ranks' samples.
+
+    The actor is unsharded once; then no collective runs, so ranks may finish at different times.
+    """
+    actor.eval()
+    own = [g for g, owner in enumerate(prompts.owners) if owner == run.rank and g not in prompts.dropped]
+    with torch.no_grad(), unsharded(actor):
+        compute_features(run, actor, prompts)
+        engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
+        results = engine.generate(own, count)
+    order = sorted(results)
+    tokens = [results[key][0] for key in order]
+    local = Samples(
+        group=torch.tensor([group for group, _ in order], dtype=torch.int64),
+        number=torch.tensor([number for _, number in order], dtype=torch.int64),
+        lengths=torch.tensor([len(t) for t in tokens], dtype=torch.int64),
+        truncated=torch.tensor([results[key][2] for key in order], dtype=torch.bool),
+        tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
+        logprobs=torch.cat([torch.zeros(0), *(results[key][1] for key in order)]))
+    return gather_samples(local)
+
+
+def compute_features(run: Run, actor: Policy, prompts: StepPrompts) -> None:
+    """Image features of the own prompts, once per prompt, several pictures per call of the vision tower."""
+    waiting, size = [], 0
+    groups = sorted(prompts.patches)
+    for group in groups:
+        waiting.append(group)
+        size += len(prompts.patches[group][0])
+        if size < run.args.rollout.prefill_tokens and group != groups[-1]:
+            continue
+        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
+        features = image_features(actor.model, patches, grids).cpu()                                        # (K, M, H)
+        counts = [image_token_count(prompts.prompts[g], actor.model.config.image_token_id) for g in waiting]
+        prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
+        waiting, size = [], 0
+
+
+def image_token_count(prompt: Prompt, image_token_id: int) -> int:
+    return int((prompt.input_ids == image_token_id).sum())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+# A rule scores the response alone: a prompt that shows `\boxed{...}` as an example must not earn a reward.
+MAX_ANSWER = 512  # characters; longer answers are compared as text, which bounds the work of the parser below
+
+SYMBOLS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "π": r"\pi ", "√": r"\sqrt", "²": "^2",
+                         "³": "^3", "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "°": "", "€": "", "£": "", "，": ","})
+# Order matters: `\$` before `$`, `{,}` before braces are read, wrappers after the spacing inside them is gone.
+LATEX = [(re.compile(pattern), new) for pattern, new in (
+    (r"(?<=\d)\\,(?=\d{3}(?!\d))", ","), (r"\\!", ""),  # 12\,345 and 12,\!345: thousands
+    (r"\\?\$|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", ""),
+    (r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;: ]|~", " "),
+    (r"\{,\}", ","), (r"\\%", "%"), (r"\\[dt]frac", r"\\frac"), (r"\\([{}])", r"\1"),
+    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
+    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"), (r"(?<![\d./^])(\d{1,15}) +(\d{1,15})/(\d{1,15})", r"(\1+\2/\3)"))]
+# One unit behind a number. Count words change the value and are no units; most single letters are variables.
+UNIT = re.compile(r"(?<=[\d)}.\s])(?:(?:square|sq|cubic|cu)\.? )?(?!hundred|thousand|[mbtr]+illion|dozen)"
+                  r"([A-Za-z]{3,}|[cmk]m|[km]g|m[lLs]|hr|ft|in|lb|oz|mi|yd|pm|am|[kM]?Hz|[msghlLJNWVAKFC])"
+                  r"(?: ?\^\{?[23]\}?)?(?: ?(?:/|per) ?[A-Za-z]+(?:\^\{?[23]\}?)?)?\.?$")
+EQUATION = re.compile(r"(\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?|\([a-z]\))?) ?= ?([^=]+)")
+TOKEN = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d{1,4})?|\.\d+|\\(?:frac|sqrt|pi|times|cdot|div)(?![A-Za-z])"
+                   r"|sqrt|pi|\*\*|[-+*/^(){}\[\]])", re.ASCII)  # ASCII: int() would also read other scripts' digits
+
+
+def exact_match(response: str, reference: str) -> bool:
+    """Equality up to case and white space."""
+    return " ".join(response.split()).lower() == " ".join(reference.split()).lower()
+
+
+def extract_boxed(response: str) -> str | None:
+    r"""Content of the last `\boxed{...}` whose braces balance, the inner one of a nest; None without one."""
+    last, opened = None, []  # opened: start of the content for a box, -1 for a plain brace
+    for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", response, re.DOTALL):  # `\\.` steps over escaped braces
+        if match[0] == "}" and opened:
+            start = opened.pop()
+            if start >= 0 and (last is None or start > last[0]):
+                last = (start, match.start())
+        elif match[0][-1] == "{" and match[0] != r"\{":
+            opened.append(match.end() if len(match[0]) > 1 else -1)
+    return response[last[0]:last[1]].strip() if last else None
+
+
+def extract_tag(response: str) -> str | None:
+    """Content of the last `<answer>...</answer>`, out of its box if it has one; None without one."""
+    start = response.rfind("<answer>", 0, max(0, response.rfind("</answer>")))
+    if start < 0:
+        return None
+    content = response[start + 8:response.find("</answer>", start)].strip()
+    boxed = extract_boxed(content)
+    return content if boxed is None else boxed
+
+
+def extract_answer(response: str) -> str | None:
+    r"""The last balanced `\boxed{...}`, else the last `<answer>...</answer>`, else None."""
+    boxed = extract_boxed(response)
+    return extract_tag(response) if boxed is None else boxed
+
+
+def format_score(response: str, extract: Callable[[str], str | None] = extract_answer) -> float:
+    """1.0 for exactly one `<think>...</think>` with an answer, not an empty one, behind it; else 0.0."""
+    thought, closed, rest = response.partition("</think>")
+    once = response.count("<think>") == thought.count("<think>") == 1 and "</think>" not in rest
+    return float(bool(closed and once and extract(rest)))
+
+
+def answers_equal(given: str, reference: str) -> bool:
+    r"""Whether two answers mean the same, by text, choice letter, number or list; never raises on any string.
+
+    Numbers (decimals, thousands separators, fractions, mixed numbers, \frac, \sqrt, \pi, powers) agree to 1e-6
+    relative, two integers exactly. A percentage equals its hundredth and its bare number. A unit of `given` is
+    ignored if `reference` has none, and must be the same otherwise. (..) and [..] compare in order, {..} and bare
+    lists in any order. "x = 3" equals "3", not "y = 3". An empty answer equals nothing. Arithmetic is evaluated: where
+    the question is "2 + 2", an answer that repeats it would count, so such tasks take `exact_match`.
+    """
+    if max(len(given), len(reference)) > MAX_ANSWER:
+        return exact_match(given, reference)
+    return _equal(_normalise(given), _normalise(reference), depth=0)
+
+
+def _normalise(text: str) -> str:
+    text = text.translate(SYMBOLS)
+    for pattern, new in LATEX:
+        text = pattern.sub(new, " ".join(text.split()))
+    return " ".join(text.split()).rstrip(".")
+
+
+def _equal(given: str, reference: str, depth: int) -> bool:
+    if not given or not reference:
+        return False
+    # Spaces count between letters and digits only: "1 2" is not "12", "x + 1" is "x+1".
+    plain = [re.sub(r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ", "", text).lower() for text in (given, reference)]
+    letters = [re.fullmatch(r"\(?([a-z])\)?[.:]?", text) for text in plain]
+    if plain[0] == plain[1] or (all(letters) and letters[0][1] == letters[1][1]):
+        return True
+    equations = [EQUATION.fullmatch(text) for text in (given, reference)]
+    if any(equations):
+        same_name = not all(equations) or equations[0][1] == equations[1][1]
+        sides = [match[2] if match else text for match, text in zip(equations, (given, reference))]
+        return same_name and _equal(*sides, depth)
+    (x, x_unit, x_percent), (y, y_unit, y_percent) = _quantity(given), _quantity(reference)
+    if x is not None and y is not None and (not y_unit or x_unit == y_unit):
+        shares = (x / 100 if x_percent else x, y / 100 if y_percent else y)
+        if _close(x, y) or (x_percent != y_percent and _close(*shares)):
+            return True
+    (a_kind, a), (b_kind, b) = _elements(given), _elements(reference)
+    if depth > 1 or a_kind != b_kind or len(a) != len(b) or not 2 <= len(b) <= 32:
+        return False
+    if b_kind != "{}":
+        return all(_equal(left, right, depth + 1) for left, right in zip(a, b))
+    for right in b:  # each element of the reference takes one of the given: equal elements count as often as they occur
+        found = next((i for i, left in enumerate(a) if _equal(left, right, depth + 1)), None)
+        if found is None:
+            return False
+        a = a[:found] + a[found + 1:]
+    return True
+
+
+def _close(x: float, y: float) -> bool:
+    return x == y if isinstance(x, int) and isinstance(y, int) else math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-12)
+
+
+def _quantity(text: str) -> tuple[int | float | None, str, bool]:
+    # Value (None if there is none), unit ("" if there is none), and whether a percent sign follows.
+    percent = text.endswith("%")
+    text = text.rstrip("% ")
+    match = UNIT.search(text)
+    if match and parse_number(text) is None:  # "2 pi" is a number as it stands
+        text, unit = text[:match.start()], re.sub(r"(?<=\w\w)s$", "", match[0].lower().rstrip("."))
+    else:
+        unit = ""
+    if not re.search(r"[(\[{]", text):  # inside brackets a comma separates elements
+        text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda number: number[0].replace(",", ""), text)
+    return parse_number(text), unit, percent
+
+
+def _elements(text: str) -> tuple[str, list[str]]:
+    # Brackets and elements of a tuple, set or bare list; a text without a comma is one element.
+    for kind, body in (("{}", text), (text[0] + text[-1], text[1:-1])):
+        parts, depth = [""], 0
+        for character in body:
+            depth += (character in "([{") - (character in ")]}")
+            if character == "," and depth == 0:
+                parts.append("")
+            else:
+                parts[-1] += character
+        if len(parts) > 1 or text[0] not in "([{" or text[-1] not in ")]}":
+            break
+    return kind, [part.strip() for part in parts]
+
+
+def parse_number(text: str) -> int | float | None:
+    """Value of a plain or LaTeX arithmetic expression by recursive descent; None if it is none or is not finite.
+
+    Integers stay exact. Work is bounded: at most MAX_ANSWER characters, 16 nested brackets or exponents, exact powers
+    only of bases up to 10**6 and exponents up to 64 (others in floating point, where 10**10**10 overflows: None).
+    """
+    text = text[:MAX_ANSWER + 1].strip()
+    tokens = TOKEN.findall(text)
+    if not tokens or len(text) > MAX_ANSWER or TOKEN.sub("", text):
+        return None
+    tokens = [{"**": "^", r"\times": "*", r"\cdot": "*", r"\div": "/", "sqrt": r"\sqrt", "pi": r"\pi"}.get(t, t)
+              for t in reversed(tokens)]  # a stack: the next token is the last element
+    tokens.insert(0, "")  # the end
+
+    def bracket(depth: int, closing: str) -> int | float:
+        tokens.pop()
+        value = total(depth + 1)
+        if tokens.pop() != closing:
+            raise ValueError
+        return value
+
+    def atom(depth: int) -> int | float:
+        token = tokens[-1]
+        if depth > 16:
+            raise ValueError
+        if token in ("(", "{"):
+            return bracket(depth, ")" if token == "(" else "}")
+        tokens.pop()
+        if token == r"\pi":
+            return math.pi
+        if token == r"\frac":
+            return atom(depth + 1) / atom(depth + 1)
+        if token == r"\sqrt":
+            degree = bracket(depth, "]") if tokens[-1] == "[" else 2
+            return power(atom(depth + 1), 1 / degree)
+        value = int(token) if token.isdigit() else float(token)  # float("") and float("+") raise ValueError
+        if tokens[-1] == r"\frac" and isinstance(value, int):  # a mixed number if the fraction is a proper one
+            fraction = atom(depth + 1)
+            return value + fraction if 0 < fraction < 1 else value * fraction
+        return value
+
+    def power(base: int | float, exponent: int | float) -> int | float:
+        if isinstance(base, int) and isinstance(exponent, int) and abs(base) <= 10**6 and 0 <= exponent <= 64:
+            return base**exponent
+        value = float(base) ** exponent
+        if isinstance(value, complex):
+            raise ValueError
+        return value
+
+    def factor(depth: int) -> int | float:
+        sign = 1
+        while tokens[-1] in ("-", "+"):
+            sign = -sign if tokens.pop() == "-" else sign
+        value = atom(depth)
+        if tokens[-1] == "^":  # binds tighter than the sign: -2^2 = -4
+            tokens.pop()
+            value = power(value, factor(depth + 1))
+        return sign * value
+
+    def product(depth: int) -> int | float:
+        value = factor(depth)
+        while tokens[-1] in ("*", "/", "(", r"\pi", r"\sqrt", r"\frac"):  # the last four multiply without a sign
+            operator = tokens.pop() if tokens[-1] in ("*", "/") else "*"
+            value = value / factor(depth) if operator == "/" else value * factor(depth)
+        return value
+
+    def total(depth: int) -> int | float:
+        value = product(depth)
+        while tokens[-1] in ("+", "-"):
+            value = value + product(depth) if tokens.pop() == "+" else value - product(depth)
+        return value
+
+    try:
+        value = total(0)
+        return value if tokens == [""] and math.isfinite(value) else None
+    except (ValueError, ZeroDivisionError, OverflowError):  # not an expression, or one without a finite value
+        return None
+
+
+def reward_exact(prompts, responses, references, labels, images) -> dict[str, list[float]]:
+    """`--reward exact`: 1 where the whole response is the reference, up to case and white space."""
+    accuracy = [float(exact_match(response, reference)) for response, reference in zip(responses, references)]
+    return {"reward": list(accuracy), "accuracy": accuracy}
+
+
+def reward_boxed(prompts, responses, references, labels, images) -> dict[str, list[float]]:
+    r"""`--reward boxed`: 0.9 accuracy of the last `\boxed{...}` + 0.1 format (`<think>...</think>` before it)."""
+    return _accuracy_and_format(responses, references, extract_boxed)
+
+
+def reward_answer(prompts, responses, references, labels, images) -> dict[str, list[float]]:
+    """`--reward answer`: 0.9 accuracy of the last `<answer>...</answer>` + 0.1 format, as `reward_boxed`."""
+    return _accuracy_and_format(responses, references, extract_tag)
+
+
+def _accuracy_and_format(responses, references, extract) -> dict[str, list[float]]:
+    accuracy = [float(answers_equal(extract(response) or "", ref)) for response, ref in zip(responses, references)]
+    formats = [format_score(response, extract) for response in responses]
+    return {"reward": [0.9 * a + 0.1 * f for a, f in zip(accuracy, formats)], "accuracy": accuracy, "format": formats}
+
+
+def load_reward(spec: str) -> Callable:
+    """The reward function of `--reward`: `exact`, `boxed`, `answer`, or `path.py:function`. Raises ValueError.
+
+    `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats or a
+    dict of such lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
+    """
+    rules = {"exact": reward_exact, "boxed": reward_boxed, "answer": reward_answer}
+    if spec in rules:
+        return rules[spec]
+    path, _, name = spec.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ValueError(f"--reward {spec}: expected one of {sorted(rules)} or an existing file as path.py:function")
+    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    if module_spec is None:
+        raise ValueError(f"--reward {spec}: {path} is not a .py file")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses in the file look their module up here
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
+        raise ValueError(f"--reward {spec}: {path} has no function {name!r}; it has {known}")
+    return function
+
+
+class RewardError(RuntimeError):
+    """A reward function failed; the message shows its spec, the numbers and the sample."""
+
+
+def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
+                  images: list, *, spec: str, timeout_s: float = 0.0,
+                  workers: int = 1) -> tuple[list[float], dict[str, list[float]]]:
+    """Scores n samples in `workers` chunks side by side: n rewards and the components by name, in their order.
+
+    With several workers the function sees a part of the samples at a time. `timeout_s` is for all of them together
+    (0 = none). Raises RewardError if the function raises, is late, or returns anything but n finite numbers.
+    """
+    batch, n = (prompts, responses, references, labels, images), len(responses)
+    parts = max(1, min(workers, n))
+    chunks = [(n * i // parts, n * (i + 1) // parts) for i in range(parts if n else 0)]
+    results: list = [None] * len(chunks)  # per chunk (value, None) or (index of the sample, exception)
+
+    def work(chunk: int, start: int, end: int) -> None:
+        try:
+            results[chunk] = (reward_fn(*(column[start:end] for column in batch)), None)
+        except BaseException as error:  # raised again in the main thread, below; SystemExit would vanish in a thread
+            results[chunk] = (start, error)
+            for i in range(start, end):  # which sample was it? One that fails alone as well is named.
+                try:
+                    reward_fn(*(column[i:i + 1] for column in batch))
+                except BaseException:
+                    results[chunk] = (i, error)
+                    return
+
+    # Daemon threads, not a ThreadPoolExecutor: its exit handler joins the workers, and a reward function that hangs
+    # would keep the process alive after the time-out was reported.
+    threads = [threading.Thread(target=work, args=(c, *chunk), daemon=True) for c, chunk in enumerate(chunks)]
+    deadline = time.monotonic() + timeout_s
+    for thread in threads:
+        thread.start()
+    columns: dict[str, list[float]] = {}
+    for chunk, (start, end) in enumerate(chunks):
+        threads[chunk].join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
+        where = f"samples {start} to {end - 1}"
+        if results[chunk] is None:
+            raise _reward_error(spec, f"{where} took longer than {timeout_s:g} s (--reward_timeout)", batch, start)
+        result, error = results[chunk]
+        if error is not None:
+            raise _reward_error(spec, f"{where} raised {type(error).__name__}: {error}", batch, result) from error
+        result = result if isinstance(result, dict) else {"reward": result}
+        if not result or (chunk > 0 and result.keys() != columns.keys()):
+            expected = sorted(columns) if chunk else "at least one"
+            raise _reward_error(spec, f"{where} have components {sorted(result)}, expected {expected}", batch, start)
+        for name, values in result.items():
+            if not hasattr(values, "__len__") or isinstance(values, (str, dict)) or len(values) != end - start:
+                got = len(values) if hasattr(values, "__len__") else "no length"
+                problem = f"{name} is a {type(values).__name__} of {got} for {end - start} samples ({where})"
+                raise _reward_error(spec, problem, batch, start)
+            for i, value in enumerate(values, start):
+                number = _float_or_none(value)
+                if number is None:
+                    raise _reward_error(spec, f"{name} is {value!r}, not a finite number", batch, i)
+                columns.setdefault(name, []).append(number)
+    rewards = columns.pop("reward", None)
+    return (rewards if rewards is not None else [math.fsum(c) for c in zip(*columns.values())]), columns
+
+
+def _float_or_none(value) -> float | None:
+    try:  # numpy and one-element torch values convert; a str would, too, and is an error
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _reward_error(spec: str, problem: str, batch: tuple, i: int) -> RewardError:
+    prompts, responses, references, labels, _ = batch
+    return RewardError(f"--reward {spec}: {problem}; sample {i} of {len(responses)}:\n"
+                       f"  prompt (its end): {str(prompts[i])[-300:]!r}\n"
+                       f"  response ({len(responses[i])} characters, its end): {responses[i][-600:]!r}\n"
+                       f"  reference: {str(references[i])[-300:]!r}, label: {labels[i]!r}")
+
+
+def score_rewards(run: Run, processor: Processor, reward: Callable, prompts: StepPrompts, samples: Samples) -> Samples:
+    """Score this rank's responses, the text after the prompt only; returns all samples with scores and components.
+
+    Raises:
+        UserError: on every rank, when the reward fails on any: the sample is in the message.
+    """
+    mine = torch.tensor([i for i, g in enumerate(samples.group.tolist()) if prompts.owners[g] == run.rank], dtype=torch.int64)
+    local, problem = samples.select(mine), None
+    rows = [prompts.prompts[g] for g in local.group.tolist()]
+    responses = processor.tokenizer.batch_decode([t.tolist() for t in local.split(local.tokens)], skip_special_tokens=True)
+    scores, components = [], {}
+    if rows:
+        try:
+            scores, components = score_samples(
+                reward, [p.text for p in rows], responses, [p.reference for p in rows], [p.label for p in rows],
+                [list(p.images) for p in rows], spec=run.args.reward.reward, timeout_s=run.args.reward.reward_timeout,
+                workers=run.args.reward.reward_workers)
+        except RewardError as error:
+            problem = str(error)
+    fail_together(problem)
+    names = sorted({name for part in all_gather_json(sorted(components)) for name in part})   # a rank may have no samples
+    local.scores = torch.tensor(scores, dtype=torch.float32)
+    local.components = {name: torch.tensor(components.get(name, []), dtype=torch.float32) for name in names}
+    return gather_samples(local)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Scoring and advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Samples, groups=None):
+    """This rank's packed rows of the given prompt groups (all by default), on the device, one after the other.
+
+    All ranks get equally many rows; surplus ones are empty and weigh nothing.
+    """
+    config, limit = model.config, run.args.update.max_tokens_per_pack
+    lengths = prompts.lengths
+    blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
+    packs = make_packs(samples, lengths, blocks, run.world, limit, config.text_config.hidden_size)
+    needed = [{group for pack in part for group, _ in pack} for part in packs]
+    used = set().union(*needed)
+    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
+    shapes = {g: (levels, image_token_count(prompts.prompts[g], config.image_token_id), config.text_config.hidden_size)
+              for g in used if prompts.prompts[g].grids}
+    features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
+    for pack in packs[run.rank]:
+        members = {group for group, _ in pack}
+        row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
+                        {g: positions_of(model, prompts, g) for g in members}, features, config.image_token_id)
+        yield row.to(run.device), PackedAttention(row.segments, run.backend, run.device)
+
+
+@torch.no_grad()
+def score_tokens(run: Run, module: Policy | Critic, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
+    """(N,) log-probs or values of all samples, on every rank."""
+    module.eval()
+    result = torch.zeros(len(samples.tokens))
+    for row, attention in packed_rows(run, module.model, prompts, samples):
+        out = module(row, attention)
+        result[row.flat] = (out[0] if isinstance(module, Policy) else out).cpu()
+    clear_forward_order(module)
+    dist.all_reduce(result)
+    return result
+
+
+def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None, critic: Critic | None,
+                              prompts: StepPrompts, samples: Samples) -> None:
+    """Fill old_logprobs, ref_logprobs and values."""
+    recompute = run.args.algorithm.recompute_old_logprobs
+    samples.old_logprobs = score_tokens(run, actor, prompts, samples) if recompute else samples.logprobs
+    if reference is not None:
+        samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
+    if critic is not None:
+        samples.values = score_tokens(run, critic, prompts, samples)
+
+
+def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLController) -> dict[str, float]:
+    """Fill advantages and returns; the whole step at once, alike on every rank. Returns the rollout metrics."""
+    algorithm, mask = run.args.algorithm, samples.mask                                                # (S, longest)
+    kl = torch.zeros(mask.shape)
+    if samples.ref_logprobs is not None:
+        kl = samples.padded(losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs))
+    in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
+    if algorithm.advantage in ("grpo", "rloo"):
+        scores = samples.scores - in_reward * kl.sum(dim=1)
+        advantages = losses.group_scores(scores, samples.group, algorithm.advantage)[:, None] * mask
+        returns = advantages
+    else:
+        rewards = losses.token_rewards(samples.scores, kl, mask, in_reward)
+        if algorithm.advantage == "gae":
+            advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma, algorithm.gae_lambda)
+        elif algorithm.advantage == "reinforce++":
+            advantages = returns = losses.rewards_to_go(rewards, mask, algorithm.gamma)
+        else:
+            raise ValueError(f"unknown --advantage {algorithm.advantage}")
+    if run.args.whiten:
+        advantages = losses.masked_whiten(advantages, mask)
+    samples.advantages, samples.returns = advantages[mask], returns[mask]
+    return rollout_metrics(samples, kl[mask])
+
+
+def rollout_metrics(samples: Samples, kl: torch.Tensor) -> dict[str, float]:
+    lengths, scores, advantages = samples.lengths.float(), samples.scores, samples.advantages
+    metrics = {"rollout/reward": scores.mean(), "rollout/reward_std": scores.std(correction=0),
+               "rollout/response_length": lengths.mean(), "rollout/response_length_max": lengths.max(),
+               "rollout/truncated": samples.truncated.float().mean(), "rollout/return": samples.returns.mean(),
+               "rollout/samples": len(samples), "train/advantages_mean": advantages.mean(),
+               "train/advantages_std": advantages.std(correction=0), "train/advantages_min": advantages.min(),
+               "train/advantages_max": advantages.max()}
+    metrics |= {f"rollout/{name}_reward": values.mean() for name, values in samples.components.items()}
+    if samples.ref_logprobs is not None:
+        metrics["train/kl"] = kl.mean()
+    if samples.values is not None:
+        metrics["train/values"] = samples.values.mean()
+        metrics["train/explained_variance"] = losses.explained_variance(
+            samples.values, samples.returns, torch.ones(len(samples.values)))
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Updates
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def minibatch_weights(run: Run, samples: Samples, groups) -> torch.Tensor:
+    """(N,) weight of every token in the minibatch of prompt ``groups``, by its global counts; 0 elsewhere."""
+    lengths = samples.lengths * torch.isin(samples.group, torch.as_tensor(groups))
+    weights = losses.token_weights(lengths, run.args.algorithm.loss_aggregation, int(lengths.sum()), int((lengths > 0).sum()),
+                                   run.args.rollout.max_new_tokens)                                                # (S,)
+    return weights.float().repeat_interleave(samples.lengths)
+
+
+def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, bool]:
+    """Clip by the model's global norm and step. A non-finite norm, which all ranks see alike, skips the step."""
+    bound = run.args.update.max_grad_norm or float("inf")
+    norm = nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], bound)
+    norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    applied = math.isfinite(norm)
+    if applied:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm, applied
+
+
+def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
+                  step: int) -> dict[str, float]:
+    """Regress the values on the returns for all epochs and minibatches of a step."""
+    args, sums = run.args, MetricSums()
+    lr = args.update.critic_lr * lr_factor(step, args.update)
+    critic.train()
+    for epoch in range(args.update.epochs):
+        for groups in minibatches(len(prompts.prompts), args.update.minibatches, (args.run.seed, step, epoch)):
+            weights = minibatch_weights(run, samples, groups)
+            if not weights.any():
+                continue
+            for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
+                values = critic(row, attention)                                                                # (T,)
+                old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
+                loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
+                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                sums.add("train/critic_loss", loss.detach(), 0)
+            sums.add("train/critic_loss", 0.0, 1 / run.world)        # the rows' shares of a minibatch add up to its loss
+            norm, applied = apply_gradients(run, critic, optimizer, lr)
+            sums.add("train/critic_skipped", float(not applied), 1)
+            sums.add("train/critic_grad_norm", norm if applied else 0.0, float(applied))
+    return sums.reduce() | {"train/critic_lr": lr}
+
+
+def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples, step: int,
+                 kl_coef: float) -> dict[str, float]:
+    """Policy-gradient updates for all epochs and minibatches of a step, or until --target_kl is exceeded."""
+    args, sums = run.args, MetricSums()
+    lr = args.update.actor_lr * lr_factor(step, args.update, args.update.freezing_actor_steps)
+    kl_in_loss = args.algorithm.kl_in == "loss" and samples.ref_logprobs is not None
+    actor.train()
+    updates = 0
+    for epoch in range(args.update.epochs):
+        for groups in minibatches(len(prompts.prompts), args.update.minibatches, (args.run.seed, step, epoch)):
+            weights = minibatch_weights(run, samples, groups)
+            if not weights.any():
+                continue
+            moved = torch.zeros(2, dtype=torch.float64)                                     # sum of KL(old, new), tokens
+            for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
+                loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef)
+                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                collect_actor_stats(sums, stats, first=updates == 0)
+                if args.update.target_kl:
+                    moved += torch.tensor([float(stats["approx_kl"]), len(row.targets)], dtype=torch.float64)
+            for name in ("policy_loss", *(("kl_loss",) if kl_in_loss else ())):
+                sums.add(f"train/{name}", 0.0, 1 / run.world)
+            if args.update.target_kl:
+                dist.all_reduce(moved)
+                if moved[0] / moved[1] > args.update.target_kl:
+                    optimizer.zero_grad(set_to_none=True)
+                    return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+            norm, applied = apply_gradients(run, actor, optimizer, lr)
+            updates += applied
+            sums.add("train/actor_skipped", float(not applied), 1)
+            sums.add("train/actor_grad_norm", norm if applied else 0.0, float(applied))
+    return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+
+
+def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, samples: Samples, weights: torch.Tensor,
+               kl_coef: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This row's share of the loss of a minibatch, and sums over its tokens for the metrics."""
+    algorithm = run.args.algorithm
+    pick = lambda values: values[row.flat].to(run.device)  # noqa: E731
+    old, sampled = pick(samples.old_logprobs), pick(samples.logprobs)                                           # (T,)
+    advantages, weight = pick(samples.advantages), pick(weights)                                                # (T,)
+    logp, entropy = actor(row, attention, entropy=True)                                                         # (T,)
+    correction = (old - sampled).exp().clamp(max=algorithm.importance_cap) if algorithm.recompute_old_logprobs else None
+    terms, stats = losses.policy_loss("ppo", logp, old, advantages, row.sample, len(samples), algorithm.clip_low,
+                                      algorithm.clip_high, algorithm.dual_clip, correction)
+    loss = (weight * terms).sum()
+    stats |= {"policy_loss": loss.detach(), "entropy": entropy.detach().sum(), "tokens": len(row.targets),
+              "gap": (logp.detach() - sampled).abs().sum()}
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
+    if algorithm.kl_in == "loss" and samples.ref_logprobs is not None:
+        kl_loss = (weight * losses.kl_penalty(algorithm.kl_estimator, logp, pick(samples.ref_logprobs))).sum()
+        loss = loss + kl_coef * kl_loss
+        stats["kl_loss"] = kl_loss.detach()
+    return loss, stats
+
+
+def collect_actor_stats(sums: MetricSums, stats: dict[str, torch.Tensor], first: bool) -> None:
+    """Add a row's sums over tokens."""
+    tokens = stats["tokens"]
+    for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio", "entropy"):
+        sums.add(f"train/{name}", stats[name], tokens)
+    sums.max("train/ratio_max", stats["ratio_max"])
+    # Before the first update the trained policy is the one that sampled: any gap is a bug, or low precision.
+    sums.add("train/sampler_gap", stats["gap"] if first else 0.0, tokens if first else 0)
+    for name in stats.keys() & {"policy_loss", "kl_loss"}:
+        sums.add(f"train/{name}", stats[name], 0)                    # the rows' shares of a minibatch add up to its loss
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Evaluation, records, export
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def due(step: int, every: int, per_step: int, rows: int, last: int) -> bool:
+    """Whether something that happens every so many steps (-1: once per pass over the data) happens after ``step``."""
+    if every < 0:
+        return step == last or step * per_step // rows > (step - 1) * per_step // rows
+    return every > 0 and (step == last or step % every == 0)
+
+
+def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, rows: list[Prompt], log: RunLogger,
+             step: int) -> dict[str, float]:
+    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
+    count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
+    sums, records = MetricSums(), []
+    started = time.perf_counter()
+    with PromptLoader(run, processor, actor, rows) as loader:
+        chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+        pending = loader.submit([rows[i] for i in chunks[0]], list(chunks[0]))
+        for n, chunk in enumerate(chunks):
+            prompts = loader.collect(*pending)
+            if n + 1 < len(chunks):                                   # decode the next pictures while the model answers
+                pending = loader.submit([rows[i] for i in chunks[n + 1]], list(chunks[n + 1]))
+            samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
+            samples = score_rewards(run, processor, reward, prompts, samples)
+            records += sample_records(processor, prompts, samples)
+        dropped = loader.dropped_total
+    if not records:
+        raise UserError("evaluation: no held-out prompt is left; all pictures failed to decode")
+    for record in records:                                     # every rank has all records: these sums need no reduction
+        for name in ("reward", "response_length", "truncated", *(f"{name}_reward" for name in record["components"])):
+            value = record["components"].get(name.removesuffix("_reward"), record.get(name))
+            sums.add(f"eval/{name}_mean", float(value), 1)
+    metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+                               "eval/seconds": time.perf_counter() - started}
+    if count > 1 and "accuracy" in records[0]["components"]:
+        solved: dict[int, float] = {}
+        for record in records:
+            solved[record["index"]] = max(solved.get(record["index"], 0.0), float(record["components"]["accuracy"] >= 1))
+        metrics[f"eval/pass@{count}"] = sum(solved.values()) / len(solved)
+    pictures = sample_pictures(records[:run.args.run.log_samples]) if run.rank == 0 else []
+    log.samples(step, records, pictures, stem="eval")
+    log.line(f"eval  step {step:5d}  " + "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items()))
+    return metrics
+
+
+def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples) -> list[dict]:
+    """One JSON-ready record per sample."""
+    texts = processor.tokenizer.batch_decode([t.tolist() for t in samples.split(samples.tokens)], skip_special_tokens=True)
+    advantages = [float(a.mean()) for a in samples.split(samples.advantages)] if samples.advantages is not None else None
+    records = []
+    for i, (group, response) in enumerate(zip(samples.group.tolist(), texts)):
+        row = prompts.prompts[group]
+        records.append({"index": row.index, "source": row.source, "sample": int(samples.number[i]), "prompt": row.text,
+                        "images": list(row.images), "response": response, "reference": row.reference, "label": row.label,
+                        "reward": float(samples.scores[i]), "response_length": int(samples.lengths[i]),
+                        "truncated": bool(samples.truncated[i]),
+                        "components": {name: float(values[i]) for name, values in samples.components.items()}}
+                       | ({"advantage": advantages[i]} if advantages else {}))
+    return records
+
+
+def sample_pictures(records: list[dict]) -> list:
+    """Pictures of samples: the images, what was asked, what was answered, what it earned."""
+    return [draw_sample([read_image(path) for path in record["images"]], readable(record["prompt"]), record["response"],
+                        f"reward {record['reward']:.2f}   reference: {record['reference']}") for record in records]
+
+
+def readable(text: str) -> str:
+    """A rendered prompt without chat markup: runs of <|...|> tokens become one space."""
+    return re.sub(r"(<\|[^|>]*\|>\s*)+", " ", text).strip()
+
+
+def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples) -> dict[str, float]:
+    """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates."""
+    seconds = run.timer.seconds()
+    metrics = {f"perf/{name}_seconds": value for name, value in seconds.items()}
+    metrics["perf/step_seconds"] = sum(seconds.values())
+    response, prompt = len(samples.tokens), sum(prompts.lengths)
+    update = seconds["update_actor"] + seconds["update_critic"]
+    metrics["perf/rollout_tokens_per_second"] = response / seconds["rollout"]
+    metrics["perf/update_tokens_per_second"] = (response + prompt) * run.args.update.epochs / update
+    if run.device.type == "cuda":
+        metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
+        peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
+        layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
+        head = actor.model.lm_head.weight.numel()
+        trained = (1 + (critic is not None)) * layers * (response + prompt) + head * response
+        if peak:
+            metrics["perf/update_mfu"] = 6 * trained * run.args.update.epochs / (update * peak * run.world)
+    else:
+        with open("/proc/self/statm") as statm:
+            metrics["perf/resident_memory_gib"] = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2 ** 30
+    return metrics
+
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16, the makers' data sheets
+
+
+def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> RunLogger:
+    """Create the output folder with args.json and the first record; print the plan."""
+    args, update = run.args, run.args.update
+    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    for name in ("model", "critic_model", "reference_model", "data", "eval_data"):
+        flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+    if run.rank == 0:
+        args.run.out.mkdir(parents=True, exist_ok=True)
+        (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps)
+    per_step = args.rollout.prompts_per_step
+    log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
+             f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
+             f"{update.steps * per_step / max(1, len(train_prompts)):.1f} passes over the data; output: {args.run.out}")
+    return log
+
+
+def log_step(run: Run, log: RunLogger, step: int, metrics: dict[str, float], processor: Processor, prompts: StepPrompts,
+             samples: Samples) -> None:
+    """One line, one record, and every so often the samples themselves."""
+    every = run.args.run.log_samples_every
+    show = [("reward", "rollout/reward"), ("accuracy", "rollout/accuracy_reward"), ("length", "rollout/response_length"),
+            ("kl", "train/kl"), ("entropy", "train/entropy"), ("clip", "train/clipped_high"), ("ev", "train/explained_variance"),
+            ("s", "perf/step_seconds")]
+    short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
+    log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
+    log.update(step, {"reward": short["reward"]})
+    log.log(step, metrics)
+    if every and (step % every == 0 or step == run.args.update.steps):
+        records = sample_records(processor, prompts, samples) if run.rank == 0 else []
+        stride = run.args.rollout.samples_per_prompt                                        # pictures of different prompts
+        log.samples(step, records, sample_pictures(records[::stride][:run.args.run.log_samples]))
+
+
+@contextmanager
+def profiled(run: Run, step: int):
+    """Trace the step --profile names with torch.profiler, one Chrome trace per rank."""
+    if step != run.args.run.profile:
+        with nullcontext():
+            yield
+        return
+    folder = run.args.run.out / "profile"
+    folder.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as trace:
+        yield
+    trace.export_chrome_trace(str(folder / f"step-{step}-rank-{run.rank}.json"))
+
+
+@torch.no_grad()
+def export(run: Run, module: Policy | Critic, processor: Processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
+    """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
+    config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call."""
+    parameters = dict(module.model.named_parameters(remove_duplicate=False))
+    dtype = getattr(processor.config, "dtype", None) or torch.float32
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in module.spelled:
+        n_bytes = parameters[name].numel() * dtype.itemsize
+        if files[-1] and size + n_bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += n_bytes
+    aside = folder.with_name(f".{folder.name}.tmp")
+    if run.rank == 0:
+        aside.mkdir(parents=True, exist_ok=True)
+    index = {}
+    for k, names in enumerate(files):
+        file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        shard = {}
+        for name in names:
+            parameter = parameters[name]
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
+            if run.rank == 0:
+                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
+                index[module.spelled[name]] = file
+        if run.rank == 0:
+            save_file(shard, aside / file, metadata={"format": "pt"})
+    if run.rank == 0:
+        if len(files) > 1:
+            table = {"metadata": {}, "weight_map": index}
+            (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+        processor.save(str(aside))
+        if folder.exists():
+            folder.rename(folder.with_name(f".{folder.name}.old-{time.time_ns()}"))
+        aside.rename(folder)
+    dist.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Appendix: FSDP2 details
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unsharded(module: nn.Module):
+    """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""
+    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    module._get_fsdp_state()._lazy_init()      # a first unshard() below would otherwise initialise each part as a root
+    for handle in [part.unshard(async_op=True) for part in parts]:
+        if handle is not None:
+            handle.wait()
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not module, recurse=False)
+        clear_forward_order(module)
+
+
+def clear_forward_order(module: nn.Module) -> None:
+    """Forget forwards without a backward: FSDP2 records every forward and only a backward clears the record, so a
+    frozen model, or a long rollout, would grow it without bound."""
+    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    group._post_forward_indices.clear()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Appendix: the rollout engine
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class RolloutEngine:
+    """Continuous batching over KV slots, with the model's own layers.
+
+    A prompt is prefilled once and its keys and values are stored into the slots of all its samples. Slots 0..B-1 decode
+    together; a finished slot is refilled at once. All sampling state lives on the device; the host looks at it every
+    ``poll_every`` steps. A token is a function of (seed, stream, draw, sample number, position) and the logits alone, so it
+    does not depend on slots, batch composition or ranks.
+    """
+
+    def __init__(self, run: Run, processor: Processor, actor: Policy, prompts: StepPrompts, groups: list[int], count: int,
+                 stream: int, greedy: bool):
+        self.run, self.actor, self.prompts, self.args = run, actor, prompts, run.args.rollout
+        self.tokenizer, self.stop_strings = processor.tokenizer, run.args.stop_strings
+        self.stream, self.greedy, device = stream, greedy, run.device
+        self.poll = self.args.poll_every or (8 if device.type == "cuda" else 1)
+        capacity = max((prompts.lengths[g] for g in groups), default=1) + self.args.max_new_tokens
+        slots = self.slot_count(capacity, max(1, len(groups) * count))
+        self.cache = SlotCache(actor.model.config.text_config, slots, capacity, run.dtype, device)
+        integers = lambda: torch.zeros(slots, dtype=torch.int64, device=device)  # noqa: E731
+        self.length, self.rope, self.count, self.last, self.draw, self.number = (integers() for _ in range(6))     # (slots,)
+        self.done = torch.ones(slots, dtype=torch.bool, device=device)
+        self.out_tokens = torch.zeros(slots, self.args.max_new_tokens, dtype=torch.int64, device=device)
+        self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens, device=device)
+        self.owner: list[tuple[int, int] | None] = [None] * slots     # host side: (group, sample number) of a busy slot
+        self.stored = [0] * slots                                     # host side: at least the cached tokens of a slot
+        self.searched = [0] * slots                                   # host side: tokens already searched for stop strings
+
+    def slot_count(self, capacity: int, wanted: int) -> int:
+        """--slots, or as many as fit into 80 % of the free memory, at most 256."""
+        if self.args.slots:
+            return min(self.args.slots, wanted)
+        if self.run.device.type != "cuda":
+            return min(256, wanted)
+        text = self.actor.model.config.text_config
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        per_slot = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * capacity * self.run.dtype.itemsize
+        torch.cuda.empty_cache()
+        return max(1, min(256, wanted, int(0.8 * torch.cuda.mem_get_info()[0]) // per_slot))
+
+    def generate(self, groups: list[int], count: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, bool]]:
+        """``count`` samples of every prompt: (group, number) -> tokens (n,), log-probs (n,), truncated."""
+        waiting = deque((group, range(first, min(first + self.cache.slots, count)))
+                        for group in groups for first in range(0, count, self.cache.slots))
+        results: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        while waiting or any(self.owner):
+            while self.admit(waiting):
+                pass
+            self.harvest(results)                                            # one-token responses end with the prefill
+            active = [slot for slot, owner in enumerate(self.owner) if owner]
+            if not waiting and len(active) <= 0.75 * (max(active, default=-1) + 1):
+                active = self.compact(active)
+            if active:
+                for _ in range(self.poll):
+                    self.decode(max(active) + 1)
+                self.harvest(results)
+        return results
+
+    def admit(self, waiting: deque) -> bool:
+        """Prefill as many waiting prompts as the free slots and --prefill_tokens allow, in one packed row."""
+        free = [slot for slot, owner in enumerate(self.owner) if owner is None]
+        batch, tokens = [], 0
+        while waiting and len(free) >= len(waiting[0][1]):
+            group, numbers = waiting[0]
+            tokens += self.prompts.lengths[group]
+            if batch and tokens > self.args.prefill_tokens:
+                break
+            waiting.popleft()
+            batch.append((group, [(free.pop(0), number) for number in numbers]))
+        if batch:
+            self.prefill(batch)
+        return bool(batch) and bool(waiting)
+
+    def prefill(self, batch: list[tuple[int, list[tuple[int, int]]]]) -> None:
+        """Run the prompts of (group, [(slot, number), ...]) and sample every sample's first token."""
+        model, device, size = self.actor.model, self.run.device, 0
+        segments, rows, slots, places, last_rows, state = [], [], [], [], [], []
+        for group, members in batch:
+            length = self.prompts.lengths[group]
+            following = int(positions_of(model, self.prompts, group).max()) + 1
+            for slot, number in members:
+                rows.append(torch.arange(size, size + length))
+                slots.append(torch.full((length,), slot))
+                places.append(torch.arange(length))
+                last_rows.append(size + length - 1)
+                state.append((slot, length, following, self.prompts.draws[group], number))
+                self.owner[slot], self.stored[slot], self.searched[slot] = (group, number), length, 0
+            segments.append((size, size + length, size, size))
+            size += length
+        ids = torch.cat([self.prompts.prompts[group].input_ids for group, _ in batch])
+        features = [self.prompts.features[group] for group, _ in batch if group in self.prompts.features]
+        row = SimpleNamespace(
+            input_ids=ids[None].to(device), image_rows=(ids == model.config.image_token_id).nonzero()[:, 0].to(device),
+            positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
+            features=torch.cat(features, dim=1).to(device) if features else None)
+        plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
+        hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
+        slot, length, following, draw, number = torch.tensor(state, device=device).T                                # (b,) each
+        self.length[slot], self.rope[slot], self.draw[slot], self.number[slot] = length, following, draw, number
+        self.count[slot] = 0
+        self.done[slot] = False
+        self.sample(hidden[last_rows], slot)
+
+    def decode(self, size: int) -> None:
+        """One token for each of the slots 0..size-1. Slots that are done compute too; nothing of theirs changes."""
+        live = ~self.done[:size]
+        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
+        longest = min(max(self.stored[:size]) + 1, self.cache.capacity)
+        attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
+        hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
+        self.length[:size] += live
+        self.rope[:size] += live
+        self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
+        self.sample(hidden, torch.arange(size, device=hidden.device))
+
+    def sample(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
+        """Draw the next token of ``slots`` (b,) from the last hidden states (b, H) and append it where not done."""
+        actor, count, live = self.actor, self.count[slots], ~self.done[slots]
+        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned,
+                                    count < self.args.min_new_tokens, actor.stop_ids)                                   # (b, V)
+        if self.greedy:
+            ids = logits.argmax(dim=-1)
+        else:
+            keys = losses.noise_keys(self.run.args.run.seed, self.stream, self.draw[slots], self.number[slots], count)
+            ids = losses.gumbel_race(truncate_distribution(logits, self.args.top_k, self.args.top_p), keys)
+        logprobs = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)      # untruncated, as in training
+        place = count.clamp(max=self.args.max_new_tokens - 1)
+        self.out_tokens[slots, place] = torch.where(live, ids, self.out_tokens[slots, place])
+        self.out_logprobs[slots, place] = torch.where(live, logprobs, self.out_logprobs[slots, place])
+        self.last[slots] = torch.where(live, ids, self.last[slots])
+        self.count[slots] = count + live
+        self.done[slots] |= torch.isin(ids, actor.stop_ids) | (count + 1 >= self.args.max_new_tokens)
+
+    def harvest(self, results: dict) -> None:
+        """Take finished sequences out of their slots. The one place where the host waits for the device."""
+        active = [slot for slot, owner in enumerate(self.owner) if owner]
+        if not active:
+            return
+        done = self.done.tolist()
+        ready = [slot for slot in active if done[slot] or self.stop_strings]
+        if not ready:
+            return
+        tokens, logprobs, counts = self.out_tokens[ready].cpu(), self.out_logprobs[ready].cpu(), self.count[ready].tolist()
+        stop_ids = set(self.actor.stop_ids.tolist())
+        for slot, row_tokens, row_logprobs, n in zip(ready, tokens, logprobs, counts):
+            end = self.stop_string_end(slot, row_tokens[:n].tolist())
+            if end is None and not done[slot]:
+                continue
+            n = end or n
+            truncated = end is None and int(row_tokens[n - 1]) not in stop_ids
+            results[self.owner[slot]] = row_tokens[:n].clone(), row_logprobs[:n].clone(), truncated
+            self.owner[slot] = None
+            self.done[slot] = True
+
+    def stop_string_end(self, slot: int, tokens: list[int]) -> int | None:
+        """Number of tokens up to the one that completes a stop string, or None."""
+        if not self.stop_strings:
+            return None
+        for n in range(self.searched[slot] + 1, len(tokens) + 1):
+            text = self.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+            if any(stop in text for stop in self.stop_strings):
+                return n
+        self.searched[slot] = len(tokens)
+        return None
+
+    def compact(self, active: list[int]) -> list[int]:
+        """Move busy slots to the front once no prompt waits, so that the tail of a rollout decodes in small batches."""
+        target = [slot for slot in range(len(active)) if self.owner[slot] is None]
+        source = [slot for slot in active if slot >= len(active)]
+        if source:
+            self.cache.move(source, target)
+            for state in (self.length, self.rope, self.count, self.last, self.draw, self.number, self.done, self.out_tokens,
+                          self.out_logprobs):
+                state[target] = state[source]
+            for s, t in zip(source, target):
+                self.owner[t], self.stored[t], self.searched[t] = self.owner[s], self.stored[s], self.searched[s]
+                self.owner[s] = None
+            self.done[source] = True
+        return list(range(len(active)))
+
+
+def truncate_distribution(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Keep the top_k likeliest ids and, of those, the smallest set with probability top_p; the rest is -inf. (b, V)."""
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, ids = logits.sort(dim=-1, descending=True)
+        before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)           # probability of likelier ids
+        logits = torch.full_like(logits, -torch.inf).scatter(1, ids, ordered.masked_fill(before >= top_p, -torch.inf))
+    return logits
+
+
+def run_main(program: Callable[[], Any]) -> None:
+    """Run a script's main: exit code 2 and one message from rank 0 for what the user can mend, on every rank alike."""
+    try:
+        program()
+    except UserError as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run_main(main)
