@@ -539,7 +539,7 @@ class Critic(nn.Module):
     def forward(self, row: Row, attention: PackedAttention) -> torch.Tensor:
         """Returns values (T,) float32."""
         hidden = language_hidden(self.model, row, attention)                                                   # (L, H)
-        return self.value_head(hidden[row.predict].float())[:, 0]
+        return self.value_head(hidden[row.predict].float()).sum(dim=-1)      # not a view: FSDP2 hooks the output
 
 
 def stop_token_ids(processor: Processor, args: Args) -> list[int]:

@@ -45,3 +45,46 @@ def checkpoint(request, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def qwen25(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen25"), "qwen2_5_vl")
+
+
+def start(checkpoint: Path, data: str | None = None, *flags: str):
+    """The script's own start-up in this process, as one rank: run, processor, prompts, models."""
+    from types import SimpleNamespace
+
+    import train_ppo_vl as ppo
+
+    args = ppo.parse_args(["--model", str(checkpoint), "--data", str(data), "--max_prompt_tokens", "512", "--max_new_tokens", "12",
+                           "--prefill_tokens", "600", "--prompts_per_step", "4", *flags])
+    run = ppo.start_run(args)
+    processor, prompts, _ = ppo.load_data(run)
+    actor, critic, reference = ppo.build_models(run, processor)
+    return SimpleNamespace(run=run, args=args, processor=processor, prompts=prompts, actor=actor, critic=critic,
+                           reference=reference)
+
+
+def take(env, count: int | None = None):
+    """The first prompts of the file as one step, pictures decoded."""
+    import train_ppo_vl as ppo
+
+    rows = env.prompts[:count]
+    with ppo.PromptLoader(env.run, env.processor, env.actor, rows) as loader:
+        return loader.collect(*loader.submit(rows, list(range(len(rows)))))
+
+
+@pytest.fixture(scope="session")
+def picture_rows(tmp_path_factory) -> str:
+    """A JSONL file: prompts with 0, 1, 2 and 1 images of different sizes."""
+    import json
+
+    import numpy as np
+    from PIL import Image
+
+    folder, rng = tmp_path_factory.mktemp("rows"), np.random.default_rng(0)
+    lines = []
+    for i, sizes in enumerate([[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)]]):
+        names = [f"picture-{i}-{k}.png" for k in range(len(sizes))]
+        for name, (width, height) in zip(names, sizes):
+            Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
+        lines.append(json.dumps({"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return str(folder / "rows.jsonl")

@@ -7,7 +7,6 @@ patch grids. The checkpoint is a byte-level tokenizer and a tiny config, made he
 import json
 import random
 import struct
-import sys
 import time
 import zlib
 
@@ -15,14 +14,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-try:
-    from common.vlm import Processor, Prompt, image_size, load_pixels, load_prompts, read_image
-except ImportError:
-    sys.path.insert(0, "/tmp/w")
-    from vlm_data import Processor, Prompt, image_size, load_pixels, load_prompts, read_image
+from common.vlm import Processor, Prompt, image_size, load_pixels, load_prompts, read_image
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]
@@ -44,6 +39,9 @@ def write_checkpoint(folder, family="qwen2_5_vl", template=TEMPLATE, **settings)
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    # As some families do: a start token of the tokenizer's own, which must not come on top of the template's.
+    start = SPECIAL[0]
+    backend.post_processor = processors.TemplateProcessing(single=f"{start} $A", special_tokens=[(start, EOT)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL})
     tokenizer.chat_template = template
@@ -219,6 +217,7 @@ def grey16(*values, **save):
     (palette(bytes([255, 0])), "png", RED, WHITE),
     (palette(1), "gif", RED, WHITE),
     (grey16(257 * 100, 65535), "png", (100, 100, 100), WHITE),
+    (grey16(257 * 9, 5, transparency=5), "png", (9, 9, 9), WHITE),
     (grey16(0, 1000), "tiff", (0, 0, 0), (4, 4, 4)),
     (two_pixels("I", 257 * 3, 65535), "tiff", (3, 3, 3), WHITE),
     (two_pixels("CMYK", (0, 255, 255, 0), (0, 0, 0, 0)), "tiff", RED, WHITE),

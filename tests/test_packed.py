@@ -5,27 +5,11 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
-from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_prompts, load_weights,
-                        materialize, prompt_positions, skeleton, use_attention)
-
-
-def write_rows(folder) -> str:
-    """Prompts with 0, 1, 2 and 1 images of different sizes."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for i, sizes in enumerate([[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)]]):
-        names = []
-        for k, size in enumerate(sizes):
-            names.append(f"picture-{i}-{k}.png")
-            Image.fromarray(rng.integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)).save(folder / names[-1])
-        text = "how many circles are there? " * (i + 1)
-        lines.append(f'{{"prompt": "{text}", "images": {names!r}, "answer": "1"}}'.replace("'", '"'))
-    (folder / "rows.jsonl").write_text("\n".join(lines))
-    return str(folder / "rows.jsonl")
+from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_pixels,
+                        load_prompts, load_weights, materialize, prompt_positions, skeleton, use_attention)
 
 
 def random_samples(counts: list[int], vocabulary: int) -> Samples:
@@ -40,9 +24,9 @@ def random_samples(counts: list[int], vocabulary: int) -> Samples:
 
 @pytest.mark.parametrize("budget", [10 ** 6, 150])  # one pack; several packs and split groups
 @pytest.mark.parametrize("share", [True, False])
-def test_packed_rows_equal_per_sample_forwards(checkpoint, tmp_path, budget, share):
+def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
     processor = Processor(str(checkpoint))
-    prompts, _ = load_prompts(write_rows(tmp_path), processor, max_prompt_tokens=1000)
+    prompts, _ = load_prompts(picture_rows, processor, max_prompt_tokens=1000)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
     ours = skeleton(processor.config)
     use_attention(ours, "sdpa")
@@ -53,7 +37,6 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, tmp_path, budget, sha
     image_id = processor.config.image_token_id
     value_head = torch.randn(processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5))
 
-    from common.vlm import load_pixels
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
     expected, expected_values = [], []
     for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
@@ -89,7 +72,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, tmp_path, budget, sha
         assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
 
 
-def test_a_wrong_segment_is_noticed(qwen25, tmp_path):
+def test_a_wrong_segment_is_noticed(qwen25):
     """The comparison above can fail: a response that sees its neighbour has other log-probs."""
     processor = Processor(str(qwen25))
     model = skeleton(processor.config)

@@ -1,0 +1,141 @@
+"""The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
+
+import dataclasses
+
+import pytest
+import torch
+from conftest import start, take
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+from common import losses
+
+
+def generate(env, prompts, count: int, greedy: bool = False, stream: int = ppo.TRAIN):
+    samples = ppo.rollout(env.run, env.processor, env.actor, prompts, count, stream, greedy)
+    return samples, [t.tolist() for t in samples.split(samples.tokens)]
+
+
+def with_rollout(env, **changes):
+    """The same run with other rollout flags."""
+    args = dataclasses.replace(env.args, rollout=dataclasses.replace(env.args.rollout, **changes))
+    return dataclasses.replace(env.run, args=args)
+
+
+def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
+    env = start(checkpoint, picture_rows)
+    prompts = take(env)
+    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts]
+    samples, ours = generate(env, prompts, 1, greedy=True)
+    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
+    for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
+        ids = prompt.input_ids[None]
+        images = {} if pixel is None else {"pixel_values": pixel[0], "image_grid_thw": pixel[1]}
+        expected = oracle.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
+            mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images,
+            suppress_tokens=[i for i in env.processor.banned_ids])[0, ids.shape[1]:].tolist()
+        assert tokens == expected
+        assert truncated == (tokens[-1] not in env.processor.stop_ids)
+
+
+@pytest.mark.parametrize("temperature", ["1.0", "0.7"])
+def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temperature):
+    env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens", "3")
+    prompts = take(env)
+    samples, _ = generate(env, prompts, 3)
+    trained = ppo.score_tokens(env.run, env.actor, prompts, samples)
+    assert (trained - samples.logprobs).abs().max() < 1e-5
+    assert samples.lengths.min() >= 3
+    assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
+
+
+def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
+    """Slots, prefill size and polling change what is computed together; a sample is a function of its number alone."""
+    env = start(checkpoint, picture_rows)
+    _, expected = generate(env, take(env), 5)
+    assert len({tuple(t) for t in expected}) == len(expected)
+    for changes in ({"slots": 1}, {"slots": 3}, {"slots": 7, "poll_every": 4}, {"prefill_tokens": 64}, {"poll_every": 8}):
+        env.run = with_rollout(env, **changes)
+        assert generate(env, take(env), 5)[1] == expected, changes
+    env.run = with_rollout(env)
+    alone = take(env)                                # each prompt in a rollout of its own, with the same draw number
+    for group in range(4):
+        step = dataclasses.replace(alone, prompts=[alone.prompts[group]], draws=[group], owners=[0], positions={}, features={},
+                                   patches={0: alone.patches[group]} if group in alone.patches else {})
+        assert generate(env, step, 5)[1] == expected[5 * group:5 * group + 5]
+
+
+def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
+    env = start(qwen25, picture_rows)
+    base = generate(env, take(env), 2)[1]
+    assert generate(env, take(env), 2)[1] == base
+    assert generate(env, take(env), 2, stream=ppo.EVAL)[1] != base
+    later = take(env)
+    later.draws = [draw + 4 for draw in later.draws]
+    assert generate(env, later, 2)[1] != base
+    env.run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, run=dataclasses.replace(env.args.run, seed=1)))
+    assert generate(env, take(env), 2)[1] != base
+
+
+def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
+    """Chi-square of 6,000 sampled first tokens against the model's own distribution, per prompt."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "1", "--temperature", "0.7")
+    prompts = take(env, 2)
+    samples, _ = generate(env, prompts, 6000)
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
+    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
+    for group in range(2):
+        ids = env.prompts[group].input_ids[None]
+        images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
+        with torch.no_grad():
+            logits = oracle(input_ids=ids, mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images).logits[0, -1]
+        logits[list(env.processor.banned_ids)] = -torch.inf
+        expected = (logits / 0.7).softmax(-1) * 6000
+        seen = torch.bincount(samples.tokens[samples.group == group], minlength=len(expected)).float()
+        common = expected >= 5
+        terms = torch.cat([(seen - expected)[common] ** 2 / expected[common],
+                           ((seen - expected)[~common].sum() ** 2 / expected[~common].sum().clamp(min=1e-9))[None]])
+        freedom = len(terms) - 1
+        assert terms.sum() < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
+    """One slot serves a long prompt, then a short one: the second is as if the first had never been there."""
+    env = start(qwen25, picture_rows, "--slots", "1")
+    step = take(env)
+    order = [3, 0]
+    both = dataclasses.replace(step, prompts=[step.prompts[i] for i in order], draws=order, owners=[0, 0], positions={}, features={},
+                               patches={k: step.patches[i] for k, i in enumerate(order) if i in step.patches})
+    alone = dataclasses.replace(step, prompts=[step.prompts[0]], draws=[0], owners=[0], positions={}, features={}, patches={})
+    first, tokens = generate(env, both, 1)
+    second, expected = generate(env, alone, 1)
+    assert tokens[1] == expected[0]
+    assert torch.equal(first.logprobs[int(first.lengths[0]):], second.logprobs)
+
+
+def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--max_new_tokens", "64")
+    samples, tokens = generate(env, take(env), 4)
+    text = env.processor.tokenizer.decode(tokens[0][:6], skip_special_tokens=True)
+    stop = text[-1]
+    for poll in (1, 8):
+        again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]', "--poll_every", str(poll))
+        shorter, cut = generate(again, take(again), 4)
+        for short, full, truncated in zip(cut, tokens, shorter.truncated):
+            assert short == full[:len(short)]
+            decoded = env.processor.tokenizer.decode(short, skip_special_tokens=True)
+            assert stop not in env.processor.tokenizer.decode(short[:-1], skip_special_tokens=True)
+            assert (stop in decoded) or len(short) == len(full)
+            assert not (stop in decoded and truncated)
+    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_tokens", env.processor.tokenizer.decode([tokens[0][2]]))
+    cut = generate(again, take(again), 4)[1]
+    assert all(t[:-1].count(tokens[0][2]) == 0 for t in cut) and cut[0] == tokens[0][:tokens[0].index(tokens[0][2]) + 1]
+
+
+def test_top_k_and_top_p_truncate_but_logprobs_do_not():
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
+    assert torch.isfinite(ppo.truncate_distribution(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
+    kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
+    assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
+    assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
