@@ -123,9 +123,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def flag(default, help: str, choices: tuple = ()):
-    """A field of an argument class: its default, its help with the unit, and the values it may take."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+def flag(default, help: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf):
+    """A field of an argument class: its default, its help with the unit, and the values or bounds it must respect."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -151,39 +151,39 @@ class DataArgs:
     reference_column: str = flag("answer", "column of the reference answer")
     label_column: str = flag("label", "column of the row's label")
     system_prompt: str = flag("", "system message put before every prompt; empty: none")
-    max_prompt_tokens: int = flag(4096, "longest prompt, tokens with image tokens; longer ones are bad rows")
-    min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own")
-    max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own")
+    max_prompt_tokens: int = flag(4096, "longest prompt, tokens with image tokens; longer ones are bad rows", low=1)
+    min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0)
+    max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
-    max_rows: int = flag(0, "use the first rows only; 0: all")
-    max_eval_rows: int = flag(0, "evaluate on the first rows only; 0: all")
-    data_threads: int = flag(2, "threads that decode images while the model works")
+    max_rows: int = flag(0, "use the first rows only; 0: all", low=0)
+    max_eval_rows: int = flag(0, "evaluate on the first rows only; 0: all", low=0)
+    data_threads: int = flag(2, "threads that decode images while the model works", low=1)
 
 
 @dataclass(frozen=True)
 class RolloutArgs:
     """rollout"""
-    prompts_per_step: int = flag(128, "prompts per step, over all ranks")
-    samples_per_prompt: int = flag(4, "samples per prompt")
-    max_new_tokens: int = flag(1024, "longest response, tokens")
-    min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before")
-    temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere")
-    top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it")
-    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too")
+    prompts_per_step: int = flag(128, "prompts per step, over all ranks", low=1)
+    samples_per_prompt: int = flag(4, "samples per prompt", low=1)
+    max_new_tokens: int = flag(1024, "longest response, tokens", low=1)
+    min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
+    temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
+    top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
+    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too", low=1e-6, high=1)
     stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
-    slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256")
-    prefill_tokens: int = flag(16384, "tokens per prefill call")
-    poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU")
+    slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
+    prefill_tokens: int = flag(16384, "tokens per prefill call", low=1)
+    poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU", low=0)
 
 
 @dataclass(frozen=True)
 class RewardArgs:
     """reward"""
     reward: str = flag("boxed", "rule (exact, boxed, answer) or file.py:function")
-    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds")
-    reward_workers: int = flag(1, "threads that score in parallel")
+    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds", low=1e-6)
+    reward_workers: int = flag(1, "threads that score in parallel", low=1)
 
 
 @dataclass(frozen=True)
@@ -191,53 +191,53 @@ class AlgorithmArgs:
     """algorithm"""
     advantage: str = flag("gae", "advantage estimator; gae needs a critic, grpo and rloo at least 2 samples per prompt",
                           ("gae", "grpo", "rloo", "reinforce++"))
-    gamma: float = flag(1.0, "discount per token (gae, reinforce++)")
-    gae_lambda: float = flag(0.95, "lambda of gae")
+    gamma: float = flag(1.0, "discount per token (gae, reinforce++)", low=0, high=1)
+    gae_lambda: float = flag(0.95, "lambda of gae", low=0, high=1)
     advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae and reinforce++", ("auto", "on", "off"))
-    kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded")
+    kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
     kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss",
                              ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"))
-    kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed")
-    kl_horizon: int = flag(10000, "samples over which the adaptive weight changes")
+    kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed", low=0)
+    kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
                                  ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
-    clip_low: float = flag(0.2, "ratio clip below 1")
-    clip_high: float = flag(0.2, "ratio clip above 1; larger than --clip_low is clip-higher")
+    clip_low: float = flag(0.2, "ratio clip below 1", low=0)
+    clip_high: float = flag(0.2, "ratio clip above 1; larger than --clip_low is clip-higher", low=0)
     dual_clip: float = flag(3.0, "ratio bound for negative advantages, above 1; 0: off")
-    value_clip: float = flag(0.2, "clip of the value's change; 0: off")
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus")
+    value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
     recompute_old_logprobs: bool = flag(False, "take old log-probs from a forward pass instead of the sampler's record")
-    importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs")
+    importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs", low=1e-6)
 
 
 @dataclass(frozen=True)
 class UpdateArgs:
     """update"""
-    steps: int = flag(1000, "steps: rollouts, each with its updates")
-    epochs: int = flag(1, "passes over the samples of a step")
-    minibatches: int = flag(1, "optimizer updates per pass; must divide --prompts_per_step")
-    actor_lr: float = flag(1e-6, "learning rate of the actor")
-    critic_lr: float = flag(9e-6, "learning rate of the critic")
+    steps: int = flag(1000, "steps: rollouts, each with its updates", low=1)
+    epochs: int = flag(1, "passes over the samples of a step", low=1)
+    minibatches: int = flag(1, "optimizer updates per pass; must divide --prompts_per_step", low=1)
+    actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
+    critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
     lr_schedule: str = flag("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
-    warmup_steps: int = flag(0, "steps of linear warm-up")
-    min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction")
-    weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms")
-    adam_beta1: float = flag(0.9, "beta 1 of AdamW")
-    adam_beta2: float = flag(0.95, "beta 2 of AdamW")
-    max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off")
-    target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off")
-    freezing_actor_steps: int = flag(0, "first steps that update the critic only")
+    warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
+    min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1)
+    weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
+    adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
+    adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
+    max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off", low=0)
+    target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0)
+    freezing_actor_steps: int = flag(0, "first steps that update the critic only", low=0)
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
     share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
-    head_chunk: int = flag(1024, "tokens whose logits exist at the same time")
+    head_chunk: int = flag(1024, "tokens whose logits exist at the same time", low=1)
 
 
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never")
-    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature")
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never", low=-1)
+    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
     eval_only: bool = flag(False, "evaluate the model and stop")
 
 
@@ -245,11 +245,11 @@ class EvalArgs:
 class RunArgs:
     """run"""
     out: Path = flag(Path("runs/ppo"), "output folder")
-    seed: int = flag(0, "seed of sampling and data order")
-    log_samples: int = flag(4, "samples shown as pictures and text per record; 0: none")
-    log_samples_every: int = flag(10, "steps between records of samples (all of them to JSONL, some as pictures)")
-    profile: int = flag(0, "step to trace with torch.profiler into <out>/profile; 0: none")
-    timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds")
+    seed: int = flag(0, "seed of sampling and data order", low=0)
+    log_samples: int = flag(4, "samples shown as pictures and text per record; 0: none", low=0)
+    log_samples_every: int = flag(10, "steps between records of samples (all of them to JSONL, some as pictures)", low=0)
+    profile: int = flag(0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0)
+    timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds", low=1e-6)
 
 
 @dataclass(frozen=True)
@@ -369,31 +369,18 @@ def embedded_toy() -> Path:
 def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     rollout, algorithm, update = args.rollout, args.algorithm, args.update
-    positive = {"prompts_per_step": rollout.prompts_per_step, "samples_per_prompt": rollout.samples_per_prompt,
-                "max_new_tokens": rollout.max_new_tokens, "prefill_tokens": rollout.prefill_tokens, "steps": update.steps,
-                "epochs": update.epochs, "minibatches": update.minibatches, "head_chunk": update.head_chunk,
-                "eval_samples": args.eval.eval_samples, "reward_workers": args.reward.reward_workers,
-                "reward_timeout": args.reward.reward_timeout, "timeout": args.run.timeout, "temperature": rollout.temperature,
-                "max_prompt_tokens": args.data.max_prompt_tokens, "data_threads": args.data.data_threads,
-                "kl_horizon": algorithm.kl_horizon, "importance_cap": algorithm.importance_cap}
-    not_negative = {"min_new_tokens": rollout.min_new_tokens, "top_k": rollout.top_k, "slots": rollout.slots,
-                    "poll_every": rollout.poll_every, "kl_coef": algorithm.kl_coef, "kl_target": algorithm.kl_target,
-                    "clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high, "value_clip": algorithm.value_clip,
-                    "actor_lr": update.actor_lr, "critic_lr": update.critic_lr, "warmup_steps": update.warmup_steps,
-                    "weight_decay": update.weight_decay, "max_grad_norm": update.max_grad_norm, "seed": args.run.seed,
-                    "target_kl": update.target_kl, "freezing_actor_steps": update.freezing_actor_steps,
-                    "max_rows": args.data.max_rows, "max_eval_rows": args.data.max_eval_rows, "profile": args.run.profile}
-    unit = {"gamma": algorithm.gamma, "gae_lambda": algorithm.gae_lambda, "top_p": rollout.top_p,
-            "min_lr_ratio": update.min_lr_ratio}
     longest = args.data.max_prompt_tokens + rollout.max_new_tokens
     has_critic = algorithm.advantage == "gae"
-    problems = [f"--{name} {value} must be above 0" for name, value in positive.items() if value <= 0]
-    problems += [f"--{name} {value} must not be negative" for name, value in not_negative.items() if value < 0]
-    problems += [f"--{name} {value} must lie between 0 and 1" for name, value in unit.items() if not 0 <= value <= 1]
+    problems = []
+    for group in vars(args).values():
+        for field in dataclasses.fields(group):
+            value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
+            if field.type in (int, float) and not low <= value <= high:
+                problems.append(f"--{field.name} {value} must be at least {low:g}" + (f" and at most {high:g}" if high < math.inf else ""))
     rules = {
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
-            update.minibatches > 0 and rollout.prompts_per_step % update.minibatches == 0,
+            rollout.prompts_per_step % max(1, update.minibatches) == 0,
         f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
         f"{rollout.samples_per_prompt} must be at least 2": has_critic or algorithm.advantage == "reinforce++"
             or rollout.samples_per_prompt > 1,
@@ -403,13 +390,11 @@ def check_args(args: Args) -> None:
         "--kl_target needs a --kl_coef above 0 to start from": algorithm.kl_coef > 0 or not algorithm.kl_target,
         f"--min_new_tokens {rollout.min_new_tokens} exceeds --max_new_tokens {rollout.max_new_tokens}":
             rollout.min_new_tokens <= rollout.max_new_tokens,
-        "--top_p must be above 0": rollout.top_p > 0,
         f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off": algorithm.dual_clip == 0 or algorithm.dual_clip > 1,
         f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one prompt and one response: --max_prompt_tokens + "
         f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
         f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
-        f"--eval_every {args.eval.eval_every} must be -1, 0 or a number of steps": args.eval.eval_every >= -1,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }

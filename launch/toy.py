@@ -40,7 +40,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), 
 SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
 COUNTS = ("1", "2", "3", "4")
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
-CAPTIONS = {"colour": "colours and shapes", "shape": "shapes and colours", "count": "numbers of shapes"}
+CAPTION_PROMPT = "describe the picture in three words."
 
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -76,38 +76,26 @@ CHAT_TEMPLATE = """\
 
 def question_cells() -> list[tuple[str, str, str]]:
     """Every (label, question text, answer); all answers to one text stand here once, so that cycling is balanced."""
-    cells = [("colour", f"what colour is the {shape}?", colour) for shape in SHAPES for colour in COLOURS]
-    cells += [("shape", f"what shape is {colour}?", shape) for colour in COLOURS for shape in SHAPES]
+    cells = [("colour", f"what colour is each {shape}?", colour) for shape in SHAPES for colour in COLOURS]
+    cells += [("shape", f"what shape is each {colour} object?", shape) for colour in COLOURS for shape in SHAPES]
     cells += [("count", f"how many {plural} are there?", count) for plural in SHAPES.values() for count in COUNTS]
     return cells
 
 
-def random_board(rng: random.Random, label: str, question: str, answer: str) -> list[tuple[str, str] | None]:
-    """A board, one (shape, colour) or None per cell of CELLS, on which `answer` is right and nothing else is."""
-    if label == "count":
-        shape = next(shape for shape, plural in SHAPES.items() if f" {plural} " in question)
-        others = [other for other in SHAPES if other != shape]
-        shapes = [shape] * int(answer)
-        shapes += [rng.choice([None, *others]) for _ in range(len(CELLS) - len(shapes))]
-        board = [shape and (shape, rng.choice(list(COLOURS))) for shape in shapes]
-    else:  # all shapes and all colours differ, or the question had two answers
-        subject = question.rstrip("?").split()[-1]
-        shape, colour = (subject, answer) if label == "colour" else (answer, subject)
-        shapes = rng.sample([s for s in SHAPES if s != shape], 2)
-        colours = rng.sample([c for c in COLOURS if c != colour], 2)
-        board = [(shape, colour), *zip(shapes, colours), None]
-    rng.shuffle(board)
-    return board
+def random_board(rng: random.Random, question: str, answer: str) -> dict[str, str]:
+    """{"colour", "shape", "count"} of a board that fits the question: what it names and its answer, the rest random."""
+    words = question.rstrip("?").split() + [answer]
+    return {"colour": next((c for c in COLOURS if c in words), rng.choice(list(COLOURS))),
+            "shape": next((s for s, plural in SHAPES.items() if s in words or plural in words), rng.choice(list(SHAPES))),
+            "count": answer if answer in COUNTS else rng.choice(COUNTS)}
 
 
-def draw_board(rng: random.Random, board: list[tuple[str, str] | None], cell: int) -> Image.Image:
+def draw_board(rng: random.Random, board: dict[str, str], cell: int) -> Image.Image:
     """The board as an RGB picture of 2 cells by 2 cells, `cell` pixels each; shapes differ a little in size and place."""
     image = Image.new("RGB", (2 * cell, 2 * cell), (255, 255, 255))
     draw = ImageDraw.Draw(image)
-    for (row, column), thing in zip(CELLS, board):
-        if thing is None:
-            continue
-        shape, colour = thing[0], COLOURS[thing[1]]
+    shape, colour = board["shape"], COLOURS[board["colour"]]
+    for row, column in rng.sample(CELLS, int(board["count"])):
         size = rng.randint(cell * 4 // 7, cell * 6 // 7)
         x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
         box = (x, y, x + size, y + size)
@@ -131,7 +119,7 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> 
             cells = question_cells()
             rng.shuffle(cells)
         label, question, answer = cells[-1]
-        board = random_board(rng, label, question, answer)
+        board = random_board(rng, question, answer)
         image = draw_board(rng, board, cell)
         if image.tobytes() in seen:
             continue
@@ -160,7 +148,7 @@ def write_rows(rows: list[dict], out: Path, split: str) -> None:
 def make_tokenizer() -> Qwen2Tokenizer:
     """Qwen's byte-level BPE, trained on the words of the task: one token for each, and any other text in bytes."""
     words = [*COLOURS, *SHAPES, *SHAPES.values(), "user", "assistant", "system"]
-    texts = words + [" " + word for word in words] + [question for _, question, _ in question_cells()] + [f"{text}, the one first." for text in CAPTIONS.values()]
+    texts = words + [" " + word for word in words] + [question for _, question, _ in question_cells()] + [CAPTION_PROMPT]
     backend = Qwen2Tokenizer().backend_tokenizer
     backend.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=4096, min_frequency=1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -247,38 +235,17 @@ def greedy_accuracy(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: 
     return correct / len(rows)
 
 
-def caption(rng: random.Random, board: list[tuple[str, str] | None], kind: str) -> tuple[str, str]:
-    """(prompt, response) that lists a board in words, a line per object or number, in random order.
-
-    The prompt may name one of them, to stand first: so the model learns to look for what a text mentions.
-    """
-    things = [thing for thing in board if thing]
-    shapes = [shape for shape, _ in things]
-    if kind == "count":
-        lines = {SHAPES[s]: f"{shapes.count(s)} {s if shapes.count(s) == 1 else SHAPES[s]}" for s in sorted(set(shapes))}
-    elif kind == "colour":
-        lines = {f"the {shape}": f"{colour} {shape}" for shape, colour in things}
-    else:
-        lines = {f"the {colour} one": f"{shape} {colour}" for shape, colour in things}
-    names = list(lines)
-    rng.shuffle(names)
-    start = f", {names[0]} first" if rng.random() < 0.7 else ""
-    return f"{CAPTIONS[kind]}{start}.", "\n".join(lines[name] for name in names)
-
-
-def warm_start_example(rng: random.Random, row: dict, answers: dict[str, list[str]],
-                       format_share: float) -> tuple[str, str]:
-    """(prompt, response) about a board: mostly a caption, else its question with a blind answer."""
+def warm_start_example(rng: random.Random, row: dict, format_share: float) -> tuple[str, str]:
+    """(prompt, response) about a board: mostly its three properties in random order, else a question, blindly answered."""
     if rng.random() < format_share:
+        answers = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}
         return row["prompt"], rng.choice(answers[row["label"]])
-    # A board for counting has shapes and colours more than once: "the circle" would name none.
-    return caption(rng, row["board"], "count" if row["label"] == "count" else rng.choice(("colour", "shape", "count")))
+    return CAPTION_PROMPT, "\n".join(rng.sample(list(row["board"].values()), 3))
 
 
 def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
                batch_size: int = 64, learning_rate: float = 3e-3, format_share: float = 0.2) -> float:
     """Train all weights, tower included, by next-token prediction on the responses; returns the last loss, in nats."""
-    answers = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
     model.train()
@@ -287,7 +254,7 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
         chosen = rng.sample(range(len(rows)), batch_size)
         inputs, labels = [], []
         for i in chosen:
-            prompt, response = warm_start_example(rng, rows[i], answers, format_share)
+            prompt, response = warm_start_example(rng, rows[i], format_share)
             prompt = encode_prompt(tokenizer, prompt)
             response = tokenizer.encode(response) + [tokenizer.eos_token_id]
             inputs.append(torch.tensor(prompt + response))
