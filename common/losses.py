@@ -1,0 +1,543 @@
+"""Every formula of the two scripts, as pure functions of tensors: nothing here communicates, samples data or knows a model.
+
+    advantages     (B, T) padded: rewards, values, scores -> advantages, returns; reward shaping; the KL controller
+    losses         (N,) packed:   terms per token, and the weight of each token in the one sum of an optimizer step
+    log-probs      (N, H) hidden states -> log-probs, entropy or KL, without ever holding (N, V) logits
+    sampling noise (B,) keys -> the draw of one token per row, a pure function of its key
+
+Shape legend: B or S sequences, T longest response, N response tokens of all sequences, H hidden size, V vocabulary.
+A mask (B, T) is true at response tokens; false ones inside a response (tool output) are skipped: time passes through them.
+
+The rule of normalisation: a loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step,
+over all ranks and packed rows (`token_weights`). Nothing here takes a mean over the tokens it happens to be given.
+"""
+
+import functools
+import math
+
+import torch
+from torch.autograd.function import once_differentiable
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Advantages
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """(B,) scores and (B, T) KL -> (B, T) rewards: ``-kl_coef * kl`` per token, plus the score on the last valid one."""
+    mask = mask.bool()
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                          # (B, T), no entry in an empty sequence
+    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(last, scores[:, None], 0.0)
+
+
+def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
+        lam: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages, returns, both (B, T).
+
+    The value after the last token is 0, for a truncated response too. A masked gap neither decays nor resets the sum.
+    ``returns = advantages + values``: take them before any whitening.
+    """
+    mask = mask.bool()
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    following = carry = advantages.new_zeros(len(rewards))                                                        # (B,)
+    for t in reversed(range(rewards.shape[1])):
+        valid, value = mask[:, t], values[:, t].double()
+        delta = rewards[:, t].double() + gamma * following - value
+        carry = torch.where(valid, delta + gamma * lam * carry, carry)
+        following = torch.where(valid, value, following)
+        advantages[:, t] = carry
+    advantages = torch.where(mask, advantages, 0.0)
+    returns = torch.where(mask, advantages + values, 0.0)
+    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
+
+
+def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
+    """(B, T) discounted sum of the rewards from each token on; a masked gap passes it on unchanged."""
+    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)    # GAE without a critic, at lambda = 1
+    return returns
+
+
+def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(B, T) to mean 0 and unbiased variance 1 over the mask, 0 elsewhere. One valid entry is only centred."""
+    mask = mask.bool()
+    valid = x[mask].double()
+    whitened = x.double() - (valid.mean() if len(valid) else 0.0)
+    if len(valid) > 1:
+        whitened = whitened / (valid.var() + 1e-8).sqrt()
+    return torch.where(mask, whitened, 0.0).to(x.dtype)
+
+
+def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, lengths: torch.Tensor | None = None,
+                 baseline_scores: torch.Tensor | None = None) -> torch.Tensor:
+    """Compare each sample's score with those of its prompt -> (S,), the advantage of all its tokens before whitening.
+
+    With a KL in the reward, ``scores`` are those after it: ``score - kl_coef * sum_t kl_t``.
+
+    Args:
+        group: (S,) int64, which prompt a sample belongs to.
+        estimator: grpo or group_norm (Shao et al. 2024), dr_grpo (Liu et al. 2025), rloo (Ahmadian et al. 2024),
+            reinforce_baseline (Hu 2025), opo (Hao et al. 2025), gpg (Chu et al. 2025), cpgd (normalised over the whole
+            batch, not over a prompt; Liu et al. 2025), remax (Li et al. 2024).
+        lengths: (S,) response tokens, for opo.
+        baseline_scores: (S,) score of the greedy response to the sample's prompt, for remax.
+    Raises:
+        ValueError: unknown estimator, a missing argument, or a group of one sample.
+    """
+    if estimator == "remax":
+        if baseline_scores is None:
+            raise ValueError("remax needs baseline_scores, the score of one greedy response per prompt")
+        return scores - baseline_scores
+    if estimator == "cpgd":
+        group = torch.zeros_like(group)
+    ids, group, count = group.unique(return_inverse=True, return_counts=True)
+    if count.min() < 2:
+        raise ValueError(f"{estimator} compares the samples of a group, and {int((count < 2).sum())} of {len(ids)} groups have "
+                         f"one sample (the first is group {int(ids[count < 2][0])}): draw two or more samples per prompt")
+
+    x, per_group = scores.double(), torch.zeros(len(ids), dtype=torch.float64)
+    if estimator == "opo":
+        if lengths is None:
+            raise ValueError("opo needs lengths")
+        weight = lengths.double()
+        total = per_group.index_add(0, group, weight).clamp(min=1)
+        baseline = per_group.index_add(0, group, weight * x) / total                                              # (G,)
+    else:
+        baseline = per_group.index_add(0, group, x) / count
+    spread = per_group.scatter_reduce(0, group, x, "amax", include_self=False) \
+        - per_group.scatter_reduce(0, group, x, "amin", include_self=False)
+    # Equal scores must give exactly 0: their mean is off by rounding, and a tiny standard deviation blows that up to O(1).
+    distinct = spread[group] >= 1e-6
+    centred = torch.where(distinct, x - baseline[group], 0.0)                                                     # (S,)
+
+    if estimator in ("grpo", "group_norm", "cpgd"):
+        std = (per_group.index_add(0, group, centred.square()) / (count - 1)).sqrt()
+        centred = centred / (std[group] + 1e-6)
+    elif estimator == "rloo":
+        centred = centred * (count / (count - 1))[group]
+    elif estimator == "gpg":
+        centred = centred * (len(x) / max(int(distinct.sum()), 1))
+    elif estimator not in ("dr_grpo", "reinforce_baseline", "opo"):
+        raise ValueError(f"unknown group estimator {estimator!r}")
+    return centred.to(scores.dtype)
+
+
+def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int, factor: float) -> torch.Tensor:
+    """(S,) soft length penalty (DAPO, Yu et al. 2025, eq. 13): 0 at ``max_new_tokens - buffer`` tokens, ``-factor`` at the limit."""
+    if not 0 < buffer <= max_new_tokens:
+        raise ValueError(f"the overlong buffer is {buffer} tokens: it must be in 1..{max_new_tokens}, the generation limit")
+    return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
+
+
+class RunningMoments:
+    """Mean and unbiased standard deviation of all values seen so far (Welford, batches merged after Chan et al. 1979)."""
+
+    def __init__(self):
+        self.count, self.mean, self.squares = 0, 0.0, 0.0
+
+    @property
+    def std(self) -> float:
+        """1 until two values were seen."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
+
+    def update(self, x: torch.Tensor) -> None:
+        if not x.numel():
+            return
+        x = x.double()
+        total, shift = self.count + x.numel(), float(x.mean()) - self.mean
+        self.squares += float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / total
+        self.mean += shift * x.numel() / total
+        self.count = total
+
+    def state_dict(self) -> dict[str, float]:
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
+
+
+def normalize_scores(scores: torch.Tensor, moments: RunningMoments, subtract_mean: bool = True) -> torch.Tensor:
+    """(S,) scores in units of the standard deviation seen so far, these included. Call it before any group statistics."""
+    moments.update(scores)
+    centred = scores - moments.mean if subtract_mean else scores
+    return centred / moments.std if moments.std > 1e-6 else centred
+
+
+class KLController:
+    """The weight of the KL: fixed without a target, else adaptive (Ziegler et al. 2019, section 2.2). It is state to be saved."""
+
+    def __init__(self, kl_coef: float, target: float | None = None, horizon: int = 10000):
+        self.value, self.target, self.horizon = kl_coef, target, horizon
+
+    def update(self, kl: float, n: int) -> None:
+        """After a rollout of ``n`` samples over all ranks, with mean KL per token ``kl`` over all of them."""
+        if self.target is None:
+            return
+        if n >= 5 * self.horizon:
+            raise ValueError(f"a rollout of {n} samples could make the KL weight negative: raise its horizon of {self.horizon}")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.value *= 1 + error * n / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """``1 - Var(returns - values) / Var(returns)`` over the mask, 0-d; 0 where the returns do not vary."""
+    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
+    if len(returns) < 2 or returns.var() == 0:
+        return torch.zeros(())
+    return (1 - (returns - values).var() / returns.var()).float()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Losses
+# ---------------------------------------------------------------------------------------------------------------------
+
+# (clip_low, clip_high) that each policy loss is used with, in its own unit: see policy_loss.
+LOSS_CLIP_DEFAULTS = {"ppo": (0.2, 0.2), "cpgd": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4),
+                      "cispo": (1.0, 4.0),   # a ratio is never below 1 - 1: no lower bound
+                      "sapo": (0.0, 0.0)}    # not used: its gate is soft
+
+
+def token_weights(lengths: torch.Tensor, mode: str, n_tokens: int, n_seqs: int, max_new_tokens: int) -> torch.Tensor:
+    """(S,) weight of each token of a sequence in the loss of an optimizer step.
+
+    Args:
+        lengths: (S,) tokens of each sequence that take part in this term.
+        n_tokens, n_seqs: tokens, and sequences with any, of the whole optimizer step: all ranks, all packed rows.
+        max_new_tokens: the constant length of seq-mean-token-sum-norm (Dr.GRPO, Liu et al. 2025).
+    """
+    divisors = {"token-mean": n_tokens, "seq-mean-token-sum": n_seqs, "seq-mean-token-mean": n_seqs * lengths,
+                "seq-mean-token-sum-norm": n_seqs * max_new_tokens}
+    if mode not in divisors:
+        raise ValueError(f"unknown loss aggregation {mode!r}: expected one of {', '.join(divisors)}")
+    return (lengths > 0) / torch.as_tensor(divisors[mode], device=lengths.device).clamp(min=1)
+
+
+def high_entropy_mask(entropy: torch.Tensor, lengths: torch.Tensor, fraction: float) -> torch.Tensor:
+    """(N,) bool: in each sequence the ``max(1, int(fraction * length))`` tokens of highest entropy (Wang et al. 2025)."""
+    seq = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)                            # (N,)
+    order = entropy.argsort(descending=True, stable=True)
+    order = order[seq[order].argsort(stable=True)]                       # by sequence, then from high to low entropy
+    rank = torch.arange(len(entropy), device=lengths.device) - (lengths.cumsum(0) - lengths)[seq]
+    keep = torch.zeros_like(entropy, dtype=torch.bool)
+    keep[order] = rank < (fraction * lengths.double()).long().clamp(min=1)[seq]
+    return keep
+
+
+def _sequence_mean(x: torch.Tensor, seq: torch.Tensor, n_seq: int, keep: torch.Tensor) -> torch.Tensor:
+    """(N,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
+    total = x.new_zeros(n_seq).index_add(0, seq, x * keep)
+    count = x.new_zeros(n_seq).index_add(0, seq, keep.to(x.dtype))
+    return (total / count.clamp(min=1))[seq]
+
+
+def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, seq: torch.Tensor, n_seq: int,
+                clip_low: float, clip_high: float, dual_clip: float | None = None, is_weight: torch.Tensor | None = None,
+                mask: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Terms (N,) of a policy-gradient loss, to be summed with `token_weights`, and sums of statistics over the tokens.
+
+    ppo     (Schulman et al. 2017) ratio clipped to ``1 - clip_low, 1 + clip_high``; ``dual_clip`` c bounds the term by
+            ``-c * adv`` where adv < 0 (Ye et al. 2020), None or 0: off
+    cpgd    (Liu et al. 2025) the log-prob itself, clipped where the ratio would be, on the side adv pushes to
+    gspo    (Zheng et al. 2025) ratio of the whole sequence, per-token form
+    gmpo    (Zhao et al. 2025) geometric mean of ratios; clips are in log space, on the side adv pushes to
+    cispo   (MiniMax-M1 2025) clipped ratio as a constant weight on the log-prob
+    sapo    (Gao et al. 2025) soft gate in place of a clip
+
+    The terms of gspo and gmpo sum to the loss of a sequence under seq-mean-token-mean, if no sequence is cut in two.
+
+    Args:
+        logp, old, adv: (N,) log-probs under the trained policy, at the start of the update, and advantages.
+        seq: (N,) int64 in [0, n_seq), the sequence of each token.
+        is_weight: (N,) weight of each token against a sampler that differs from ``old``; multiplies after clipping.
+        mask: (N,) tokens that take part in means over a sequence and in the statistics; give the others weight 0.
+    Returns:
+        stats, each 0-d and detached: clipped_high, clipped_low, clipped_dual (counts), ratio and approx_kl (sums; the
+        KL from old to new by k3), ratio_max.
+    Raises:
+        ValueError: unknown loss, or a dual clip of at most 1 (it would cut off the policy itself).
+    """
+    if dual_clip and dual_clip <= 1:
+        raise ValueError(f"the dual clip is {dual_clip}: it bounds the ratio from above and must exceed 1; 0 turns it off")
+    keep = torch.ones_like(adv, dtype=torch.bool) if mask is None else mask.bool()
+    up, down = adv > 0, adv < 0
+    delta = (logp - old).clamp(-20, 20)                                    # keeps exp and its gradient finite
+    ratio = delta.exp()
+    dual = torch.zeros_like(up)
+
+    if loss in ("ppo", "gspo"):
+        if loss == "gspo":
+            ratio = (_sequence_mean(delta.detach(), seq, n_seq, keep) + logp - logp.detach()).clamp(max=10).exp()
+        terms = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_low, 1 + clip_high))
+        high, low = up & (ratio > 1 + clip_high), down & (ratio < 1 - clip_low)
+        if loss == "ppo" and dual_clip:
+            dual = down & (ratio > dual_clip)
+            terms = torch.where(down, torch.minimum(terms, -dual_clip * adv), terms)
+    elif loss == "cpgd":
+        bound_high = old + math.log1p(clip_high)
+        bound_low = old + math.log1p(-clip_low) if clip_low < 1 else torch.full_like(old, -math.inf)
+        terms = -adv * torch.where(up, torch.minimum(logp, bound_high), torch.maximum(logp, bound_low))
+        high, low = up & (logp > bound_high), down & (logp < bound_low)
+    elif loss == "gmpo":
+        adv = _sequence_mean(adv, seq, n_seq, keep)
+        clipped = torch.where(adv > 0, delta.clamp(max=clip_high), delta.clamp(min=-clip_low))
+        terms = -adv * _sequence_mean(clipped, seq, n_seq, keep).exp()
+        high, low = (adv > 0) & (delta > clip_high), (adv < 0) & (delta < -clip_low)
+    elif loss == "cispo":
+        terms = -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * adv * logp
+        high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
+    elif loss == "sapo":
+        tau = torch.where(up, 1.0, 1.05)                                   # a faster decay where the policy is pushed down
+        terms = -adv * 4 / tau * torch.sigmoid(tau * (ratio - 1))
+        high = low = dual
+    else:
+        raise ValueError(f"unknown policy loss {loss!r}: expected one of {', '.join(LOSS_CLIP_DEFAULTS)}")
+
+    if is_weight is not None:
+        terms = terms * is_weight.detach()
+    ratio, moved = ratio.detach() * keep, kl_penalty("k3", old, logp.detach()) * keep
+    stats = {"clipped_high": (high & keep).sum(), "clipped_low": (low & keep).sum(), "clipped_dual": (dual & keep).sum(),
+             "ratio": ratio.sum(), "approx_kl": moved.sum(), "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).max()}
+    return terms, stats
+
+
+def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None) -> torch.Tensor:
+    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; None or 0: plain regression."""
+    error = (values - returns).square()
+    if clip:
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - returns).square())
+    return 0.5 * error
+
+
+def kl_penalty(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    """(N,) estimates of KL(policy | reference) from samples of the policy (Schulman 2020, "Approximating KL divergence").
+
+    k1 (or kl), k2 (mse), k3 (low_var_kl), abs. A trailing ``+`` keeps the value and takes the gradient of k2, which is
+    that of the KL in expectation; the gradient of k1 is zero in expectation, so k1 belongs in the reward.
+    """
+    if kind.endswith("+"):
+        k2 = kl_penalty("k2", logp, ref)
+        return kl_penalty(kind[:-1], logp, ref).detach() + k2 - k2.detach()
+    delta = logp - ref
+    if kind in ("k1", "kl"):
+        return delta
+    if kind in ("k2", "mse"):
+        return 0.5 * delta.square()
+    if kind in ("k3", "low_var_kl"):
+        delta = delta.clamp(-20, 20)
+        return (torch.expm1(-delta) + delta).clamp(-10, 10)                # exp(-d) - 1 loses its digits near d = 0
+    if kind == "abs":
+        return delta.abs()
+    raise ValueError(f"unknown KL estimator {kind!r}: expected k1, k2, k3, abs, or one of them with a trailing +")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Log-probs
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a @ b`` as float32 (float64 stays). Half-precision products on CUDA keep the float32 of their accumulators."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    exact = torch.promote_types(a.dtype, torch.float32)
+    return a.to(exact) @ b.to(exact)
+
+
+def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0,
+                banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
+                row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """(n, H) hidden states -> (n, V) logits of the policy's distribution: the one definition for sampling and training.
+
+    Logits rounded to bf16 before the softmax would move log-probs by up to 0.1 nats.
+
+    Args:
+        weight, bias: (V, H) and (V,) of the language-model head.
+        temperature: the sampling temperature, positive.
+        banned: (V,) bool, ids that are -inf in every row.
+        row_banned, row_banned_ids: (n,) bool rows in which the (k,) ids are -inf as well.
+    """
+    logits = _product(hidden, weight.t())
+    if bias is not None:
+        logits += bias
+    if temperature != 1.0:
+        logits /= temperature
+    if banned is not None:
+        logits.masked_fill_(banned, -math.inf)
+    if row_banned is not None:
+        logits[:, row_banned_ids] = logits[:, row_banned_ids].masked_fill(row_banned[:, None], -math.inf)
+    return logits
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Functions of the rows of the logits, of which only ``chunk`` rows exist at a time; the backward computes them again.
+
+    ``values(logits, rows)`` returns (n,) tensors; ``dlogits(logits, rows, outputs, grads)`` the gradient (n, V) of the
+    loss for the logits, given theirs. Both may overwrite the logits. ``rows`` is a slice of the N rows, ``head`` the
+    last four arguments of `logits_fp32`.
+    """
+
+    @staticmethod
+    def logits(hidden, weight, bias, head, rows):
+        temperature, banned, row_banned, row_banned_ids = head
+        return logits_fp32(hidden[rows], weight, bias, temperature, banned,
+                           None if row_banned is None else row_banned[rows], row_banned_ids)
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, head, chunk, values, dlogits):
+        # At least one chunk, if an empty one: a rank without responses (N = 0) must get gradients too, of zero.
+        ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
+        parts = [values(_ChunkedHead.logits(hidden, weight, bias, head, rows), rows) for rows in ctx.rows]
+        outputs = [torch.cat(part) for part in zip(*parts)]
+        ctx.save_for_backward(hidden, weight, bias, *outputs)
+        ctx.head, ctx.dlogits = head, dlogits
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        hidden, weight, bias, *outputs = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        exact = torch.promote_types(hidden.dtype, torch.float32)                  # of sums over chunks, never bf16
+        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dweight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
+        dbias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
+        for rows in ctx.rows:
+            dlogits = ctx.dlogits(_ChunkedHead.logits(hidden, weight, bias, ctx.head, rows), rows,
+                                  [x[rows] for x in outputs], [None if x is None else x[rows] for x in grads])   # (n, V)
+            if ctx.head[0] != 1.0:
+                dlogits /= ctx.head[0]
+            if needs_bias:
+                dbias += dlogits.sum(0)
+            dlogits = dlogits.to(hidden.dtype)
+            if needs_hidden:
+                dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
+            if needs_weight:
+                dweight += _product(dlogits.t(), hidden[rows])
+        return (dhidden, dweight.to(weight.dtype) if needs_weight else None, dbias.to(bias.dtype) if needs_bias else None,
+                None, None, None, None)
+
+
+def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
+                    temperature: float = 1.0, banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
+                    row_banned_ids: torch.Tensor | None = None, entropy: bool = False,
+                    chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`, and its entropy (N,) in nats if asked.
+
+    Both are float32 (float64 for float64 inputs) and differentiable for hidden, weight and bias. Memory is that of two
+    (chunk, V) float32 tensors, and in the backward the weight's gradient in float32. A banned target gets -inf.
+    """
+    def values(logits, rows):
+        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))                                                   # (n, V)
+        picked = logp.gather(1, targets[rows, None])[:, 0]
+        if not entropy:
+            return (picked,)
+        probs = logp.exp()
+        return picked, -probs.mul_(logp.clamp_(min=torch.finfo(logp.dtype).min)).sum(-1)         # 0 * log 0 is 0, not nan
+
+    def dlogits(logits, rows, outputs, grads):
+        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))
+        probs = logp.exp()                                                                                       # (n, V)
+        dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]
+        scale = -dlogp[:, None]
+        if entropy and grads[1] is not None:     # dH/dz_v = -p_v (log p_v + H)
+            scale = logp.clamp_(min=torch.finfo(logp.dtype).min).add_(outputs[1][:, None]).mul_(-grads[1][:, None]).add_(scale)
+        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)      # a banned target is a constant
+        return probs.mul_(scale).scatter_add_(1, targets[rows, None], dlogp[:, None])
+
+    logp, *rest = _ChunkedHead.apply(hidden, weight, bias, (temperature, banned, row_banned, row_banned_ids), chunk,
+                                     values, dlogits)
+    return logp, rest[0] if entropy else None
+
+
+def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor, ref_weight: torch.Tensor, *,
+            bias: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None, temperature: float = 1.0,
+            banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
+            row_banned_ids: torch.Tensor | None = None, chunk: int = 1024) -> torch.Tensor:
+    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for the policy's hidden (N, H), weight, bias."""
+    head = (temperature, banned, row_banned, row_banned_ids)
+
+    def log_ratio(logits, rows):
+        """(n, V) log-probs of the policy, and their distance to the reference's: 0 where both are banned."""
+        ref = _ChunkedHead.logits(ref_hidden, ref_weight, ref_bias, head, rows).log_softmax(-1)
+        logp = logits.log_softmax(-1)
+        return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
+
+    def values(logits, rows):
+        logp, ratio = log_ratio(logits, rows)
+        return (ratio.mul_(logp.exp()).sum(-1),)
+
+    def dlogits(logits, rows, outputs, grads):     # dKL/dz_v = p_v (log p_v - log q_v - KL)
+        logp, ratio = log_ratio(logits, rows)
+        return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
+
+    return _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sampling noise
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Integer hashes rather than a generator: the noise of a token does not depend on the batch it is drawn in, on the rank or
+# the device, and a resumed run has no generator state to restore. Products wrap around modulo 2^32 or 2^64, by design;
+# shifts of signed integers copy the sign, hence the masks.
+
+
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's 64-bit finaliser (Appleby 2011) on int64: a bijection in which every bit depends on every other."""
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xFF51AFD7ED558CCD - 2**64)
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xC4CEB9FE1A85EC53 - 2**64)
+    return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+
+def _mix32_(x: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's 32-bit finaliser on int32, in place; its last step, which only improves the low bits, is left out."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x85EBCA6B - 2**32
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= 0xC2B2AE35 - 2**32
+    return x
+
+
+@functools.lru_cache(maxsize=8)
+def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
+    """(V,) int32, distinct: two ids with one hash would share their noise, and the likelier would always win."""
+    return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
+
+
+def noise_keys(seed: int, stream: int, draw: torch.Tensor, sample: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 keys of the noise of one token each, from the coordinates that name it.
+
+    Args:
+        seed, stream: integers of the run, and of its purpose (training, evaluation, ...).
+        draw, sample, position: (B,) counts of prompts taken, sample of the prompt, token of the response.
+    """
+    key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
+    for part in (stream, draw, sample, position):
+        key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part        # a bijection of each part, the others fixed
+    return _mix64(key)
+
+
+def exponential_noise(vocab: int, keys: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 keys -> (B, V) float32 draws of Exp(1), finite and positive, each a pure function of (key, token id)."""
+    keys = _mix64(keys)                                                               # keys need not be mixed already
+    low, odd = (keys << 32) >> 32, (keys >> 32) | 1                                   # in the range of int32
+    x = _id_hashes(vocab, keys.device) * odd.int()[:, None]
+    x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)                                             # (B, V)
+    # A float keeps the small u that decide between unlikely tokens, down to 2^-32; the bound keeps u below 1.
+    minus_u = (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
+    return minus_u.log1p_().neg_()
+
+
+def gumbel_race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Draw one id per row (B,) from softmax(logits (B, V)) by the Gumbel-max trick; a logit of -inf never wins.
+
+    Rounding of the logits changes a draw only where two ids are nearly tied, much more rarely than with inverse CDFs.
+    """
+    return (logits - exponential_noise(logits.shape[-1], keys).log_()).argmax(-1)

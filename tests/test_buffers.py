@@ -1,0 +1,289 @@
+"""Samples, minibatches, partition, packs and rows against python loops, on random inputs."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from common import buffers
+from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs, minibatches,
+                            ragged_index)
+
+SEEDS = range(20)
+IMAGE = 3  # token id of an image place in the rows below
+
+
+def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9, shortest: int = 0) -> Samples:
+    """Random groups (some may be absent), in (group, number) order, every field filled."""
+    counts = rng.integers(0, most + 1, groups)
+    counts[rng.integers(groups)] = most                                     # never none at all
+    lengths = rng.integers(shortest, longest + 1, counts.sum())
+    total, flat = lengths.sum(), lambda: torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32))
+    return Samples(
+        group=torch.from_numpy(np.repeat(np.arange(groups), counts)),
+        number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
+        truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5), tokens=torch.from_numpy(rng.integers(4, 1000, total)),
+        logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
+        ref_logprobs=flat(), values=flat(), advantages=flat(), returns=flat(),
+        components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
+
+
+def pieces(samples: Samples, flat: torch.Tensor) -> list[list]:
+    """A flat tensor cut into samples by a loop."""
+    result, start = [], 0
+    for length in samples.lengths.tolist():
+        result.append(flat.tolist()[start:start + length])
+        start += length
+    return result
+
+
+# ------------------------------------------------------------------------------------------------ Samples
+@pytest.mark.parametrize("seed", SEEDS)
+def test_views_equal_loops(seed):
+    samples = random_samples(np.random.default_rng(seed))
+    parts = pieces(samples, samples.logprobs)
+    assert samples.offsets.tolist() == [sum(samples.lengths.tolist()[:i]) for i in range(len(samples) + 1)]
+    assert [part.tolist() for part in samples.split(samples.logprobs)] == parts
+    longest = max(map(len, parts))
+    assert samples.padded(samples.logprobs).tolist() == [part + [0.0] * (longest - len(part)) for part in parts]
+    assert samples.mask.tolist() == [[t < len(part) for t in range(longest)] for part in parts]
+    assert torch.equal(samples.padded(samples.logprobs)[samples.mask], samples.logprobs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_select_takes_every_field_along(seed):
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples)))       # repeats and gaps
+    chosen = samples.select(torch.from_numpy(order))
+    for f in dataclasses.fields(Samples):
+        old, new = getattr(samples, f.name), getattr(chosen, f.name)
+        if f.name == "components":
+            assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
+        elif f.name in PER_TOKEN:
+            assert new.tolist() == [x for i in order for x in pieces(samples, old)[i]], f.name
+        else:
+            assert new.tolist() == [old.tolist()[i] for i in order], f.name
+
+
+def test_every_per_token_field_is_known_to_select():
+    """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
+    samples = random_samples(np.random.default_rng(0), shortest=2)
+    flat = {f.name for f in dataclasses.fields(Samples)
+            if isinstance(getattr(samples, f.name), torch.Tensor) and len(getattr(samples, f.name)) == len(samples.tokens)}
+    assert flat == set(PER_TOKEN)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_ragged_index_equals_loop(seed):
+    rng = np.random.default_rng(seed)
+    count = rng.integers(0, 8)
+    starts, lengths = rng.integers(0, 50, count), rng.integers(0, 5, count)
+    expected = [start + i for start, length in zip(starts, lengths) for i in range(length)]
+    assert ragged_index(torch.from_numpy(starts), torch.from_numpy(lengths)).tolist() == expected
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("world", [1, 3])
+def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
+    """However the prompts were dealt to ranks, and whatever order each finished in, the result is the same."""
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    shuffled = [[i for i in rng.permutation(len(samples)) if samples.group[i] % world == r] for r in range(world)]
+    ranks = [samples.select(torch.tensor(part, dtype=torch.int64)) for part in shuffled]
+    names = iter([f.name for f in dataclasses.fields(Samples) if f.name != "components"] + ["accuracy"])
+
+    def gather(tensor):
+        name = next(names)
+        return [rank.components[name] if name == "accuracy" else getattr(rank, name) for rank in ranks]
+
+    monkeypatch.setattr(buffers, "all_gather_ragged", gather)
+    joined = buffers.gather_samples(ranks[0])
+    for f in dataclasses.fields(Samples):
+        if f.name != "components":
+            assert torch.equal(getattr(joined, f.name), getattr(samples, f.name)), f.name
+    assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
+
+
+# ------------------------------------------------------------------------------------------------ data order, minibatches
+@pytest.mark.parametrize("rows, per_step", [(7, 3), (10, 10), (3, 8), (1, 2)])
+def test_every_row_once_per_epoch_in_another_order(rows, per_step):
+    draws = [data_order(range(s * per_step, (s + 1) * per_step), rows, seed=5) for s in range(6 * rows)]
+    taken = sum(draws, [])
+    epochs = [taken[e * rows:(e + 1) * rows] for e in range(len(taken) // rows)]
+    assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
+    assert rows < 5 or len({tuple(epoch) for epoch in epochs}) == len(epochs)
+    assert all(isinstance(row, int) for row in taken)
+
+
+def test_data_order_depends_on_seed_and_epoch_alone():
+    whole = data_order(range(35), 7, seed=5)
+    for size in (1, 4, 7, 20):                                      # other step sizes walk the same sequence
+        assert sum((data_order(range(s, min(s + size, 35)), 7, 5) for s in range(0, 35, size)), []) == whole
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert data_order(range(28, 35), 7, 5) == whole[28:]            # resumed in the middle, other global generators
+    assert data_order(range(35), 7, seed=6) != whole
+
+
+@pytest.mark.parametrize("groups, count", [(12, 4), (6, 1), (5, 5)])
+def test_minibatches_are_equal_and_drop_nothing(groups, count):
+    parts = minibatches(groups, count, (0, 3, 1))
+    assert [len(part) for part in parts] == [groups // count] * count
+    assert sorted(np.concatenate(parts).tolist()) == list(range(groups))
+    assert [part.tolist() for part in parts] == [part.tolist() for part in minibatches(groups, count, (0, 3, 1))]
+    others = [np.concatenate(minibatches(groups, count, seed)).tolist() for seed in ((0, 3, 2), (0, 4, 1), (1, 3, 1))]
+    assert np.concatenate(parts).tolist() not in others
+
+
+def test_a_minibatch_keeps_groups_whole():
+    samples = random_samples(np.random.default_rng(2))
+    lengths = [4] * 6
+    for groups in minibatches(6, 3, (0, 0, 0)):
+        blocks = make_blocks(samples, lengths, 1000, groups)
+        members = sorted(i for _, chosen in blocks for i in chosen)
+        assert members == [i for i, g in enumerate(samples.group.tolist()) if g in groups]
+
+
+# ------------------------------------------------------------------------------------------------ blocks, partition, packs
+def block_size(samples: Samples, prompts: list[int], block) -> int:
+    return prompts[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("share", [True, False])
+def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    prompts = rng.integers(1, 20, 6).tolist()
+    budget = max(prompts) + 9 + int(rng.integers(0, 30))
+    blocks = make_blocks(samples, prompts, budget, share=share)
+    assert all(block_size(samples, prompts, block) <= budget for block in blocks)
+    assert [i for _, members in blocks for i in members] == list(range(len(samples)))
+    assert all(samples.group[i] == group for group, members in blocks for i in members)
+    assert all(members for _, members in blocks)
+    if not share:
+        assert all(len(members) == 1 for _, members in blocks)
+        return
+    for group in range(6):                    # a split happens only where the next response would not have fitted
+        own = [block for block in blocks if block[0] == group]
+        for block, following in zip(own, own[1:]):
+            assert block_size(samples, prompts, block) + int(samples.lengths[following[1][0]]) > budget
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("bins", [1, 2, 7])
+def test_partition_is_complete_and_near_the_optimum(seed, bins):
+    """Longest processing time first: at most 4/3 - 1/(3 bins) of the optimum (Graham 1969)."""
+    costs = np.random.default_rng(seed).lognormal(0, 1, 40).tolist()
+    parts = balanced_partition(costs, bins)
+    assert sorted(i for part in parts for i in part) == list(range(40)) and len(parts) == bins
+    bound = max(sum(costs) / bins, max(costs))                                          # no partition is better
+    assert max(sum(costs[i] for i in part) for part in parts) <= (4 / 3 - 1 / (3 * bins)) * bound + 1e-9
+
+
+def test_partition_of_nothing_and_of_equal_costs():
+    assert balanced_partition([], 3) == [[], [], []]
+    assert sorted(map(len, balanced_partition([1.0] * 9, 3))) == [3, 3, 3]
+    assert balanced_partition([2, 2, 1, 1], 2) == balanced_partition([2, 2, 1, 1], 2)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_packs_hold_each_block_once_in_equal_number(seed, world):
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    prompts = rng.integers(1, 20, 6).tolist()
+    budget = max(prompts) + 9 + int(rng.integers(0, 40))
+    blocks = make_blocks(samples, prompts, budget, share=bool(seed % 2))
+    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=8)
+    assert len(packs) == world and len({len(part) for part in packs}) == 1
+    placed = [block for part in packs for pack in part for block in pack]
+    assert sorted(placed) == sorted(blocks)
+    sizes = [[sum(block_size(samples, prompts, block) for block in pack) for pack in part] for part in packs]
+    assert max(max(part) for part in sizes) <= budget
+    for part in sizes:                                       # first fit: no two packs could have been one
+        filled = sorted(size for size in part if size)
+        assert len(filled) < 2 or filled[0] + filled[1] > budget
+
+
+def test_no_blocks_give_no_packs():
+    samples = random_samples(np.random.default_rng(0))
+    assert make_packs(samples, [3] * 6, [], 2, 100, 8) == [[], []]
+
+
+# ------------------------------------------------------------------------------------------------ rows
+def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
+    """The row, token by token."""
+    tokens = pieces(samples, samples.tokens)
+    starts = samples.offsets.tolist()
+    row = {key: [] for key in ("input_ids", "positions", "segments", "image_rows", "predict", "targets", "flat", "sample", "step")}
+    for group, members in blocks:
+        prompt_start = len(row["input_ids"])
+        for t, token in enumerate(ids[group].tolist()):
+            if token == IMAGE:
+                row["image_rows"].append(len(row["input_ids"]))
+            row["input_ids"].append(token)
+            row["positions"].append(positions[group][:, t].tolist())
+        prompt_end = len(row["input_ids"])
+        row["segments"].append((prompt_start, prompt_end, prompt_start, prompt_start))
+        first = int(positions[group].max()) + 1
+        for i in members:
+            start, previous = len(row["input_ids"]), prompt_end - 1
+            for t, token in enumerate(tokens[i]):
+                row["predict"].append(previous)
+                row["targets"].append(token)
+                row["flat"].append(starts[i] + t)
+                row["sample"].append(i)
+                row["step"].append(t)
+                previous = len(row["input_ids"])
+                row["input_ids"].append(token)
+                row["positions"].append([first + t] * 3)
+            if tokens[i]:
+                row["segments"].append((start, len(row["input_ids"]), prompt_start, prompt_end))
+    return row
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("share", [True, False])
+def test_rows_equal_loops(seed, share):
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    samples.tokens[rng.random(len(samples.tokens)) < 0.1] = IMAGE      # a sampled image token is no place of an image
+    ids = {g: torch.from_numpy(rng.integers(4, 1000, rng.integers(2, 15))) for g in range(6)}
+    features = {}
+    for group in (0, 2, 5):
+        count = int(rng.integers(1, len(ids[group])))
+        ids[group][rng.permutation(len(ids[group]))[:count]] = IMAGE
+        features[group] = torch.randn(2, count, 4)
+    positions = {g: torch.from_numpy(rng.integers(0, 30, (3, len(ids[g])))) for g in range(6)}
+    lengths = [len(ids[g]) for g in range(6)]
+    blocks = make_blocks(samples, lengths, max(lengths) + 15, share=share)
+    for pack in make_packs(samples, lengths, blocks, 1, 60, 8)[0]:
+        row, expected = build_row(samples, pack, ids, positions, features, IMAGE), naive_row(samples, pack, ids, positions)
+        assert row.input_ids[0].tolist() == expected["input_ids"]
+        assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
+        for name in ("segments", "image_rows", "predict", "targets", "flat", "sample", "step"):
+            value = getattr(row, name)
+            assert (value if name == "segments" else value.tolist()) == expected[name], name
+        with_images = [group for group, _ in pack if group in features]
+        assert (row.features is None) == (not with_images)
+        if with_images:
+            assert torch.equal(row.features, torch.cat([features[g] for g in with_images], dim=1))
+            assert row.features.shape[1] == len(row.image_rows)
+
+
+def test_an_empty_pack_is_one_token_that_predicts_nothing():
+    row = build_row(random_samples(np.random.default_rng(0)), [], {}, {}, {}, IMAGE)
+    assert row.input_ids.shape == (1, 1) and row.positions.shape == (3, 1, 1) and row.segments == [(0, 1, 0, 0)]
+    assert row.features is None and not len(row.image_rows)
+    for name in ("predict", "targets", "flat", "sample", "step"):
+        assert getattr(row, name).shape == (0,) and getattr(row, name).dtype == torch.int64, name
+
+
+def test_a_block_of_an_empty_response_alone():
+    samples = Samples(group=torch.tensor([0]), number=torch.tensor([0]), lengths=torch.tensor([0]), truncated=torch.tensor([True]),
+                      tokens=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
+    row = build_row(samples, [(0, (0,))], {0: torch.arange(5, 9)}, {0: torch.arange(4).expand(3, -1)}, {}, IMAGE)
+    assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64

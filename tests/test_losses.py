@@ -1,0 +1,627 @@
+"""Formulas against golden values (computed by hand or by a python loop), oracles and statistics."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from common import losses
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+VALUES = torch.tensor([[0.1, 0.5, 0.2], [0.3, 0.1, 0.9]])
+LOGP = torch.tensor([-1, -2, -0.5, -1.5, -0.2])                              # packed: sequences of 3 and 2 tokens
+OLD = torch.tensor([-1.2, -1.5, -0.5, -1, -0.9])
+ADV = torch.tensor([1, 1, -1, -2, 0.5])
+SEQ = torch.tensor([0, 0, 0, 1, 1])
+TWO_GROUPS = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+
+
+def close(actual, expected, tolerance=1e-6):
+    torch.testing.assert_close(torch.as_tensor(actual).double(), torch.as_tensor(expected).double(), rtol=0, atol=tolerance)
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+# Advantages
+
+
+def test_token_rewards_put_the_score_on_the_last_valid_token():
+    kl = torch.full((3, 3), 0.5)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
+    close(losses.token_rewards(torch.tensor([1.0, 2.0, 9.0]), kl, mask, 0.1), [[-.05, -.05, .95], [-.05, 1.95, 0], [0, 0, 0]])
+    gap = torch.tensor([[1, 0, 1, 0]])
+    close(losses.token_rewards(torch.tensor([1.0]), torch.full((1, 4), torch.nan).masked_fill(gap.bool(), 0.5), gap, 0.1),
+          [[-.05, 0, .95, 0]])
+
+
+def test_gae_golden():
+    rewards = torch.tensor([[-.05, -.05, .95], [-.05, 1.95, 7]])
+    advantages, returns = losses.gae(rewards, VALUES, MASK, 0.9, 0.95)
+    close(advantages, [[.53191876, .27125, .75], [1.32175, 1.85, 0]])
+    close(returns, [[.63191879, .77125, .95], [1.62175, 1.95, 0]])
+    assert advantages.dtype == returns.dtype == torch.float32
+
+
+def test_gae_passes_through_a_gap():
+    mask = torch.tensor([[1, 1, 0, 0, 1, 0]]).bool()
+    values = torch.where(mask, 0.5, torch.nan)                       # nothing outside the mask may be touched
+    advantages, _ = losses.gae(torch.tensor([[0.0, 0, 0, 0, 1, 0]]), values, mask, 0.9, 0.8)
+    close(advantages, [[.1732, .31, 0, 0, .5, 0]])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_and_rewards_to_go_equal_loops_over_the_valid_tokens(seed):
+    g = generator(seed)
+    rewards, values = torch.randn(5, 9, generator=g), torch.randn(5, 9, generator=g)
+    mask = torch.rand(5, 9, generator=g) < 0.6
+    mask[0] = False
+    advantages, returns = losses.gae(rewards, values, mask, 0.9, 0.8)
+    to_go = losses.rewards_to_go(rewards, mask, 0.9)
+    expected = torch.zeros(3, 5, 9, dtype=torch.float64)
+    for b in range(5):
+        following = carry = total = 0.0
+        for t in reversed([t for t in range(9) if mask[b, t]]):
+            carry = float(rewards[b, t]) + 0.9 * following - float(values[b, t]) + 0.72 * carry
+            following = float(values[b, t])
+            total = float(rewards[b, t]) + 0.9 * total
+            expected[:, b, t] = torch.tensor([carry, carry + following, total])
+    close(torch.stack([advantages, returns, to_go]), expected)
+
+
+def test_masked_whiten():
+    x = torch.tensor([[1.0, 2, 99], [4, 99, 99]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    std = math.sqrt(7 / 3 + 1e-8)
+    close(losses.masked_whiten(x, mask), [[(1 - 7 / 3) / std, (2 - 7 / 3) / std, 0], [(4 - 7 / 3) / std, 0, 0]])
+    one = torch.tensor([[1, 0, 0], [0, 0, 0]])
+    assert not losses.masked_whiten(x, one).any() and not losses.masked_whiten(x, torch.zeros(2, 3)).any()
+    assert not losses.masked_whiten(torch.full((64, 3), 0.1), torch.ones(64, 3)).any()
+
+
+@pytest.mark.parametrize("estimator, expected", [
+    ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, 1]),
+    ("reinforce_baseline", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
+    ("dr_grpo", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
+    ("grpo", [.866025, -.866025, -.866025, .866025, -.5, -.5, -.5, 1.5]),
+    ("group_norm", [.866025, -.866025, -.866025, .866025, -.5, -.5, -.5, 1.5]),
+    ("gpg", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
+])
+def test_group_scores_golden(estimator, expected):
+    scores, group = TWO_GROUPS
+    close(losses.group_scores(scores, group, estimator), expected, 3e-6)
+    shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
+    close(losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator), torch.tensor(expected)[shuffle], 3e-6)
+
+
+def test_group_scores_equal_loops():
+    scores = torch.rand(12, generator=generator(0))
+    group = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 1, 2])
+    scores[group == 2] = 0.1
+    lengths = torch.randint(0, 9, (12,), generator=generator(1))
+
+    def loop(estimator):
+        result = torch.zeros(12, dtype=torch.float64)
+        spread = sum(int((group == group[i]).sum()) > 0 and group[i] != 2 for i in range(12))
+        for i in range(12):
+            members = [j for j in range(12) if estimator == "cpgd" or group[j] == group[i]]
+            s = [float(scores[j]) for j in members]
+            mean, x = sum(s) / len(s), float(scores[i])
+            std = math.sqrt(sum((y - mean) ** 2 for y in s) / (len(s) - 1))
+            weight = [float(lengths[j]) for j in members]
+            result[i] = {"grpo": (x - mean) / (std + 1e-6), "cpgd": (x - mean) / (std + 1e-6), "dr_grpo": x - mean,
+                         "rloo": x - (sum(s) - x) / (len(s) - 1), "gpg": (x - mean) * 12 / spread,
+                         "opo": x - sum(w * y for w, y in zip(weight, s)) / sum(weight)}[estimator]
+        return result
+
+    for estimator in ("grpo", "cpgd", "dr_grpo", "rloo", "gpg", "opo"):
+        actual = losses.group_scores(scores, group, estimator, lengths)
+        close(actual, loop(estimator), 1e-5)
+        assert estimator == "cpgd" or (actual[group == 2] == 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
+def test_equal_scores_give_exactly_zero(estimator):
+    """With an epsilon of 1e-9 on the standard deviation, eight equal scores of 0.1 came out as -0.83 in float32."""
+    for lengths in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
+        result = losses.group_scores(torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int64), estimator, lengths)
+        assert result.tolist() == [0.0] * 8
+    if estimator != "cpgd":
+        with pytest.raises(ValueError, match="1 of 2 groups have one sample .the first is group 4."):
+            losses.group_scores(torch.ones(3), torch.tensor([4, 7, 7]), estimator, torch.ones(3))
+
+
+def test_remax_and_missing_arguments():
+    scores, group = TWO_GROUPS
+    close(losses.group_scores(scores, group, "remax", baseline_scores=torch.full((8,), 0.25)), scores - 0.25)
+    for estimator in ("remax", "opo", "other"):
+        with pytest.raises(ValueError, match=estimator):
+            losses.group_scores(scores, group, estimator)
+
+
+def test_overlong_penalty():
+    close(losses.overlong_penalty(torch.tensor([0, 80, 85, 100]), 100, 20, 2.0), [0, 0, -0.5, -2])
+    for buffer in (0, 101):
+        with pytest.raises(ValueError, match=f"{buffer} tokens"):
+            losses.overlong_penalty(torch.ones(1), 100, buffer, 1.0)
+
+
+def test_running_moments_and_score_normalisation():
+    moments = losses.RunningMoments()
+    moments.update(torch.tensor([7.0]))
+    assert (moments.mean, moments.std) == (7.0, 1.0)                                 # one value has no spread
+    moments = losses.RunningMoments()
+    moments.update(torch.tensor([1.0, 2, 3]))
+    moments.update(torch.zeros(0))
+    resumed = losses.RunningMoments()
+    resumed.load_state_dict(moments.state_dict())
+    resumed.update(torch.tensor([4.0, 5]))
+    assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
+    close(losses.normalize_scores(torch.tensor([3.0, 3.0]), resumed), [0, 0])
+    assert resumed.state_dict()["count"] == 7
+    close(losses.normalize_scores(torch.tensor([3.0]), resumed, subtract_mean=False), [3 / resumed.std])
+    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments(), subtract_mean=False), [0.1] * 4)
+
+
+def test_kl_controller():
+    fixed = losses.KLController(0.1)
+    fixed.update(5.0, 100)
+    assert fixed.value == 0.1
+    adaptive = losses.KLController(0.1, target=2.0, horizon=1000)
+    adaptive.update(2.2, 100)
+    assert adaptive.value == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    adaptive.update(99.0, 100)
+    assert adaptive.value == pytest.approx(0.101 * 1.02)
+    resumed = losses.KLController(0.5, target=2.0, horizon=1000)
+    resumed.load_state_dict(adaptive.state_dict())
+    resumed.update(0.0, 100)
+    assert resumed.value == pytest.approx(0.101 * 1.02 * 0.98)
+    with pytest.raises(ValueError, match="5000 samples"):
+        resumed.update(0.0, 5000)
+
+
+def test_explained_variance():
+    returns, mask = torch.tensor([[1.0, 2, 9], [3, 4, 9]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
+    assert losses.explained_variance(returns, returns, mask) == 1
+    close(losses.explained_variance(torch.zeros(2, 3), returns, mask), 0)
+    close(losses.explained_variance(returns / 2, returns, mask), 0.75)
+    assert losses.explained_variance(returns, torch.ones(2, 3), mask) == 0
+
+
+# Losses
+
+
+def packed_loss(name, clip_low=None, clip_high=None, mode="seq-mean-token-mean", mask=None, logp=LOGP, **options):
+    low, high = losses.LOSS_CLIP_DEFAULTS[name]
+    terms, stats = losses.policy_loss(name, logp, OLD, ADV, SEQ, 2, low if clip_low is None else clip_low,
+                                      high if clip_high is None else clip_high, mask=mask, **options)
+    lengths = torch.tensor([3, 2]) if mask is None else torch.zeros(2).index_add(0, SEQ, mask.float()).long()
+    weights = losses.token_weights(lengths, mode, int(lengths.sum()), 2, 8)[SEQ]
+    return (terms * weights * (1 if mask is None else mask)).sum(), stats
+
+
+def loss_oracle(name, logp, old, adv, low, high, dual):
+    """One sequence, lists of floats: the loss as the mean over its tokens."""
+    n = len(logp)
+    clip = lambda x: min(max(x, 1 - low), 1 + high)  # noqa: E731
+    mean = sum(a - b for a, b in zip(logp, old)) / n
+    total = 0.0
+    for lp, o, a in zip(logp, old, adv):
+        r = math.exp(mean if name == "gspo" else lp - o)
+        if name in ("ppo", "gspo"):
+            term = max(-a * r, -a * clip(r))
+            term = min(term, -dual * a) if a < 0 and dual and name == "ppo" else term
+        elif name == "cpgd":
+            term = -a * (min(lp, o + math.log(1 + high)) if a > 0 else max(lp, o + math.log(1 - low)))
+        elif name == "cispo":
+            term = -clip(r) * a * lp
+        elif name == "sapo":
+            tau = 1.0 if a > 0 else 1.05
+            term = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+        elif name == "gmpo":
+            a = sum(adv) / n
+            term = -a * math.exp(sum(min(x - y, high) if a > 0 else max(x - y, -low) for x, y in zip(logp, old)) / n)
+        total += term / n
+    return total
+
+
+def test_policy_loss_golden():
+    loss, stats = packed_loss("ppo", dual_clip=3.0)
+    close(loss, .11557822)
+    assert [int(stats[k]) for k in ("clipped_high", "clipped_low", "clipped_dual")] == [2, 1, 0]
+    close(stats["approx_kl"], sum(math.expm1(d) - d for d in (.2, -.5, 0, -.5, .7)))
+    close(stats["ratio"], sum(map(math.exp, (.2, -.5, 0, -.5, .7))))
+    close(stats["ratio_max"], math.exp(.7))
+    close(packed_loss("cpgd")[0], -.10224888, 2e-7)
+    keep = torch.tensor([0, 1, 0, 0, 1]).bool()                                    # a high-entropy mask
+    loss, stats = packed_loss("ppo", mask=keep)
+    close(loss, -.60326535)
+    assert int(stats["clipped_high"]) == 1 and int(stats["clipped_low"]) == 0
+
+
+@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+def test_policy_loss_equals_the_formula_of_a_sequence(name):
+    g = generator(3)
+    sizes, low, high = [4, 1, 7, 5], *losses.LOSS_CLIP_DEFAULTS[name]
+    old = -torch.rand(17, generator=g) * 3
+    logp = old + torch.randn(17, generator=g) * 0.8
+    adv = torch.randn(17, generator=g)
+    adv[3] = 0
+    seq = torch.tensor([5, 1, 0, 2]).repeat_interleave(torch.tensor(sizes))        # sparse, unordered indices
+    terms, stats = losses.policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0)
+    expected = [loss_oracle(name, *(x[seq == i].tolist() for x in (logp, old, adv)), low, high, 2.0) for i in (5, 1, 0, 2)]
+    close([float(terms[seq == i].mean()) for i in (5, 1, 0, 2)], expected, 1e-5)
+    assert all(x.ndim == 0 and not x.requires_grad and torch.isfinite(x) for x in stats.values())
+    weight = torch.rand(17, generator=g).requires_grad_()
+    weighted, _ = losses.policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0, weight)
+    close(weighted, terms * weight)
+    assert not weighted.requires_grad
+
+
+@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+def test_policy_loss_gradient_is_the_policy_gradient_where_nothing_moved(name):
+    """At logp = old every loss has the gradient -adv / n of its sequence; gmpo takes the mean advantage."""
+    logp = OLD.clone().requires_grad_()
+    grad, = torch.autograd.grad(packed_loss(name, logp=logp)[0], logp)
+    adv = torch.tensor([1 / 3] * 3 + [-0.75] * 2) if name == "gmpo" else ADV
+    close(grad, -adv / torch.tensor([6, 6, 6, 4, 4]))
+
+
+@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+def test_policy_loss_survives_extremes_and_nothing(name):
+    logp = torch.tensor([-300.0, -0.1, -300, -0.1], requires_grad=True)
+    low, high = losses.LOSS_CLIP_DEFAULTS[name]
+    terms, stats = losses.policy_loss(name, logp, torch.tensor([-0.1, -300, -0.1, -300]), torch.tensor([1.0, 1, -1, -1]),
+                                      torch.arange(4), 4, low, high, 3.0)
+    terms.sum().backward()
+    assert terms.isfinite().all() and logp.grad.isfinite().all() and all(x.isfinite() for x in stats.values())
+    none = torch.zeros(0)
+    terms, stats = losses.policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
+    assert terms.shape == (0,) and stats["ratio_max"] == 0
+
+
+def test_policy_loss_clips_and_refusals():
+    loss = lambda **options: float(losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([-1.0]),  # noqa: E731
+                                                      torch.zeros(1).long(), 1, 0.2, 0.2, **options)[0])
+    assert loss(dual_clip=3.0) == 3.0 and loss() == loss(dual_clip=0) == pytest.approx(math.exp(2))
+    stats = losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([-1.0]), torch.zeros(1).long(), 1,
+                               0.2, 0.2, 3.0)[1]
+    assert int(stats["clipped_dual"]) == 1
+    high = losses.policy_loss("ppo", torch.ones(1), torch.zeros(1), torch.ones(1), torch.zeros(1).long(), 1, 0.2, 0.28)[0]
+    close(high, [-1.28])                                                           # clip-higher
+    with pytest.raises(ValueError, match="must exceed 1"):
+        loss(dual_clip=0.5)
+    with pytest.raises(ValueError, match="unknown policy loss 'other'"):
+        losses.policy_loss("other", LOGP, OLD, ADV, SEQ, 2, 0.2, 0.2)
+
+
+def test_token_weights_table():
+    lengths = torch.tensor([3, 0, 2])
+    expected = {"token-mean": [1 / 5, 0, 1 / 5], "seq-mean-token-sum": [1 / 2, 0, 1 / 2],
+                "seq-mean-token-mean": [1 / 6, 0, 1 / 4], "seq-mean-token-sum-norm": [1 / 20, 0, 1 / 20]}
+    for mode in MODES:
+        close(losses.token_weights(lengths, mode, 5, 2, 10), expected[mode])
+        assert not losses.token_weights(torch.zeros(2, dtype=torch.int64), mode, 0, 0, 10).any()
+    with pytest.raises(ValueError, match="other"):
+        losses.token_weights(lengths, "other", 5, 2, 10)
+
+
+@pytest.mark.parametrize("mode, name", itertools.product(MODES, ("ppo", "gspo", "gmpo")))
+def test_gradient_does_not_depend_on_packing(mode, name):
+    """One row, or any partition and order of the sequences into rows, ranks and empty rows: one gradient."""
+    g = generator(5)
+    lengths = torch.tensor([3, 1, 0, 6, 2])
+    parameter = torch.randn(4, generator=g, requires_grad=True)
+    features = [torch.randn(int(n), 4, generator=g) for n in lengths]
+    old, adv = [torch.randn(int(n), generator=g) for n in lengths], [torch.randn(int(n), generator=g) for n in lengths]
+    weights = losses.token_weights(lengths, mode, 12, 4, 8)
+
+    def gradient(rows):
+        total = torch.zeros(4)
+        for row in rows:
+            seq = torch.tensor(row, dtype=torch.int64).repeat_interleave(lengths[row])
+            logp = torch.cat([features[i] for i in row] + [torch.zeros(0, 4)]) @ parameter
+            packed = [torch.cat([x[i] for i in row] + [torch.zeros(0)]) for x in (old, adv)]
+            terms, _ = losses.policy_loss(name, logp, *packed, seq, 5, 0.2, 0.2, 3.0)
+            total += torch.autograd.grad((weights[seq] * terms).sum(), parameter)[0]
+        return total
+
+    whole = gradient([[0, 1, 2, 3, 4]])
+    assert whole.abs().max() > 1e-3
+    for rows in ([[0], [1], [2], [3], [4]], [[4, 2, 0], [], [3, 1]], [[2], [1, 0, 4, 3]]):
+        close(gradient(rows), whole)
+
+
+def test_high_entropy_mask():
+    entropy = torch.tensor([1.0, 5, 2, 2, 4, 7, 7, 7, 7])
+    mask = losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 0.5)
+    assert mask.tolist() == [False, True, False, False, True, True, True, False, False]
+    assert losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 0.01).sum() == 3      # at least one of each
+    assert losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 1.0).all()
+
+
+def test_value_loss_golden():
+    old = torch.tensor([0, 0, .1, .2, .2])
+    values, returns = VALUES[MASK], torch.tensor([1.0, 1, 1, 0, 0])
+    weights = losses.token_weights(torch.tensor([3, 2]), "seq-mean-token-mean", 5, 2, 3)[SEQ]
+    close((weights * losses.value_loss(values, old, returns, 0.2)).sum(), .18666668)
+    for off in (None, 0):
+        close((weights * losses.value_loss(values, old, returns, off)).sum(), .15416667)
+
+
+def test_kl_golden_and_straight_through_gradients():
+    golden = {"k1": [.2, -.5, 0, -.5, .7], "k2": [.02, .125, 0, .125, .245], "abs": [.2, .5, 0, .5, .7],
+              "k3": [.01873076, .14872122, 0, .14872122, .1965853]}
+    for kind, values in golden.items():
+        logp = LOGP.clone().requires_grad_()
+        close(losses.kl_penalty(kind, logp, OLD), values)
+        straight = losses.kl_penalty(kind + "+", logp, OLD)
+        close(straight, values)
+        close(torch.autograd.grad(straight.sum(), logp)[0], LOGP - OLD)                # the gradient of k2
+    for alias, kind in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
+        assert torch.equal(losses.kl_penalty(alias, LOGP, OLD), losses.kl_penalty(kind, LOGP, OLD))
+    small = losses.kl_penalty("k3", torch.tensor([1e-4]), torch.zeros(1))
+    torch.testing.assert_close(small, torch.tensor([5e-9]), rtol=2e-3, atol=0)     # the literal form gives 0 or 1e-8
+    assert losses.kl_penalty("k3", torch.tensor([-90.0]), torch.zeros(1)) == 10
+    with pytest.raises(ValueError, match="'other'"):
+        losses.kl_penalty("other", LOGP, OLD)
+
+
+# Log-probs
+
+
+def head_case(n=13, vocab=17, dim=5, dtype=torch.float64, seed=0):
+    g = generator(seed)
+    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+                            for s in ((n, dim), (vocab, dim), (vocab,)))
+    banned = torch.zeros(vocab, dtype=torch.bool)
+    banned[[3, 8]] = True
+    return hidden, weight, bias, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
+
+
+def naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids):
+    logits = hidden.double() @ weight.double().t()
+    logits = (logits if bias is None else logits + bias.double()) / temperature
+    out = torch.zeros_like(logits, dtype=torch.bool) if banned is None else banned.expand_as(logits).clone()
+    if row_banned is not None:
+        for row in row_banned.nonzero()[:, 0].tolist():
+            out[row, ids] = True
+    logp = logits.masked_fill(out, -1e300).log_softmax(-1)
+    return torch.where(out, -math.inf, logp), out
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True}, {"bias": True},
+                                     {"temperature": 1.3, "banned": True, "row_banned": True, "bias": True}])
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
+    hidden, weight, bias, targets, banned, row_banned = head_case()
+    bias, banned = bias if "bias" in options else None, banned if "banned" in options else None
+    row_banned, ids = (row_banned, torch.tensor([1, 2])) if "row_banned" in options else (None, None)
+    temperature = options.get("temperature", 1.0)
+    inputs = [x for x in (hidden, weight, bias) if x is not None]
+    logp, out = naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids)
+    expected = logp.gather(1, targets[:, None])[:, 0], -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
+    actual = losses.linear_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, banned=banned,
+                                    row_banned=row_banned, row_banned_ids=ids, entropy=True, chunk=chunk)
+    only, no_entropy = losses.linear_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, banned=banned,
+                                              row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    assert no_entropy is None
+    close(only, expected[0], 1e-12)
+    g1, g2 = torch.randn(2, len(targets), generator=generator(9), dtype=torch.float64)
+    for ours, theirs in zip(actual, expected):
+        close(ours, theirs, 1e-12)
+    for loss in (lambda a, b: (a * g1 + b * g2).sum(), lambda a, b: (a * g1).sum(), lambda a, b: (b * g2).sum()):
+        for ours, theirs in zip(torch.autograd.grad(loss(*actual), inputs, retain_graph=True),
+                                torch.autograd.grad(loss(*expected), inputs, retain_graph=True)):
+            close(ours, theirs, 1e-11)
+
+
+def test_linear_logprobs_gradcheck():
+    hidden, weight, bias, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
+    assert torch.autograd.gradcheck(lambda h, w, b: losses.linear_logprobs(
+        h, w, targets, bias=b, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
+        entropy=True, chunk=3), (hidden, weight, bias))
+
+
+def test_linear_logprobs_of_banned_targets_and_of_nothing():
+    hidden, weight, _, targets, banned, _ = head_case(dtype=torch.float32)
+    logp, entropy = losses.linear_logprobs(hidden, weight, targets.index_fill(0, torch.tensor([2]), 8), banned=banned, entropy=True)
+    assert logp.dtype == entropy.dtype == torch.float32
+    assert logp[2] == -math.inf and logp[:2].isfinite().all() and entropy.isfinite().all()
+    grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight, retain_graph=True)
+    assert grad.isfinite().all() and not grad[banned].any()
+    assert not torch.autograd.grad(logp.sum(), weight)[0][banned].any()
+
+    logp, entropy = losses.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
+    assert logp.shape == entropy.shape == (0,)
+    (logp.sum() + entropy.sum()).backward()
+    assert not hidden.grad.any() and not weight.grad.any()
+
+
+def test_linear_logprobs_from_bf16_are_not_rounded():
+    hidden, weight, _, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
+    logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=64)
+    expected, _ = naive_distribution(hidden, weight, None, 1.0, None, None, None)
+    assert logp.dtype == torch.float32
+    close(logp, expected.gather(1, targets[:, None])[:, 0], 2e-5)
+    ours = torch.autograd.grad(logp.sum(), (hidden, weight))
+    theirs = torch.autograd.grad(expected.gather(1, targets[:, None]).sum(), (hidden, weight))
+    for a, b in zip(ours, theirs):
+        assert a.dtype == torch.bfloat16 and (a - b).float().norm() < 0.01 * b.float().norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Elements of the largest tensor that any operation returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            self.numel = max(self.numel, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return result
+
+
+@pytest.mark.parametrize("function", ["linear_logprobs", "full_kl"])
+def test_full_logits_never_exist(function):
+    chunk, vocab = 8, 1000
+    for n in (64, 256):
+        hidden, weight, bias, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
+        options = dict(bias=bias, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
+        with LargestTensor() as forward:
+            if function == "full_kl":
+                result = losses.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
+            else:
+                result = sum(losses.linear_logprobs(hidden, weight, targets, entropy=True, **options))
+        with LargestTensor() as backward:
+            result.sum().backward()
+        assert forward.numel == backward.numel == chunk * vocab
+
+
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_full_kl_equals_naive(chunk):
+    hidden, weight, bias, _, banned, row_banned = head_case()
+    ref_hidden, ref_weight, ref_bias, *_ = head_case(seed=1)
+    ids = torch.tensor([1, 2])
+    logp, out = naive_distribution(hidden, weight, bias, 0.7, banned, row_banned, ids)
+    ref, _ = naive_distribution(ref_hidden, ref_weight, ref_bias, 0.7, banned, row_banned, ids)
+    expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
+    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, bias=bias, ref_bias=ref_bias, temperature=0.7,
+                            banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    close(actual, expected, 1e-12)
+    g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
+    inputs = hidden, weight, bias
+    for ours, theirs in zip(torch.autograd.grad((actual * g).sum(), inputs), torch.autograd.grad((expected * g).sum(), inputs)):
+        close(ours, theirs, 1e-11)
+    assert torch.equal(losses.full_kl(hidden, hidden, weight, weight, banned=banned), torch.zeros(13, dtype=torch.float64))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_log_probs_and_draws_on_a_gpu():
+    hidden, weight, _, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
+    on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
+    expected, _ = losses.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
+    actual, _ = losses.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
+    close(actual.cpu(), expected, 2e-5)
+    for a, b in zip(torch.autograd.grad(actual.sum(), on_gpu), torch.autograd.grad(expected.sum(), (hidden, weight))):
+        assert (a.cpu() - b).float().norm() < 0.01 * b.float().norm()
+    index = torch.arange(2000)
+    keys = losses.noise_keys(1, 2, index, index % 4, index % 7)
+    assert torch.equal(keys, losses.noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
+    close(losses.exponential_noise(500, keys.cuda()).cpu().log(), losses.exponential_noise(500, keys).log(), 1e-5)
+    logits = torch.randn(2000, 500, generator=generator(0))
+    assert (losses.gumbel_race(logits.cuda(), keys.cuda()).cpu() == losses.gumbel_race(logits, keys)).float().mean() > 0.999
+
+
+# Sampling noise
+
+
+def keys_of(n, seed=0, stream=0):
+    """Keys as neighbours in a rollout have them: draw, sample and position are small counts."""
+    index = torch.arange(n)
+    return losses.noise_keys(seed, stream, index // 400, index // 50 % 8, index % 50)
+
+
+def test_hashes_equal_big_integer_arithmetic():
+    def mix64(x):
+        for constant in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+            x = (x ^ x >> 33) * constant % 2**64
+        return x ^ x >> 33
+
+    def mix32(x):
+        x = (x ^ x >> 16) * 0x85EBCA6B % 2**32
+        return (x ^ x >> 13) * 0xC2B2AE35 % 2**32
+
+    signed = lambda x: x - 2**64 if x >= 2**63 else x  # noqa: E731
+    key = 7
+    for part in (3, 11, 5, 100):
+        key = mix64((key + 0x9E3779B97F4A7C15) % 2**64) ^ part
+    actual = losses.noise_keys(7, 3, torch.tensor([11]), torch.tensor([5]), torch.tensor([100]))
+    assert actual.tolist() == [signed(mix64(key))]
+    mixed = mix64(int(actual) % 2**64)
+    x = [mix32((mix32(v + 1) * (mixed >> 32 | 1) + mixed % 2**32) % 2**32) % 2**31 for v in range(50)]
+    torch.testing.assert_close(losses.exponential_noise(50, actual)[0].double(), -torch.log1p(-(torch.tensor(x).double() + 0.5) / 2**31),
+                               rtol=1e-6, atol=0)
+
+
+def test_a_draw_depends_on_its_key_only():
+    keys, logits = keys_of(64), torch.randn(64, 77, generator=generator(0))
+    noise, ids = losses.exponential_noise(77, keys), losses.gumbel_race(logits, keys)
+    order = torch.randperm(64, generator=generator(1))
+    assert torch.equal(losses.gumbel_race(logits[order], keys[order]), ids[order])
+    for i in (0, 17, 63):
+        assert torch.equal(losses.exponential_noise(77, keys[i:i + 1])[0], noise[i])
+        assert losses.gumbel_race(logits[i:i + 1], keys[i:i + 1]) == ids[i]
+    torch.testing.assert_close(losses.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
+    arguments = [torch.tensor([5])] * 3
+    base = losses.noise_keys(1, 2, *arguments)
+    others = [losses.noise_keys(2, 2, *arguments), losses.noise_keys(1, 3, *arguments), losses.noise_keys(-1, 2, *arguments),
+              *(losses.noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
+    assert len({int(k) for k in [base, *others]}) == 7
+    assert keys_of(200_000).unique().numel() == 200_000
+    assert losses._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000
+
+
+def chi_square_z(observed, expected):
+    """Standard score of the chi-square statistic, by the cube-root normal approximation of Wilson and Hilferty."""
+    df = len(expected) - 1
+    return (((((observed - expected) ** 2 / expected).sum() / df) ** (1 / 3)) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+
+
+@pytest.mark.parametrize("logits", [torch.zeros(40), torch.linspace(0, -6, 30), torch.tensor([3.0, 0, -math.inf, 1, -math.inf]),
+                                    torch.tensor([0.0, -9]), torch.randn(100, generator=generator(4))])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_draws_follow_the_softmax(logits, seed):
+    n, probs = 200_000, logits.double().softmax(0)
+    ids = losses.gumbel_race(logits.expand(n, -1), keys_of(n, seed))
+    observed = torch.bincount(ids, minlength=len(logits)).double()
+    assert not observed[probs == 0].any()
+    assert abs(chi_square_z(observed[probs > 0], n * probs[probs > 0])) < 4
+
+
+def test_unlikely_tokens_are_drawn_as_often_as_they_should():
+    """2^16 tokens that share a mass of 1e-2: with 23 bits of noise the draws of such tokens would be quantised."""
+    vocab, n = 2**16 + 1, 1000
+    logits = torch.full((vocab,), math.log(0.01 / 2**16))
+    logits[0] = math.log(0.99)
+    drawn = sum(int((losses.gumbel_race(logits.expand(100, -1), keys_of(n)[i:i + 100]) > 0).sum()) for i in range(0, n, 100))
+    assert abs(drawn - 10) < 4 * math.sqrt(10)
+    quantile = (losses.exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
+    assert abs(quantile - 20) < 4 * math.sqrt(20)
+
+
+@pytest.mark.parametrize("keys", [keys_of(2000), torch.arange(2000), torch.arange(2000) << 40])
+def test_noise_is_uniform_finite_and_independent(keys):
+    """Also for keys that nobody has mixed."""
+    noise = losses.exponential_noise(512, keys)
+    assert noise.isfinite().all() and (noise > 0).all() and noise.log().isfinite().all()
+    u = -torch.expm1(-noise.double())                                                                      # (2000, 512)
+    counts = torch.bincount((u.flatten() * 1000).long(), minlength=1000).double()
+    assert abs(chi_square_z(counts, torch.full((1000,), u.numel() / 1000, dtype=torch.float64))) < 4
+    for part in (u[0], u[:, 0], u[-1], u[:, 511]):                                      # single rows and single ids
+        counts = torch.bincount((part * 16).long(), minlength=16).double()
+        assert abs(chi_square_z(counts, torch.full((16,), len(part) / 16, dtype=torch.float64))) < 4
+    x = (u - u.mean()) / u.std()
+    pairs = [(x[:, :-d], x[:, d:]) for d in (1, 2, 16, 256)]                                        # neighbouring ids
+    pairs += [(x[:-d], x[d:]) for d in (1, 2, 8, 50, 400)]               # neighbouring positions, samples and prompts
+    pairs += [(x[1:, 1:], x[:-1, :-1]), (x.square() - 1, x.roll(1, 0)), (x.square() - 1, x.roll(1, 1))]
+    pairs += [(x[1:, 1:] * x[1:, :-1], x[:-1, 1:] * x[:-1, :-1])]                                   # four corners of a square
+    for a, b in pairs:
+        assert abs((a * b).mean()) * math.sqrt(a.numel()) / (a.std() * b.std()) < 4.5
+    bits = (u * 2**31).long()
+    for bit in (30, 24, 16, 8, 2):                  # float32 rounds the lower bits of a u above 2^-7 away: look at small u
+        chosen = bits[bits < 2**24] if bit < 24 else bits.flatten()
+        share = (chosen >> bit & 1).double().mean()
+        assert abs(share - 0.5) * 2 * math.sqrt(len(chosen)) < 4.5
+
+
+def test_only_finite_logits_win():
+    logits = torch.full((5000, 64), -math.inf)
+    logits[:, 63] = -1e4
+    assert (losses.gumbel_race(logits, keys_of(5000)) == 63).all()

@@ -1,0 +1,143 @@
+"""launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
+
+import importlib.util
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPEC = importlib.util.spec_from_file_location("toy", Path(__file__).resolve().parent.parent / "launch" / "toy.py")
+toy = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(toy)
+
+KINDS = ("qwen2_5_vl", "qwen3_vl")
+
+
+def write(folder: Path, *flags: str) -> Path:
+    toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "128", "--eval", "64", *flags])
+    return folder
+
+
+def read(folder: Path, split: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def folder(request, tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp(request.param) / "toy", "--model", request.param)
+
+
+def test_files_load_and_fit_each_other(folder):
+    kind = AutoConfig.from_pretrained(folder / "model").model_type
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    processor = Qwen2VLImageProcessorPil.from_pretrained(folder / "model")
+    generation = GenerationConfig.from_pretrained(folder / "model")
+    assert kind in KINDS and model.dtype == torch.float32
+    assert generation.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert tokenizer.pad_token == "<|endoftext|>"
+    assert len(tokenizer) == model.config.text_config.vocab_size
+    assert tokenizer.convert_tokens_to_ids("<|image_pad|>") == model.config.image_token_id
+    row = read(folder, "eval")[0]
+    image = Image.open(folder / row["images"][0])
+    patches = processor(images=[image], return_tensors="pt")
+    assert image.mode == "RGB"
+    assert patches["image_grid_thw"].tolist() == [[1, 4, 4]]  # pictures keep their size: one image token per cell
+    prompt = torch.tensor([toy.encode_prompt(tokenizer, row["prompt"])])
+    logits = model(**toy.model_inputs(model, prompt, patches["pixel_values"][None])).logits
+    assert logits.shape == (1, prompt.shape[1], len(tokenizer)) and logits.isfinite().all()
+
+
+def test_chat_template(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "how many?\n"}]
+    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": parts},
+            {"role": "assistant", "content": "2"}]
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = (f"<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n{image}{image}how many?\n<|im_end|>\n"
+            "<|im_start|>assistant\n2<|im_end|>\n")
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == text
+    assert tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True) == \
+        text.removesuffix("2<|im_end|>\n")
+
+
+def test_tokenizer_round_trips(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    texts = ["", " leading, trailing ", "how many crosses are there?", "Grüße 你好 🙂\n\n\t x", "<|im_start|>user\nred"]
+    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
+
+
+def test_answers_are_short_and_images_exist(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert len(read(folder, "train")) == 128 and len(read(folder, "eval")) == 64
+    for row in read(folder, "train") + read(folder, "eval"):
+        assert set(row) == {"prompt", "images", "answer", "label"}
+        assert 1 <= len(tokenizer.encode(row["answer"])) <= 3
+        assert len(row["images"]) == 1 and (folder / row["images"][0]).is_file()
+
+
+def test_who_ignores_the_picture_scores_at_chance(tmp_path):
+    """The best constant answer per question text, fitted to eval itself, is right in 1 of (number of answers)."""
+    rows = read(write(tmp_path / "toy", "--train", "1", "--eval", "256"), "eval")
+    answers = defaultdict(Counter)
+    for row in rows:
+        answers[row["prompt"]][row["answer"]] += 1
+    for counts in answers.values():
+        assert max(counts.values()) == min(counts.values()) and len(counts) in (4, 6)
+    best_blind = sum(max(counts.values()) for counts in answers.values()) / len(rows)
+    assert best_blind == 0.21875  # 24/64 cells at 1/6, 40/64 at 1/4
+    assert len({row["label"] for row in rows}) == 3
+
+
+def test_no_picture_occurs_twice(folder):
+    rows = read(folder, "train") + read(folder, "eval")
+    pictures = [Image.open(folder / name).tobytes() for row in rows for name in row["images"]]
+    assert len(set(pictures)) == len(pictures)
+
+
+def test_seed_determines_every_byte(tmp_path):
+    first, second = (write(tmp_path / name, "--seed", "3") for name in "ab")
+    other = write(tmp_path / "c", "--seed", "4")
+    names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
+    assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
+    for name in names:
+        if name != "args.json":  # holds the folder's name
+            assert (first / name).read_bytes() == (second / name).read_bytes(), name
+    for name in ("train.jsonl", "model/model.safetensors"):
+        assert (first / name).read_bytes() != (other / name).read_bytes(), name
+
+
+def test_mixed_rows(tmp_path):
+    folder = write(tmp_path / "toy", "--mixed")
+    rows = read(folder, "train")
+    assert Counter(len(row["images"]) for row in rows) == {1: 128, 2: 8, 0: 8}
+    sizes = {Image.open(folder / name).size for row in rows for name in row["images"]}
+    assert sizes == {(56, 56), (84, 84)}
+    assert all(row["prompt"] == f"say {row['answer']}." for row in rows if not row["images"])
+
+
+def test_warm_start_moves_every_weight_and_prints_the_start(tmp_path, capsys):
+    folder = tmp_path / "toy"
+    write(folder, "--warm_start_steps", "2")
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+    fresh = toy.make_model("qwen2_5_vl", toy.make_tokenizer(), seed=0)
+    for (name, weight), start in zip(model.named_parameters(), fresh.parameters()):
+        assert not torch.equal(weight, start), name
+    assert "before reinforcement learning: 0." in capsys.readouterr().out
+
+
+def test_args_file_names_existing_paths(folder):
+    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    assert Path(args["model"]).is_dir() and Path(args["data"]).is_file() and Path(args["eval_data"]).is_file()
+    assert set(toy.TRAINER_ARGS) < set(args)
+
+
+def test_folder_in_use_is_refused(folder, capsys):
+    with pytest.raises(SystemExit) as error:
+        toy.main(["--out", str(folder)])
+    assert error.value.code == 2 and "exists and is not an empty folder" in capsys.readouterr().err
