@@ -33,17 +33,19 @@ from transformers.utils import logging
 
 # Flags of train_ppo_vl.py with which this task is learned; the paths are added by `main`.
 TRAINER_ARGS = {
-    "actor_lr": 3e-4,
-    "critic_lr": 1e-3,
+    "reward": "exact",
     "prompts_per_step": 32,
     "samples_per_prompt": 8,
     "minibatches": 4,
-    "epochs": 1,
     "steps": 40,
-    "max_new_tokens": 4,
+    "actor_lr": 3e-4,
+    "critic_lr": 1e-3,
     "gae_lambda": 1.0,
-    "gamma": 1.0,
-    "kl_coef": 0.0,
+    "max_prompt_tokens": 256,
+    "max_new_tokens": 4,
+    "max_tokens_per_pack": 4096,
+    "prefill_tokens": 4096,
+    "eval_every": 10,
 }
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 40),

@@ -68,7 +68,7 @@ def test_chat_template(folder):
 
 def test_tokenizer_round_trips(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    texts = ["", " leading, trailing ", "how many crosses are there?", "Grüße 你好 🙂\n\n\t x", "<|im_start|>user\nred"]
+    texts = ["", " leading, trailing ", "how many crosses are there?", "Grüße 你好 🙂\n\t x", "<|im_start|>user\nred"]
     assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
 
 
