@@ -22,11 +22,16 @@ Invariants, each with a test:
 
 import argparse
 import dataclasses
+import fcntl
+import hashlib
 import importlib.util
 import json
 import math
 import os
 import re
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -45,8 +50,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy ranks on
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -60,31 +68,41 @@ from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Pr
                         read_image, resolve_folder, skeleton, use_attention)
 
 HERE = Path(__file__).resolve().parent
-TRAIN, EVAL = 0, 1  # streams of sampling noise: a prompt met in both gets unrelated samples
+EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
+TRAIN, EVAL = 0, 1   # streams of sampling noise: a prompt met in both gets unrelated samples
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate. Returns the last metrics."""
     args = parse_args(argv)
     run = start_run(args)
+    checkpoints = Checkpoints(run)
     processor, train_prompts, eval_prompts = load_data(run)
     reward = load_reward(args.reward.reward)
     actor, critic, reference = build_models(run, processor)
-    actor_optimizer = build_optimizer(actor, args.update.actor_lr, args)
-    critic_optimizer = build_optimizer(critic, args.update.critic_lr, args) if critic else None
+    models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
+    if critic:
+        models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
-    log = open_log(run, train_prompts, eval_prompts)
-    per_step = args.rollout.prompts_per_step
-    metrics: dict[str, float] = {}
-
-    with PromptLoader(run, processor, actor, train_prompts) as loader:
-        if eval_prompts and args.eval.eval_every != 0:
-            metrics = evaluate(run, processor, actor, reward, eval_prompts, log, step=0)
+    state = resume(run, checkpoints, models, kl_controller, len(train_prompts))
+    log = open_log(run, train_prompts, eval_prompts, state["step"])
+    finish_step = StepEnd(run, processor, actor, reward, eval_prompts, len(train_prompts), log, checkpoints, state)
+    recorded = all_gather_json(log.last_step)[0] >= state["step"]
+    if args.eval.eval_only or (state["step"] == 0 and eval_prompts and args.eval.eval_every != 0):
+        metrics = evaluate(run, processor, actor, reward, eval_prompts, log, state["step"])
+        if not recorded:
+            log.log(state["step"], metrics)
         if args.eval.eval_only:
             log.close()
+            checkpoints.close()
             return metrics
-        loader.prefetch(0)
-        for step in range(1, args.update.steps + 1):
+    elif state["step"] and not recorded:                       # killed between the save of this step and its record
+        finish_step(state["step"], state["metrics"])
+    catch_signals()
+
+    with PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
+        loader.prefetch(state["step"])
+        for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
             with run.timer("data"):
                 prompts = loader.take(step - 1)
@@ -97,24 +115,38 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 with run.timer("score"):
                     score_logprobs_and_values(run, actor, reference, critic, prompts, samples)
                 with run.timer("advantages"):
-                    rollout_metrics = compute_advantages(run, samples, kl_controller)
+                    metrics = compute_advantages(run, samples, kl_controller)
                 with run.timer("update_critic"):
-                    critic_metrics = update_critic(run, critic, critic_optimizer, prompts, samples, step) if critic else {}
+                    metrics |= update_critic(run, *models["critic"], prompts, samples, step) if critic else {}
                 with run.timer("update_actor"):
                     frozen = step <= args.update.freezing_actor_steps
-                    actor_metrics = {} if frozen else update_actor(run, actor, actor_optimizer, prompts, samples, step,
-                                                                   kl_controller.value)
-            metrics = rollout_metrics | critic_metrics | actor_metrics | loader.metrics()
+                    metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step, kl_controller.value)
             if "train/kl" in metrics and not frozen:
+                metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
-            metrics |= perf_metrics(run, actor, critic, prompts, samples)
-            if due(step, args.eval.eval_every, per_step, len(train_prompts), args.update.steps) and eval_prompts:
-                metrics |= evaluate(run, processor, actor, reward, eval_prompts, log, step)
-            log_step(run, log, step, metrics, processor, prompts, samples)
-        export(run, actor, processor, args.run.out / "export" / f"step-{args.update.steps}")
-    log.line(f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
-             f"{args.run.out}/samples, the model in {args.run.out}/export/step-{args.update.steps}")
+            metrics |= {"rollout/dropped_prompts": loader.dropped} | perf_metrics(run, actor, critic, prompts, samples)
+            log_samples(run, log, step, metrics, processor, prompts, samples)
+            state |= {"step": step, "metrics": metrics, "kl_controller": kl_controller.state_dict(),
+                      "dropped_prompts": loader.dropped, "prompts_taken": step * args.rollout.prompts_per_step}
+            stop = stop_requested()
+            if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
+                checkpoints.save(step, training_state(models), state)
+            checkpoints.finish()
+            metrics = finish_step(step, metrics)
+            if falls_due(step, args.checkpoint.export_every, args.update.steps):
+                export(run, actor, processor, args.run.out / "export" / f"step-{step}")
+            if stop:
+                break
+    checkpoints.finish(wait=True)
+    preempted = state["step"] < args.update.steps
+    log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
+             f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
+             f"{args.run.out}/samples, weights in {args.run.out}/export")
     log.close()
+    checkpoints.close()
+    if preempted:
+        dist.destroy_process_group()
+        sys.exit(EXIT_PREEMPTED)
     return metrics
 
 
@@ -242,6 +274,23 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
+class CheckpointArgs:
+    """checkpoints"""
+    save_every: int = flag(-1, "steps between checkpoints; -1: only the last step, 0: never", low=-1)
+    keep_last: int = flag(2, "complete checkpoints kept", low=1)
+    keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
+    save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
+                              ("unrestricted", "single_node", "single_process", "single_thread"))
+    save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
+    max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
+    export_every: int = flag(-1, "steps between exports of the actor's weights; -1: only the last step, 0: never", low=-1)
+    resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
+                               "never: --out must be new; or the path of a checkpoint")
+    resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
+                                    ("refuse", "allow"))
+
+
+@dataclass(frozen=True)
 class RunArgs:
     """run"""
     out: Path = flag(Path("runs/ppo"), "output folder")
@@ -261,6 +310,7 @@ class Args:
     algorithm: AlgorithmArgs
     update: UpdateArgs
     eval: EvalArgs
+    checkpoint: CheckpointArgs
     run: RunArgs
 
     @property
@@ -408,6 +458,15 @@ def check_args(args: Args) -> None:
         problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
     if problems:
         raise UserError("\n".join(problems))
+
+
+def flags_of(args: Args) -> dict[str, Any]:
+    """Arguments as flags, JSON-ready, existing paths absolute: what --config reads back from any folder."""
+    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
+    flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    for name in ("model", "critic_model", "reference_model", "data", "eval_data"):
+        flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+    return flags
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -633,11 +692,11 @@ class StepPrompts:
 class PromptLoader:
     """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
 
-    def __init__(self, run: Run, processor: Processor, actor: Policy, rows: list[Prompt]):
+    def __init__(self, run: Run, processor: Processor, actor: Policy, rows: list[Prompt], dropped: int = 0):
         self.run, self.processor, self.rows, self.model = run, processor, rows, actor.model
         self.pool = ThreadPoolExecutor(run.args.data.data_threads, thread_name_prefix="pictures")
         self.pending: dict[int, tuple] = {}
-        self.dropped_total = 0
+        self.dropped = dropped                                                      # prompts since the start of the run
 
     def __enter__(self) -> "PromptLoader":
         return self
@@ -680,12 +739,9 @@ class PromptLoader:
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.run.args.data.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
-        self.dropped_total += len(problems)
+        self.dropped += len(problems)
         owners = [i % self.run.world for i in range(len(prompts))]
         return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
-
-    def metrics(self) -> dict[str, float]:
-        return {"rollout/dropped_prompts": float(self.dropped_total)}
 
 
 def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
@@ -1349,11 +1405,30 @@ def collect_actor_stats(sums: MetricSums, stats: dict[str, torch.Tensor], first:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def due(step: int, every: int, per_step: int, rows: int, last: int) -> bool:
-    """Whether something that happens every so many steps (-1: once per pass over the data) happens after ``step``."""
-    if every < 0:
-        return step == last or step * per_step // rows > (step - 1) * per_step // rows
-    return every > 0 and (step == last or step % every == 0)
+def falls_due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps (-1: only after the last one, 0: never) happens after ``step``."""
+    return (step == last and every != 0) or (every > 0 and step % every == 0)
+
+
+class StepEnd:
+    """What follows a step once its checkpoint is on its way: evaluation, the best checkpoint, the record."""
+
+    def __init__(self, run: Run, processor: Processor, actor: Policy, reward: Callable, eval_prompts: list[Prompt],
+                 rows: int, log: RunLogger, checkpoints: "Checkpoints", state: dict):
+        self.run, self.processor, self.actor, self.reward, self.eval_prompts = run, processor, actor, reward, eval_prompts
+        self.rows, self.log, self.checkpoints, self.state = rows, log, checkpoints, state
+
+    def __call__(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        args, per_step = self.run.args, self.run.args.rollout.prompts_per_step
+        every = args.eval.eval_every
+        new_pass = every == -1 and step * per_step // self.rows > (step - 1) * per_step // self.rows
+        if self.eval_prompts and (new_pass or falls_due(step, every, args.update.steps)):
+            metrics = metrics | evaluate(self.run, self.processor, self.actor, self.reward, self.eval_prompts, self.log, step)
+            self.checkpoints.note_quality(step, metrics, self.state)
+        if self.checkpoints.failed:
+            metrics = metrics | {"perf/failed_saves": self.checkpoints.failed}
+        self.log.log(step, metrics)
+        return metrics
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, rows: list[Prompt], log: RunLogger,
@@ -1372,7 +1447,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
             samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
             samples = score_rewards(run, processor, reward, prompts, samples)
             records += sample_records(processor, prompts, samples)
-        dropped = loader.dropped_total
+        dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out prompt is left; all pictures failed to decode")
     for record in records:                                     # every rank has all records: these sums need no reduction
@@ -1445,17 +1520,13 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16, the makers' data sheets
 
 
-def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt]) -> RunLogger:
-    """Create the output folder with args.json and the first record; print the plan."""
+def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
+    """Write args.json and the first record; print the plan."""
     args, update = run.args, run.args.update
-    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    for name in ("model", "critic_model", "reference_model", "data", "eval_data"):
-        flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+    flags = flags_of(args)
     if run.rank == 0:
-        args.run.out.mkdir(parents=True, exist_ok=True)
         (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps)
+    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step = args.rollout.prompts_per_step
     log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
@@ -1463,9 +1534,9 @@ def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt]) 
     return log
 
 
-def log_step(run: Run, log: RunLogger, step: int, metrics: dict[str, float], processor: Processor, prompts: StepPrompts,
-             samples: Samples) -> None:
-    """One line, one record, and every so often the samples themselves."""
+def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], processor: Processor, prompts: StepPrompts,
+                samples: Samples) -> None:
+    """One line, the bar, and every so often the samples themselves."""
     every = run.args.run.log_samples_every
     show = [("reward", "rollout/reward"), ("accuracy", "rollout/accuracy_reward"), ("length", "rollout/response_length"),
             ("kl", "train/kl"), ("entropy", "train/entropy"), ("clip", "train/clipped_high"), ("ev", "train/explained_variance"),
@@ -1473,7 +1544,6 @@ def log_step(run: Run, log: RunLogger, step: int, metrics: dict[str, float], pro
     short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
     log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
     log.update(step, {"reward": short["reward"]})
-    log.log(step, metrics)
     if every and (step % every == 0 or step == run.args.update.steps):
         records = sample_records(processor, prompts, samples) if run.rank == 0 else []
         stride = run.args.rollout.samples_per_prompt                                        # pictures of different prompts
@@ -1532,7 +1602,297 @@ def export(run: Run, module: Policy | Critic, processor: Processor, folder: Path
         if folder.exists():
             folder.rename(folder.with_name(f".{folder.name}.old-{time.time_ns()}"))
         aside.rename(folder)
+        write_pointer(folder.parent / "latest", folder.name)
     dist.barrier()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: a folder is complete or it does not exist
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Checkpoints:
+    """Writes and finds <out>/checkpoints/step-N.
+
+    A save goes into a fresh hidden folder: every rank's tensors as safetensors, in the background, then on rank 0
+    COMMITTED.json with the size of every file, fsync, rename to step-N, the `latest` pointer, and only then the deletion
+    of old checkpoints. Death at any instant leaves the earlier checkpoints as they were. One save is in flight at most.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.args, self.failed, self.waited = run, run.args.checkpoint, 0, 0.0
+        self.folder = run.args.run.out / "checkpoints"
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.args.run.timeout))  # of the background
+        self.pending: tuple[int, Path, Any] | None = None
+        self.best_step: int | None = None
+        problem = None
+        if run.rank == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            problem = self.take_lock()
+            for stale in [] if problem else self.folder.glob(".tmp-*"):     # of a life that died while it was saving
+                shutil.rmtree(stale)
+        fail_together(problem)
+
+    def take_lock(self) -> str | None:
+        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only."""
+        self.lock = open(self.run.args.run.out / ".lock", "a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            return f"--out {self.run.args.run.out} is in use by a live run: {self.lock.read().strip()}"
+        self.lock.truncate(0)
+        self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}))
+        self.lock.flush()
+        return None
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self.run.rank == 0:
+            self.lock.close()
+
+    def save(self, step: int, training: dict[str, Any], scalars: dict) -> None:
+        """Start saving; the tensors are copied before this returns, so training may go on changing them."""
+        self.finish(wait=True)
+        tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}   # the rest are arguments
+        started, problem, aside = time.perf_counter(), None, self.folder / f".tmp-step-{step}"
+        if self.run.rank == 0:
+            try:
+                needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(self.folder).free
+                if needed * 1.02 + 2 ** 20 > free:
+                    raise OSError(f"{needed / 2 ** 30:.3f} GiB are needed and {free / 2 ** 30:.3f} GiB free in {self.folder}")
+                aside.mkdir()
+                write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
+            except OSError as error:
+                problem = str(error)
+        if any(problems := all_gather_json(problem)):
+            return self.report(step, aside, next(filter(None, problems)))
+        writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
+        take_turns(writer, self.args.save_strategy, self.group)
+        kill_point("before-write")
+        self.pending = step, aside, dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
+        if self.args.save_blocking:
+            self.finish(wait=True)
+        self.waited = time.perf_counter() - started
+
+    def finish(self, wait: bool = False) -> None:
+        """Commit the save in flight if it has been written on all ranks; with ``wait``, wait for that."""
+        if self.pending is None:
+            return
+        step, aside, future = self.pending
+        if not wait and not all(all_gather_json(future.done())):
+            return
+        self.pending, problem = None, None
+        try:
+            future.result()
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            problem = f"rank {self.run.rank} on {socket.gethostname()}: {describe_failure(error)}"
+        problems = [p for p in all_gather_json(problem) if p]
+        if not problems and self.run.rank == 0:
+            try:
+                self.commit(step, aside)
+            except OSError as error:
+                problems = [str(error)]
+        problems = all_gather_json(problems)[0]
+        if problems:
+            return self.report(step, aside, problems[0])
+        self.failed = 0
+
+    def commit(self, step: int, aside: Path) -> None:
+        """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only."""
+        kill_point("before-commit")
+        files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        state = json.loads((aside / "state.json").read_text())
+        write_durably(aside / "COMMITTED.json", json.dumps({"step": step, "world_size": self.run.world, "files": files,
+                                                            "arguments_hash": state["arguments_hash"]}, indent=1))
+        sync_folder(aside)
+        kill_point("before-rename")
+        final = self.folder / f"step-{step}"
+        if final.exists():                            # left by a life whose later records were not resumed from
+            shutil.rmtree(final)
+        aside.rename(final)
+        sync_folder(self.folder)
+        kill_point("before-pointer")
+        write_pointer(self.folder / "latest", final.name)
+        kill_point("before-rotation")
+        kept = {path for _, path in complete_checkpoints(self.folder)[:self.args.keep_last]}
+        for old_step, old in complete_checkpoints(self.folder):
+            if old not in kept and old_step != self.best_step:
+                old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
+                shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+
+    def report(self, step: int, aside: Path, problem: str) -> None:
+        """Count a failed save; give up after --max_failed_saves in a row."""
+        self.failed += 1
+        if self.run.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}", flush=True)
+        if self.failed >= self.args.max_failed_saves:
+            raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
+
+
+    def note_quality(self, step: int, metrics: dict[str, float], state: dict) -> None:
+        """Remember the step with the best --keep_best metric; its checkpoint outlives the rotation."""
+        name = self.args.keep_best
+        if name and name not in metrics:
+            raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
+        if name and metrics[name] > state["best"].get("value", -math.inf):
+            state["best"] = {"step": step, "value": metrics[name]}
+        self.best_step = state["best"].get("step")
+
+
+def kill_point(name: str) -> None:
+    """A marked instant of the save protocol. Tests set KILL_AT to die there; otherwise nothing happens."""
+    if os.environ.get("KILL_AT") == name and os.environ.get("KILL_RANK", "0") == os.environ.get("RANK", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_pointer(pointer: Path, name: str) -> None:
+    """Replace a pointer file: readers see the old name or the new one."""
+    write_durably(pointer.with_name(f".{pointer.name}.tmp"), name + "\n")
+    os.replace(pointer.with_name(f".{pointer.name}.tmp"), pointer)
+    sync_folder(pointer.parent)
+
+
+def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.ProcessGroup) -> None:
+    """Let only some ranks write at a time: all, those of one node, or one. Runs in the background, between collectives."""
+    if strategy == "unrestricted":
+        return
+    turn = int(os.environ.get("GROUP_RANK", 0)) if strategy == "single_node" else dist.get_rank()
+    turns = int(os.environ.get("GROUP_WORLD_SIZE", 1)) if strategy == "single_node" else dist.get_world_size()
+    write = writer.write_data
+
+    def in_turn(plan, planner):
+        for _ in range(turn):
+            dist.barrier(group)
+        try:
+            return write(plan, planner)
+        finally:                                                          # also after an error, or the others would hang
+            for _ in range(turns - turn):
+                dist.barrier(group)
+
+    writer.write_data = in_turn
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line; torch's CheckpointException carries the failures of the ranks."""
+    failures = getattr(error, "failures", None) or {0: error}
+    rank, cause = next(iter(failures.items()))
+    cause = cause[0] if isinstance(cause, tuple) else cause
+    return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint, newest first."""
+    found = []
+    for path in folder.glob("step-*"):
+        try:
+            committed = json.loads((path / "COMMITTED.json").read_text())
+            files = committed["files"]
+            whole = all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
+            continue
+        if whole and path.name == f"step-{committed['step']}":
+            found.append((committed["step"], path))
+    return sorted(found, reverse=True)
+
+
+# Flags that change where, how fast or how visibly a run computes, but not what.
+NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
+                 "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk"} \
+    | {field.name for group in (EvalArgs, CheckpointArgs, RunArgs) for field in dataclasses.fields(group)} - {"seed"} \
+    | {"eval_data", "max_eval_rows"}
+
+
+def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
+           kl_controller: losses.KLController, rows: int) -> dict[str, Any]:
+    """Load the checkpoint that --resume asks for and return its state; a fresh state when there is none.
+
+    Raises:
+        UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
+    """
+    args, choice = run.args, run.args.checkpoint.resume
+    flags = flags_of(args) | {"rows of --data": rows}
+    state = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0, "best": {}}
+    found = complete_checkpoints(checkpoints.folder) if choice in ("auto", "must", "never") else \
+        [c for c in complete_checkpoints(Path(choice).parent) if c[1].name == Path(choice).name]
+    path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
+    problem = None
+    if choice == "never" and (path or (args.run.out / "metrics.jsonl").exists()):
+        problem = f"--resume never: {args.run.out} already holds a run; choose another --out"
+    elif choice not in ("auto", "never") and path is None:
+        problem = f"--resume {choice}: no complete checkpoint in {checkpoints.folder if choice == 'must' else choice}"
+    elif path is not None:
+        state = json.loads((Path(path) / "state.json").read_text())
+        changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
+                   if state["arguments"].get(name) != value]
+        neutral = NEUTRAL_FLAGS | ({"steps"} if args.update.lr_schedule == "constant" else set())
+        altering = [text for text in changed if text[2:].split()[0] not in neutral]
+        if altering and args.checkpoint.resume_changed_args == "refuse":
+            problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
+                       + ". Choose another --out, or --resume_changed_args allow")
+    fail_together(problem)
+    if path is None:
+        if run.rank == 0:
+            print(f"starting from step 0: no complete checkpoint in {checkpoints.folder}", flush=True)
+    else:
+        load_training_state(Path(path), models)
+        kl_controller.load_state_dict(state["kl_controller"])
+        checkpoints.best_step = state["best"].get("step")
+        if run.rank == 0:
+            print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
+    return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
+
+
+STOP_SIGNALS: list[int] = []  # what arrived; looked at by all ranks together after each step
+
+
+def catch_signals() -> None:
+    """SIGTERM (a cancelled job) and SIGUSR1 (SLURM's warning) ask for a stop after the step in progress."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: STOP_SIGNALS.append(received))
+
+
+def stop_requested() -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    return any(all_gather_json(bool(STOP_SIGNALS)))
+
+
+def training_state(models: dict[str, tuple[nn.Module, torch.optim.Optimizer]]) -> dict[str, Any]:
+    """Weights and optimizer state of all roles in one flat dictionary; frozen weights are those of --model."""
+    state: dict[str, Any] = {}
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    for role, (module, optimizer) in models.items():
+        weights, moments = get_state_dict(module, optimizer, options=options)
+        state |= {f"{role}.model.{name}": value for name, value in weights.items()}
+        state |= {f"{role}.optimizer.{name}": value for name, value in moments.items()}
+    return state
+
+
+def load_training_state(path: Path, models: dict[str, tuple[nn.Module, torch.optim.Optimizer]]) -> None:
+    """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written it."""
+    state = training_state(models)
+    dcp.load({name: value for name, value in state.items() if torch.is_tensor(value)},
+             storage_reader=HuggingFaceStorageReader(str(path)))
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
+    for role, (module, optimizer) in models.items():
+        part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()
+                       if name.startswith(f"{role}.{kind}.")} for kind in ("model", "optimizer")}
+        set_state_dict(module, optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"], options=options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

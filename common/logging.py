@@ -175,16 +175,14 @@ class RunLogger:
         self.out, self.is_main = Path(out), is_main
         self.path = self.out / "metrics.jsonl"
         self._file = self._writer = None
+        self.last_step = -1
         # disable=None: no bar where the output is no terminal; a log file gets the lines only.
         self.bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True,
                         disable=None if is_main else True)
         if not is_main:
             return
         (self.out / "samples").mkdir(parents=True, exist_ok=True)
-        if first_step > 0:
-            self.truncate_after(first_step)
-        else:
-            self._open(purge_step=None)
+        self.truncate_after(first_step if first_step > 0 else -1)
         first = {"type": "header", "first_step": first_step, "environment": environment()}
         self._write(first | header)
 
@@ -199,6 +197,7 @@ class RunLogger:
         if not self.is_main:
             return
         self._write(record)
+        self.last_step = step
         for name in metrics:
             self._writer.add_scalar(name, record[name], step)
         self._writer.flush()
@@ -208,13 +207,16 @@ class RunLogger:
         if not self.is_main:
             return
         self._close_files()
+        self.last_step = -1                                                   # of the records kept
         if self.path.exists():
             kept = []
             # Iterating a file splits at newlines only; splitlines() would also split at U+2028 inside a string.
             with open(self.path, encoding="utf-8", newline="\n") as file:
                 for number, line in enumerate(file, 1):
-                    if line.endswith("\n") and _record(line, self.path, number).get("step", -1) <= step:
+                    at = _record(line, self.path, number).get("step", -1) if line.endswith("\n") else math.inf
+                    if at <= step:
                         kept.append(line)
+                        self.last_step = max(self.last_step, at)
             _write_atomically(self.path, "".join(kept))
         self._open(purge_step=step + 1)
 

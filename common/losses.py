@@ -1,4 +1,4 @@
-"""Every formula of the two scripts, as pure functions of tensors: nothing here communicates, samples data or knows a model.
+"""Every formula of the two scripts, as pure functions of tensors: nothing here communicates or knows a model.
 
     advantages     (B, T) padded: rewards, values, scores -> advantages, returns; reward shaping; the KL controller
     losses         (N,) packed:   terms per token, and the weight of each token in the one sum of an optimizer step
@@ -6,10 +6,10 @@
     sampling noise (B,) keys -> the draw of one token per row, a pure function of its key
 
 Shape legend: B or S sequences, T longest response, N response tokens of all sequences, H hidden size, V vocabulary.
-A mask (B, T) is true at response tokens; false ones inside a response (tool output) are skipped: time passes through them.
+A mask (B, T) is true at response tokens. Gaps inside a response (tool output) are skipped as if they took no time.
 
-The rule of normalisation: a loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step,
-over all ranks and packed rows (`token_weights`). Nothing here takes a mean over the tokens it happens to be given.
+A loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step, over all ranks and
+packed rows (`token_weights`). Nothing here takes a mean over the tokens it happens to be given.
 """
 
 import functools
@@ -24,22 +24,21 @@ from torch.autograd.function import once_differentiable
 
 
 def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """(B,) scores and (B, T) KL -> (B, T) rewards: ``-kl_coef * kl`` per token, plus the score on the last valid one."""
+    """(B,) scores and (B, T) KL -> (B, T) rewards: ``-kl_coef * kl``, plus the score on the last valid token."""
     mask = mask.bool()
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                          # (B, T), no entry in an empty sequence
+    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                     # (B, T), no entry in an empty sequence
     return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(last, scores[:, None], 0.0)
 
 
 def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
         lam: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16) -> advantages, returns, both (B, T).
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T) advantages and unwhitened returns.
 
-    The value after the last token is 0, for a truncated response too. A masked gap neither decays nor resets the sum.
-    ``returns = advantages + values``: take them before any whitening.
+    The value after the last token is 0, of a truncated response too. The sum passes a gap undecayed.
     """
     mask = mask.bool()
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
-    following = carry = advantages.new_zeros(len(rewards))                                                        # (B,)
+    following = carry = advantages.new_zeros(len(rewards))                                              # (B,)
     for t in reversed(range(rewards.shape[1])):
         valid, value = mask[:, t], values[:, t].double()
         delta = rewards[:, t].double() + gamma * following - value
@@ -52,9 +51,8 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
 
 
 def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """(B, T) discounted sum of the rewards from each token on; a masked gap passes it on unchanged."""
-    returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)    # GAE without a critic, at lambda = 1
-    return returns
+    """(B, T) discounted sum of the rewards from each token on: GAE with lambda 1 and no critic."""
+    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
 
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -69,17 +67,18 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, lengths: torch.Tensor | None = None,
                  baseline_scores: torch.Tensor | None = None) -> torch.Tensor:
-    """Compare each sample's score with those of its prompt -> (S,), the advantage of all its tokens before whitening.
+    """Compare samples of one prompt by their scores -> (S,), the advantage of each one's tokens before whitening.
 
     With a KL in the reward, ``scores`` are those after it: ``score - kl_coef * sum_t kl_t``.
 
     Args:
         group: (S,) int64, which prompt a sample belongs to.
-        estimator: grpo or group_norm (Shao et al. 2024), dr_grpo (Liu et al. 2025), rloo (Ahmadian et al. 2024),
-            reinforce_baseline (Hu 2025), opo (Hao et al. 2025), gpg (Chu et al. 2025), cpgd (normalised over the whole
-            batch, not over a prompt; Liu et al. 2025), remax (Li et al. 2024).
+        estimator: grpo or group_norm (Shao et al. 2024), dr_grpo (Liu et al. 2025), rloo (Ahmadian et al. 2024), opo
+            (Hao et al. 2025), gpg (Chu et al. 2025), reinforce_baseline (Hu 2025; whiten the result), remax (Li et al.
+            2024), and cpgd (Liu et al. 2025), which normalises over the whole batch.
         lengths: (S,) response tokens, for opo.
-        baseline_scores: (S,) score of the greedy response to the sample's prompt, for remax.
+        baseline_scores: (S,) score of the greedy response to the sample's prompt, for remax. (With rewards per token,
+            give ``scores - baseline_scores`` to `token_rewards` instead.)
     Raises:
         ValueError: unknown estimator, a missing argument, or a group of one sample.
     """
@@ -91,23 +90,22 @@ def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, leng
         group = torch.zeros_like(group)
     ids, group, count = group.unique(return_inverse=True, return_counts=True)
     if count.min() < 2:
-        raise ValueError(f"{estimator} compares the samples of a group, and {int((count < 2).sum())} of {len(ids)} groups have "
-                         f"one sample (the first is group {int(ids[count < 2][0])}): draw two or more samples per prompt")
+        alone = ids[count < 2]
+        raise ValueError(f"{estimator} compares the samples of a group, but {len(alone)} of {len(ids)} groups have "
+                         f"only one (the first is group {int(alone[0])}): draw two or more samples per prompt")
 
     x, per_group = scores.double(), torch.zeros(len(ids), dtype=torch.float64)
     if estimator == "opo":
         if lengths is None:
             raise ValueError("opo needs lengths")
         weight = lengths.double()
-        total = per_group.index_add(0, group, weight).clamp(min=1)
-        baseline = per_group.index_add(0, group, weight * x) / total                                              # (G,)
+        baseline = per_group.index_add(0, group, weight * x) / per_group.index_add(0, group, weight).clamp(min=1)
     else:
-        baseline = per_group.index_add(0, group, x) / count
-    spread = per_group.scatter_reduce(0, group, x, "amax", include_self=False) \
-        - per_group.scatter_reduce(0, group, x, "amin", include_self=False)
-    # Equal scores must give exactly 0: their mean is off by rounding, and a tiny standard deviation blows that up to O(1).
-    distinct = spread[group] >= 1e-6
-    centred = torch.where(distinct, x - baseline[group], 0.0)                                                     # (S,)
+        baseline = per_group.index_add(0, group, x) / count                                             # (G,)
+    highest, lowest = (per_group.scatter_reduce(0, group, x, how, include_self=False) for how in ("amax", "amin"))
+    # Equal scores must give exactly 0: rounding of their mean, over a standard deviation as small, is of order 1.
+    distinct = (highest - lowest)[group] >= 1e-6
+    centred = torch.where(distinct, x - baseline[group], 0.0)                                               # (S,)
 
     if estimator in ("grpo", "group_norm", "cpgd"):
         std = (per_group.index_add(0, group, centred.square()) / (count - 1)).sqrt()
@@ -122,14 +120,14 @@ def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, leng
 
 
 def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int, factor: float) -> torch.Tensor:
-    """(S,) soft length penalty (DAPO, Yu et al. 2025, eq. 13): 0 at ``max_new_tokens - buffer`` tokens, ``-factor`` at the limit."""
+    """(S,) length penalty (DAPO, Yu et al. 2025, eq. 13): from 0, ``buffer`` tokens below the limit, to -factor."""
     if not 0 < buffer <= max_new_tokens:
-        raise ValueError(f"the overlong buffer is {buffer} tokens: it must be in 1..{max_new_tokens}, the generation limit")
+        raise ValueError(f"the overlong buffer of {buffer} tokens must be in 1..{max_new_tokens}, the generation limit")
     return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
 
 
 class RunningMoments:
-    """Mean and unbiased standard deviation of all values seen so far (Welford, batches merged after Chan et al. 1979)."""
+    """Mean and unbiased standard deviation of all values so far (Welford; batches merged after Chan et al. 1979)."""
 
     def __init__(self):
         self.count, self.mean, self.squares = 0, 0.0, 0.0
@@ -140,8 +138,6 @@ class RunningMoments:
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
 
     def update(self, x: torch.Tensor) -> None:
-        if not x.numel():
-            return
         x = x.double()
         total, shift = self.count + x.numel(), float(x.mean()) - self.mean
         self.squares += float((x - x.mean()).square().sum()) + shift**2 * self.count * x.numel() / total
@@ -156,24 +152,24 @@ class RunningMoments:
 
 
 def normalize_scores(scores: torch.Tensor, moments: RunningMoments, subtract_mean: bool = True) -> torch.Tensor:
-    """(S,) scores in units of the standard deviation seen so far, these included. Call it before any group statistics."""
+    """(S,) scores over the standard deviation so far, these included. It comes before any statistics of groups."""
     moments.update(scores)
     centred = scores - moments.mean if subtract_mean else scores
     return centred / moments.std if moments.std > 1e-6 else centred
 
 
 class KLController:
-    """The weight of the KL: fixed without a target, else adaptive (Ziegler et al. 2019, section 2.2). It is state to be saved."""
+    """The weight of the KL: fixed without a target, else adaptive (Ziegler et al. 2019, section 2.2)."""
 
     def __init__(self, kl_coef: float, target: float | None = None, horizon: int = 10000):
         self.value, self.target, self.horizon = kl_coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """After a rollout of ``n`` samples over all ranks, with mean KL per token ``kl`` over all of them."""
+        """After a rollout of ``n`` samples, with ``kl`` per token, both over all ranks."""
         if self.target is None:
             return
         if n >= 5 * self.horizon:
-            raise ValueError(f"a rollout of {n} samples could make the KL weight negative: raise its horizon of {self.horizon}")
+            raise ValueError(f"{n} samples a rollout can turn the KL weight negative: raise the horizon {self.horizon}")
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * n / self.horizon
 
@@ -196,7 +192,7 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.
 # Losses
 # ---------------------------------------------------------------------------------------------------------------------
 
-# (clip_low, clip_high) that each policy loss is used with, in its own unit: see policy_loss.
+# (clip_low, clip_high) of each policy loss: their unit is the loss's own.
 LOSS_CLIP_DEFAULTS = {"ppo": (0.2, 0.2), "cpgd": (0.2, 0.2), "gspo": (3e-4, 4e-4), "gmpo": (0.4, 0.4),
                       "cispo": (1.0, 4.0),   # a ratio is never below 1 - 1: no lower bound
                       "sapo": (0.0, 0.0)}    # not used: its gate is soft
@@ -218,10 +214,13 @@ def token_weights(lengths: torch.Tensor, mode: str, n_tokens: int, n_seqs: int, 
 
 
 def high_entropy_mask(entropy: torch.Tensor, lengths: torch.Tensor, fraction: float) -> torch.Tensor:
-    """(N,) bool: in each sequence the ``max(1, int(fraction * length))`` tokens of highest entropy (Wang et al. 2025)."""
-    seq = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)                            # (N,)
+    """(N,) bool: the ``max(1, int(fraction * n))`` tokens of highest entropy in each sequence (Wang et al. 2025).
+
+    ``entropy`` (N,) holds the sequences one after the other, ``lengths`` (S,) their tokens.
+    """
+    seq = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)                      # (N,)
     order = entropy.argsort(descending=True, stable=True)
-    order = order[seq[order].argsort(stable=True)]                       # by sequence, then from high to low entropy
+    order = order[seq[order].argsort(stable=True)]                 # by sequence, then from high to low entropy
     rank = torch.arange(len(entropy), device=lengths.device) - (lengths.cumsum(0) - lengths)[seq]
     keep = torch.zeros_like(entropy, dtype=torch.bool)
     keep[order] = rank < (fraction * lengths.double()).long().clamp(min=1)[seq]
@@ -236,33 +235,34 @@ def _sequence_mean(x: torch.Tensor, seq: torch.Tensor, n_seq: int, keep: torch.T
 
 
 def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Tensor, seq: torch.Tensor, n_seq: int,
-                clip_low: float, clip_high: float, dual_clip: float | None = None, is_weight: torch.Tensor | None = None,
+                clip_low: float, clip_high: float, dual_clip: float | None = None,
+                is_weight: torch.Tensor | None = None,
                 mask: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Terms (N,) of a policy-gradient loss, to be summed with `token_weights`, and sums of statistics over the tokens.
 
-    ppo     (Schulman et al. 2017) ratio clipped to ``1 - clip_low, 1 + clip_high``; ``dual_clip`` c bounds the term by
-            ``-c * adv`` where adv < 0 (Ye et al. 2020), None or 0: off
-    cpgd    (Liu et al. 2025) the log-prob itself, clipped where the ratio would be, on the side adv pushes to
-    gspo    (Zheng et al. 2025) ratio of the whole sequence, per-token form
-    gmpo    (Zhao et al. 2025) geometric mean of ratios; clips are in log space, on the side adv pushes to
-    cispo   (MiniMax-M1 2025) clipped ratio as a constant weight on the log-prob
-    sapo    (Gao et al. 2025) soft gate in place of a clip
+    ppo     (Schulman et al. 2017) ratio clipped to ``1 - clip_low .. 1 + clip_high``; where adv < 0, ``dual_clip`` c
+            bounds the term by ``-c * adv`` (Ye et al. 2020; None or 0: off)
+    cpgd    (Liu et al. 2025) the log-prob, clipped where the ratio would be, on the side that adv pushes to
+    gspo    (Zheng et al. 2025) ppo with the ratio of the whole sequence, per-token form
+    gmpo    (Zhao et al. 2025) geometric mean of ratios, clipped in log space on the side that adv pushes to
+    cispo   (MiniMax-M1 2025) the clipped ratio as a constant weight of the log-prob
+    sapo    (Gao et al. 2025) a soft gate in place of the clip
 
-    The terms of gspo and gmpo sum to the loss of a sequence under seq-mean-token-mean, if no sequence is cut in two.
+    Under seq-mean-token-mean the terms of gspo and gmpo sum to the loss of the sequence, which must be here as a whole.
 
     Args:
-        logp, old, adv: (N,) log-probs under the trained policy, at the start of the update, and advantages.
+        logp, old, adv: (N,) log-probs under the trained policy and at the start of the update; advantages.
         seq: (N,) int64 in [0, n_seq), the sequence of each token.
         is_weight: (N,) weight of each token against a sampler that differs from ``old``; multiplies after clipping.
-        mask: (N,) tokens that take part in means over a sequence and in the statistics; give the others weight 0.
+        mask: (N,) tokens that count in means over a sequence and in the statistics; the others must get weight 0.
     Returns:
-        stats, each 0-d and detached: clipped_high, clipped_low, clipped_dual (counts), ratio and approx_kl (sums; the
-        KL from old to new by k3), ratio_max.
+        stats, 0-d and detached: clipped_high, clipped_low, clipped_dual (counts), ratio (sum; gspo: of the sequence's),
+        approx_kl (sum; KL(old | policy) by k3), ratio_max.
     Raises:
-        ValueError: unknown loss, or a dual clip of at most 1 (it would cut off the policy itself).
+        ValueError: unknown loss, or a dual clip of at most 1, which would cut off the unchanged policy.
     """
     if dual_clip and dual_clip <= 1:
-        raise ValueError(f"the dual clip is {dual_clip}: it bounds the ratio from above and must exceed 1; 0 turns it off")
+        raise ValueError(f"the dual clip is {dual_clip}: an upper bound of the ratio must exceed 1; 0 turns it off")
     keep = torch.ones_like(adv, dtype=torch.bool) if mask is None else mask.bool()
     up, down = adv > 0, adv < 0
     delta = (logp - old).clamp(-20, 20)                                    # keeps exp and its gradient finite
@@ -291,7 +291,7 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
         terms = -ratio.detach().clamp(1 - clip_low, 1 + clip_high) * adv * logp
         high, low = ratio > 1 + clip_high, ratio < 1 - clip_low
     elif loss == "sapo":
-        tau = torch.where(up, 1.0, 1.05)                                   # a faster decay where the policy is pushed down
+        tau = torch.where(up, 1.0, 1.05)                           # a faster decay where the policy is pushed down
         terms = -adv * 4 / tau * torch.sigmoid(tau * (ratio - 1))
         high = low = dual
     else:
@@ -300,13 +300,15 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
     if is_weight is not None:
         terms = terms * is_weight.detach()
     ratio, moved = ratio.detach() * keep, kl_penalty("k3", old, logp.detach()) * keep
-    stats = {"clipped_high": (high & keep).sum(), "clipped_low": (low & keep).sum(), "clipped_dual": (dual & keep).sum(),
-             "ratio": ratio.sum(), "approx_kl": moved.sum(), "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).max()}
+    stats = {"clipped_high": (high & keep).sum(), "clipped_low": (low & keep).sum(),
+             "clipped_dual": (dual & keep).sum(), "ratio": ratio.sum(), "approx_kl": moved.sum(),
+             "ratio_max": torch.cat([ratio, ratio.new_zeros(1)]).max()}                         # N may be 0
     return terms, stats
 
 
-def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None) -> torch.Tensor:
-    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; None or 0: plain regression."""
+def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor,
+               clip: float | None) -> torch.Tensor:
+    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; None or 0: no clip."""
     error = (values - returns).square()
     if clip:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
@@ -315,7 +317,7 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
 
 
 def kl_penalty(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
-    """(N,) estimates of KL(policy | reference) from samples of the policy (Schulman 2020, "Approximating KL divergence").
+    """(N,) estimates of KL(policy | reference) on samples of the policy (Schulman 2020, "Approximating KL divergence").
 
     k1 (or kl), k2 (mse), k3 (low_var_kl), abs. A trailing ``+`` keeps the value and takes the gradient of k2, which is
     that of the KL in expectation; the gradient of k1 is zero in expectation, so k1 belongs in the reward.
@@ -352,9 +354,9 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0,
                 banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
                 row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
-    """(n, H) hidden states -> (n, V) logits of the policy's distribution: the one definition for sampling and training.
+    """(n, H) hidden states -> (n, V) logits of the policy's distribution: one definition for sampling and training.
 
-    Logits rounded to bf16 before the softmax would move log-probs by up to 0.1 nats.
+    Rounded to bf16 they would move log-probs by up to 0.1 nats.
 
     Args:
         weight, bias: (V, H) and (V,) of the language-model head.
@@ -375,11 +377,11 @@ def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Functions of the rows of the logits, of which only ``chunk`` rows exist at a time; the backward computes them again.
+    """Functions of each row of the logits, of which ``chunk`` rows exist at a time; the backward computes them again.
 
-    ``values(logits, rows)`` returns (n,) tensors; ``dlogits(logits, rows, outputs, grads)`` the gradient (n, V) of the
-    loss for the logits, given theirs. Both may overwrite the logits. ``rows`` is a slice of the N rows, ``head`` the
-    last four arguments of `logits_fp32`.
+    ``values(logits, rows)`` returns (n,) tensors for a slice of the N rows, ``dlogits(logits, rows, outputs, grads)``
+    the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head`` is the tuple
+    of the last four arguments of `logits_fp32`.
     """
 
     @staticmethod
@@ -404,15 +406,17 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(ctx, *grads):
         hidden, weight, bias, *outputs = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        temperature = ctx.head[0]
         exact = torch.promote_types(hidden.dtype, torch.float32)                  # of sums over chunks, never bf16
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
         for rows in ctx.rows:
-            dlogits = ctx.dlogits(_ChunkedHead.logits(hidden, weight, bias, ctx.head, rows), rows,
-                                  [x[rows] for x in outputs], [None if x is None else x[rows] for x in grads])   # (n, V)
-            if ctx.head[0] != 1.0:
-                dlogits /= ctx.head[0]
+            logits = _ChunkedHead.logits(hidden, weight, bias, ctx.head, rows)                            # (n, V)
+            dlogits = ctx.dlogits(logits, rows, [x[rows] for x in outputs],
+                                  [None if x is None else x[rows] for x in grads])
+            if temperature != 1.0:
+                dlogits /= temperature
             if needs_bias:
                 dbias += dlogits.sum(0)
             dlogits = dlogits.to(hidden.dtype)
@@ -420,47 +424,45 @@ class _ChunkedHead(torch.autograd.Function):
                 dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
             if needs_weight:
                 dweight += _product(dlogits.t(), hidden[rows])
-        return (dhidden, dweight.to(weight.dtype) if needs_weight else None, dbias.to(bias.dtype) if needs_bias else None,
-                None, None, None, None)
+        return (dhidden, dweight.to(weight.dtype) if needs_weight else None,
+                dbias.to(bias.dtype) if needs_bias else None, None, None, None, None)
 
 
-def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, bias: torch.Tensor | None = None,
-                    temperature: float = 1.0, banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
-                    row_banned_ids: torch.Tensor | None = None, entropy: bool = False,
-                    chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`, and its entropy (N,) in nats if asked.
+def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
+                    bias: torch.Tensor | None = None, temperature: float = 1.0, banned: torch.Tensor | None = None,
+                    row_banned: torch.Tensor | None = None, row_banned_ids: torch.Tensor | None = None,
+                    entropy: bool = False, chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`; its entropy (N,) in nats if asked.
 
-    Both are float32 (float64 for float64 inputs) and differentiable for hidden, weight and bias. Memory is that of two
-    (chunk, V) float32 tensors, and in the backward the weight's gradient in float32. A banned target gets -inf.
+    Both are float32 (float64 for float64 inputs), differentiable for hidden, weight and bias. A banned target gets
+    -inf. Memory: three (chunk, V) float32 tensors, and in the backward the gradient of the weight in float32.
     """
+    # In place, as (chunk, V) is the largest tensor of an update. In the entropy 0 * log 0 is 0: the bound of -1e4,
+    # where a probability is exactly 0, keeps the product from being 0 * inf.
     def values(logits, rows):
-        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))                                                   # (n, V)
+        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))                                            # (n, V)
         picked = logp.gather(1, targets[rows, None])[:, 0]
-        if not entropy:
-            return (picked,)
-        probs = logp.exp()
-        return picked, -probs.mul_(logp.clamp_(min=torch.finfo(logp.dtype).min)).sum(-1)         # 0 * log 0 is 0, not nan
+        return (picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1)) if entropy else (picked,)
 
     def dlogits(logits, rows, outputs, grads):
+        dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]                            # (n,)
         logp = logits.sub_(logits.logsumexp(-1, keepdim=True))
-        probs = logp.exp()                                                                                       # (n, V)
-        dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]
-        scale = -dlogp[:, None]
-        if entropy and grads[1] is not None:     # dH/dz_v = -p_v (log p_v + H)
-            scale = logp.clamp_(min=torch.finfo(logp.dtype).min).add_(outputs[1][:, None]).mul_(-grads[1][:, None]).add_(scale)
-        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)      # a banned target is a constant
+        probs, scale = logp.exp(), -dlogp[:, None]
+        if entropy and grads[1] is not None:                               # dH/dz_v = -p_v (log p_v + H)
+            scale = logp.clamp_(min=-1e4).add_(outputs[1][:, None]).mul_(-grads[1][:, None]).add_(scale)
+        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)                # a banned target is a constant
         return probs.mul_(scale).scatter_add_(1, targets[rows, None], dlogp[:, None])
 
-    logp, *rest = _ChunkedHead.apply(hidden, weight, bias, (temperature, banned, row_banned, row_banned_ids), chunk,
-                                     values, dlogits)
-    return logp, rest[0] if entropy else None
+    head = (temperature, banned, row_banned, row_banned_ids)
+    outputs = _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)
+    return outputs[0], outputs[1] if entropy else None
 
 
 def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor, ref_weight: torch.Tensor, *,
             bias: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None, temperature: float = 1.0,
             banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
             row_banned_ids: torch.Tensor | None = None, chunk: int = 1024) -> torch.Tensor:
-    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for the policy's hidden (N, H), weight, bias."""
+    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H), weight and bias."""
     head = (temperature, banned, row_banned, row_banned_ids)
 
     def log_ratio(logits, rows):
@@ -484,20 +486,20 @@ def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor
 # Sampling noise
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Integer hashes rather than a generator: the noise of a token does not depend on the batch it is drawn in, on the rank or
-# the device, and a resumed run has no generator state to restore. Products wrap around modulo 2^32 or 2^64, by design;
-# shifts of signed integers copy the sign, hence the masks.
+# Hashes rather than a generator: the noise of a token depends neither on the batch it is drawn in nor on the rank or
+# device, and a resume has no generator state to restore. Products wrap around modulo 2^32 or 2^64, by design; shifts
+# of signed integers copy the sign, hence the masks.
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 64-bit finaliser (Appleby 2011) on int64: a bijection in which every bit depends on every other."""
+    """MurmurHash3's 64-bit finaliser (Appleby 2011) on int64: a bijection."""
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xFF51AFD7ED558CCD - 2**64)
     x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xC4CEB9FE1A85EC53 - 2**64)
     return x ^ ((x >> 33) & 0x7FFFFFFF)
 
 
 def _mix32_(x: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's 32-bit finaliser on int32, in place; its last step, which only improves the low bits, is left out."""
+    """The 32-bit one on int32, in place, without its last step, which only improves the low bits."""
     x ^= (x >> 16).bitwise_and_(0xFFFF)
     x *= 0x85EBCA6B - 2**32
     x ^= (x >> 13).bitwise_and_(0x7FFFF)
@@ -507,37 +509,34 @@ def _mix32_(x: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
-    """(V,) int32, distinct: two ids with one hash would share their noise, and the likelier would always win."""
+    """(V,) int32, distinct: of two ids with one hash, thus one noise, the likelier would always win."""
     return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
 
 
-def noise_keys(seed: int, stream: int, draw: torch.Tensor, sample: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """(B,) int64 keys of the noise of one token each, from the coordinates that name it.
-
-    Args:
-        seed, stream: integers of the run, and of its purpose (training, evaluation, ...).
-        draw, sample, position: (B,) counts of prompts taken, sample of the prompt, token of the response.
+def noise_keys(seed: int, stream: int, draw: torch.Tensor, sample: torch.Tensor,
+               position: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 keys of the noise of one token each. ``stream``: its purpose (training, evaluation, ...); ``draw``:
+    (B,) count of prompts taken; ``sample``: (B,) sample of that prompt; ``position``: (B,) token of that sample.
     """
     key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
     for part in (stream, draw, sample, position):
-        key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part        # a bijection of each part, the others fixed
+        key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part
     return _mix64(key)
 
 
 def exponential_noise(vocab: int, keys: torch.Tensor) -> torch.Tensor:
-    """(B,) int64 keys -> (B, V) float32 draws of Exp(1), finite and positive, each a pure function of (key, token id)."""
-    keys = _mix64(keys)                                                               # keys need not be mixed already
-    low, odd = (keys << 32) >> 32, (keys >> 32) | 1                                   # in the range of int32
+    """(B,) int64 keys -> (B, V) float32 draws of Exp(1), positive and finite, each a pure function of (key, id)."""
+    keys = _mix64(keys)
+    low, odd = (keys << 32) >> 32, (keys >> 32) | 1                                          # in the range of int32
     x = _id_hashes(vocab, keys.device) * odd.int()[:, None]
-    x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)                                             # (B, V)
-    # A float keeps the small u that decide between unlikely tokens, down to 2^-32; the bound keeps u below 1.
-    minus_u = (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1)
-    return minus_u.log1p_().neg_()
+    x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)                                      # (B, V)
+    # u = (x + 1/2) / 2^31. A float resolves small u, which unlikely tokens need to win, and rounds large ones up to 1.
+    return (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
 def gumbel_race(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Draw one id per row (B,) from softmax(logits (B, V)) by the Gumbel-max trick; a logit of -inf never wins.
 
-    Rounding of the logits changes a draw only where two ids are nearly tied, much more rarely than with inverse CDFs.
+    Rounding of the logits changes the draw only at near ties, much more rarely than with an inverse CDF.
     """
     return (logits - exponential_noise(logits.shape[-1], keys).log_()).argmax(-1)

@@ -20,7 +20,8 @@ TWO_GROUPS = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1]), torch.tensor([0, 0, 0, 0,
 
 
 def close(actual, expected, tolerance=1e-6):
-    torch.testing.assert_close(torch.as_tensor(actual).double(), torch.as_tensor(expected).double(), rtol=0, atol=tolerance)
+    actual, expected = (torch.as_tensor(x).double() for x in (actual, expected))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
 def generator(seed):
@@ -33,10 +34,10 @@ def generator(seed):
 def test_token_rewards_put_the_score_on_the_last_valid_token():
     kl = torch.full((3, 3), 0.5)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
-    close(losses.token_rewards(torch.tensor([1.0, 2.0, 9.0]), kl, mask, 0.1), [[-.05, -.05, .95], [-.05, 1.95, 0], [0, 0, 0]])
-    gap = torch.tensor([[1, 0, 1, 0]])
-    close(losses.token_rewards(torch.tensor([1.0]), torch.full((1, 4), torch.nan).masked_fill(gap.bool(), 0.5), gap, 0.1),
-          [[-.05, 0, .95, 0]])
+    rewards = losses.token_rewards(torch.tensor([1.0, 2.0, 9.0]), kl, mask, 0.1)
+    close(rewards, [[-.05, -.05, .95], [-.05, 1.95, 0], [0, 0, 0]])
+    kl = torch.tensor([[0.5, torch.nan, 0.5, torch.nan]])
+    close(losses.token_rewards(torch.tensor([1.0]), kl, torch.tensor([[1, 0, 1, 0]]), 0.1), [[-.05, 0, .95, 0]])
 
 
 def test_gae_golden():
@@ -95,7 +96,8 @@ def test_group_scores_golden(estimator, expected):
     scores, group = TWO_GROUPS
     close(losses.group_scores(scores, group, estimator), expected, 3e-6)
     shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
-    close(losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator), torch.tensor(expected)[shuffle], 3e-6)
+    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator)
+    close(shuffled, torch.tensor(expected)[shuffle], 3e-6)
 
 
 def test_group_scores_equal_loops():
@@ -106,7 +108,7 @@ def test_group_scores_equal_loops():
 
     def loop(estimator):
         result = torch.zeros(12, dtype=torch.float64)
-        spread = sum(int((group == group[i]).sum()) > 0 and group[i] != 2 for i in range(12))
+        spread = int((group != 2).sum())
         for i in range(12):
             members = [j for j in range(12) if estimator == "cpgd" or group[j] == group[i]]
             s = [float(scores[j]) for j in members]
@@ -130,8 +132,10 @@ def test_equal_scores_give_exactly_zero(estimator):
     for lengths in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
         result = losses.group_scores(torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int64), estimator, lengths)
         assert result.tolist() == [0.0] * 8
+    empty = torch.zeros(3, dtype=torch.int64)                                        # three responses of no tokens
+    assert losses.group_scores(torch.tensor([0.0, 1, 1]), empty, estimator, empty).isfinite().all()
     if estimator != "cpgd":
-        with pytest.raises(ValueError, match="1 of 2 groups have one sample .the first is group 4."):
+        with pytest.raises(ValueError, match="1 of 2 groups have only one .the first is group 4."):
             losses.group_scores(torch.ones(3), torch.tensor([4, 7, 7]), estimator, torch.ones(3))
 
 
@@ -156,7 +160,6 @@ def test_running_moments_and_score_normalisation():
     assert (moments.mean, moments.std) == (7.0, 1.0)                                 # one value has no spread
     moments = losses.RunningMoments()
     moments.update(torch.tensor([1.0, 2, 3]))
-    moments.update(torch.zeros(0))
     resumed = losses.RunningMoments()
     resumed.load_state_dict(moments.state_dict())
     resumed.update(torch.tensor([4.0, 5]))
@@ -253,7 +256,8 @@ def test_policy_loss_equals_the_formula_of_a_sequence(name):
     adv[3] = 0
     seq = torch.tensor([5, 1, 0, 2]).repeat_interleave(torch.tensor(sizes))        # sparse, unordered indices
     terms, stats = losses.policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0)
-    expected = [loss_oracle(name, *(x[seq == i].tolist() for x in (logp, old, adv)), low, high, 2.0) for i in (5, 1, 0, 2)]
+    expected = [loss_oracle(name, *(x[seq == i].tolist() for x in (logp, old, adv)), low, high, 2.0)
+                for i in (5, 1, 0, 2)]
     close([float(terms[seq == i].mean()) for i in (5, 1, 0, 2)], expected, 1e-5)
     assert all(x.ndim == 0 and not x.requires_grad and torch.isfinite(x) for x in stats.values())
     weight = torch.rand(17, generator=g).requires_grad_()
@@ -275,26 +279,27 @@ def test_policy_loss_gradient_is_the_policy_gradient_where_nothing_moved(name):
 def test_policy_loss_survives_extremes_and_nothing(name):
     logp = torch.tensor([-300.0, -0.1, -300, -0.1], requires_grad=True)
     low, high = losses.LOSS_CLIP_DEFAULTS[name]
-    terms, stats = losses.policy_loss(name, logp, torch.tensor([-0.1, -300, -0.1, -300]), torch.tensor([1.0, 1, -1, -1]),
-                                      torch.arange(4), 4, low, high, 3.0)
+    old, adv = torch.tensor([-0.1, -300, -0.1, -300]), torch.tensor([1.0, 1, -1, -1])
+    terms, stats = losses.policy_loss(name, logp, old, adv, torch.arange(4), 4, low, high, 3.0)
     terms.sum().backward()
     assert terms.isfinite().all() and logp.grad.isfinite().all() and all(x.isfinite() for x in stats.values())
+    close(stats["ratio_max"] / math.exp(10 if name == "gspo" else 20), 1, 1e-5)
     none = torch.zeros(0)
     terms, stats = losses.policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
     assert terms.shape == (0,) and stats["ratio_max"] == 0
 
 
 def test_policy_loss_clips_and_refusals():
-    loss = lambda **options: float(losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([-1.0]),  # noqa: E731
-                                                      torch.zeros(1).long(), 1, 0.2, 0.2, **options)[0])
-    assert loss(dual_clip=3.0) == 3.0 and loss() == loss(dual_clip=0) == pytest.approx(math.exp(2))
-    stats = losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([-1.0]), torch.zeros(1).long(), 1,
-                               0.2, 0.2, 3.0)[1]
-    assert int(stats["clipped_dual"]) == 1
-    high = losses.policy_loss("ppo", torch.ones(1), torch.zeros(1), torch.ones(1), torch.zeros(1).long(), 1, 0.2, 0.28)[0]
-    close(high, [-1.28])                                                           # clip-higher
+    def ppo(adv, **options):
+        terms, stats = losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([adv]),
+                                          torch.tensor([0]), 1, 0.2, 0.28, **options)
+        return float(terms), int(stats["clipped_dual"])
+
+    assert ppo(-1.0, dual_clip=3.0) == (3.0, 1)
+    assert ppo(-1.0) == ppo(-1.0, dual_clip=0) == (pytest.approx(math.exp(2)), 0)
+    assert ppo(1.0, dual_clip=3.0) == (pytest.approx(-1.28), 0)                                     # clip-higher
     with pytest.raises(ValueError, match="must exceed 1"):
-        loss(dual_clip=0.5)
+        ppo(-1.0, dual_clip=0.5)
     with pytest.raises(ValueError, match="unknown policy loss 'other'"):
         losses.policy_loss("other", LOGP, OLD, ADV, SEQ, 2, 0.2, 0.2)
 
@@ -310,7 +315,7 @@ def test_token_weights_table():
         losses.token_weights(lengths, "other", 5, 2, 10)
 
 
-@pytest.mark.parametrize("mode, name", itertools.product(MODES, ("ppo", "gspo", "gmpo")))
+@pytest.mark.parametrize("mode, name", list(itertools.product(MODES, ("ppo", "gspo", "gmpo"))))
 def test_gradient_does_not_depend_on_packing(mode, name):
     """One row, or any partition and order of the sequences into rows, ranks and empty rows: one gradient."""
     g = generator(5)
@@ -404,11 +409,12 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     temperature = options.get("temperature", 1.0)
     inputs = [x for x in (hidden, weight, bias) if x is not None]
     logp, out = naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids)
-    expected = logp.gather(1, targets[:, None])[:, 0], -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
-    actual = losses.linear_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, banned=banned,
-                                    row_banned=row_banned, row_banned_ids=ids, entropy=True, chunk=chunk)
-    only, no_entropy = losses.linear_logprobs(hidden, weight, targets, bias=bias, temperature=temperature, banned=banned,
-                                              row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
+    expected = logp.gather(1, targets[:, None])[:, 0], entropy
+    head = dict(bias=bias, temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids,
+                chunk=chunk)
+    actual = losses.linear_logprobs(hidden, weight, targets, entropy=True, **head)
+    only, no_entropy = losses.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
     close(only, expected[0], 1e-12)
     g1, g2 = torch.randn(2, len(targets), generator=generator(9), dtype=torch.float64)
@@ -429,7 +435,8 @@ def test_linear_logprobs_gradcheck():
 
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
     hidden, weight, _, targets, banned, _ = head_case(dtype=torch.float32)
-    logp, entropy = losses.linear_logprobs(hidden, weight, targets.index_fill(0, torch.tensor([2]), 8), banned=banned, entropy=True)
+    targets[2] = 8
+    logp, entropy = losses.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
     assert logp[2] == -math.inf and logp[:2].isfinite().all() and entropy.isfinite().all()
     grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight, retain_graph=True)
@@ -444,14 +451,14 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
 
 def test_linear_logprobs_from_bf16_are_not_rounded():
     hidden, weight, _, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
-    logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=64)
+    logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=1)      # 200 terms of the weight's gradient to add
     expected, _ = naive_distribution(hidden, weight, None, 1.0, None, None, None)
     assert logp.dtype == torch.float32
     close(logp, expected.gather(1, targets[:, None])[:, 0], 2e-5)
     ours = torch.autograd.grad(logp.sum(), (hidden, weight))
     theirs = torch.autograd.grad(expected.gather(1, targets[:, None]).sum(), (hidden, weight))
     for a, b in zip(ours, theirs):
-        assert a.dtype == torch.bfloat16 and (a - b).float().norm() < 0.01 * b.float().norm()
+        assert a.dtype == torch.bfloat16 and (a - b).float().norm() < 0.004 * b.float().norm()
 
 
 class LargestTensor(TorchDispatchMode):
@@ -473,7 +480,8 @@ def test_full_logits_never_exist(function):
     chunk, vocab = 8, 1000
     for n in (64, 256):
         hidden, weight, bias, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
-        options = dict(bias=bias, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
+        options = dict(bias=bias, temperature=0.7, banned=banned, row_banned=row_banned,
+                       row_banned_ids=torch.tensor([1]), chunk=chunk)
         with LargestTensor() as forward:
             if function == "full_kl":
                 result = losses.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
@@ -496,10 +504,10 @@ def test_full_kl_equals_naive(chunk):
                             banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
     close(actual, expected, 1e-12)
     g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
-    inputs = hidden, weight, bias
-    for ours, theirs in zip(torch.autograd.grad((actual * g).sum(), inputs), torch.autograd.grad((expected * g).sum(), inputs)):
-        close(ours, theirs, 1e-11)
-    assert torch.equal(losses.full_kl(hidden, hidden, weight, weight, banned=banned), torch.zeros(13, dtype=torch.float64))
+    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight, bias)) for kl in (actual, expected))
+    for a, b in zip(ours, theirs):
+        close(a, b, 1e-11)
+    assert not losses.full_kl(hidden, hidden, weight, weight, banned=banned).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -516,7 +524,8 @@ def test_log_probs_and_draws_on_a_gpu():
     assert torch.equal(keys, losses.noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
     close(losses.exponential_noise(500, keys.cuda()).cpu().log(), losses.exponential_noise(500, keys).log(), 1e-5)
     logits = torch.randn(2000, 500, generator=generator(0))
-    assert (losses.gumbel_race(logits.cuda(), keys.cuda()).cpu() == losses.gumbel_race(logits, keys)).float().mean() > 0.999
+    same = losses.gumbel_race(logits.cuda(), keys.cuda()).cpu() == losses.gumbel_race(logits, keys)
+    assert same.float().mean() > 0.999
 
 
 # Sampling noise
@@ -546,8 +555,8 @@ def test_hashes_equal_big_integer_arithmetic():
     assert actual.tolist() == [signed(mix64(key))]
     mixed = mix64(int(actual) % 2**64)
     x = [mix32((mix32(v + 1) * (mixed >> 32 | 1) + mixed % 2**32) % 2**32) % 2**31 for v in range(50)]
-    torch.testing.assert_close(losses.exponential_noise(50, actual)[0].double(), -torch.log1p(-(torch.tensor(x).double() + 0.5) / 2**31),
-                               rtol=1e-6, atol=0)
+    expected = -torch.log1p(-(torch.tensor(x).double() + 0.5) / 2**31)
+    torch.testing.assert_close(losses.exponential_noise(50, actual)[0].double(), expected, rtol=1e-6, atol=0)
 
 
 def test_a_draw_depends_on_its_key_only():
@@ -561,7 +570,7 @@ def test_a_draw_depends_on_its_key_only():
     torch.testing.assert_close(losses.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
     arguments = [torch.tensor([5])] * 3
     base = losses.noise_keys(1, 2, *arguments)
-    others = [losses.noise_keys(2, 2, *arguments), losses.noise_keys(1, 3, *arguments), losses.noise_keys(-1, 2, *arguments),
+    others = [*(losses.noise_keys(*start, *arguments) for start in ((2, 2), (1, 3), (-1, 2))),
               *(losses.noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
     assert len({int(k) for k in [base, *others]}) == 7
     assert keys_of(200_000).unique().numel() == 200_000
@@ -571,11 +580,13 @@ def test_a_draw_depends_on_its_key_only():
 def chi_square_z(observed, expected):
     """Standard score of the chi-square statistic, by the cube-root normal approximation of Wilson and Hilferty."""
     df = len(expected) - 1
-    return (((((observed - expected) ** 2 / expected).sum() / df) ** (1 / 3)) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
+    per_df = float(((observed - expected) ** 2 / expected).sum()) / df
+    return (per_df ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-@pytest.mark.parametrize("logits", [torch.zeros(40), torch.linspace(0, -6, 30), torch.tensor([3.0, 0, -math.inf, 1, -math.inf]),
-                                    torch.tensor([0.0, -9]), torch.randn(100, generator=generator(4))])
+@pytest.mark.parametrize("logits", [torch.zeros(40), torch.linspace(0, -6, 30), torch.tensor([0.0, -9]),
+                                    torch.tensor([3.0, 0, -math.inf, 1, -math.inf]),
+                                    torch.randn(100, generator=generator(4))])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_follow_the_softmax(logits, seed):
     n, probs = 200_000, logits.double().softmax(0)
@@ -590,7 +601,7 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     vocab, n = 2**16 + 1, 1000
     logits = torch.full((vocab,), math.log(0.01 / 2**16))
     logits[0] = math.log(0.99)
-    drawn = sum(int((losses.gumbel_race(logits.expand(100, -1), keys_of(n)[i:i + 100]) > 0).sum()) for i in range(0, n, 100))
+    drawn = sum(int((losses.gumbel_race(logits.expand(100, -1), keys) > 0).sum()) for keys in keys_of(n).split(100))
     assert abs(drawn - 10) < 4 * math.sqrt(10)
     quantile = (losses.exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
     assert abs(quantile - 20) < 4 * math.sqrt(20)
@@ -611,14 +622,22 @@ def test_noise_is_uniform_finite_and_independent(keys):
     pairs = [(x[:, :-d], x[:, d:]) for d in (1, 2, 16, 256)]                                        # neighbouring ids
     pairs += [(x[:-d], x[d:]) for d in (1, 2, 8, 50, 400)]               # neighbouring positions, samples and prompts
     pairs += [(x[1:, 1:], x[:-1, :-1]), (x.square() - 1, x.roll(1, 0)), (x.square() - 1, x.roll(1, 1))]
-    pairs += [(x[1:, 1:] * x[1:, :-1], x[:-1, 1:] * x[:-1, :-1])]                                   # four corners of a square
+    pairs += [(x[1:, 1:] * x[1:, :-1], x[:-1, 1:] * x[:-1, :-1])]                         # four corners of a square
     for a, b in pairs:
         assert abs((a * b).mean()) * math.sqrt(a.numel()) / (a.std() * b.std()) < 4.5
     bits = (u * 2**31).long()
-    for bit in (30, 24, 16, 8, 2):                  # float32 rounds the lower bits of a u above 2^-7 away: look at small u
+    for bit in (30, 24, 16, 8, 2):   # float32 has the lower bits of small u only
         chosen = bits[bits < 2**24] if bit < 24 else bits.flatten()
         share = (chosen >> bit & 1).double().mean()
         assert abs(share - 0.5) * 2 * math.sqrt(len(chosen)) < 4.5
+
+
+@pytest.mark.parametrize("bits", [0, -1])
+def test_noise_is_finite_at_both_ends(monkeypatch, bits):
+    assert losses.exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
+    monkeypatch.setattr(losses, "_mix32_", lambda x: torch.full_like(x, bits))
+    noise = losses.exponential_noise(3, keys_of(1))
+    assert (noise > 0).all() and (noise < 20).all()
 
 
 def test_only_finite_logits_win():

@@ -1,0 +1,718 @@
+"""Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against 2 and
+8, export, schedules, and what a run does when something goes wrong.
+
+Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every list of
+flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import start, take, write_checkpoint
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import train_ppo_vl as ppo
+from common import losses
+from common.buffers import Samples, all_gather_json, all_gather_ragged, exchange_features
+
+AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+REWARD = '''
+def letters(prompts, responses, references, labels, images):
+    """Depends on the response, so that samples of one prompt differ."""
+    share = [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
+    return {"reward": [s + 0.1 * len(p) for s, p in zip(share, images)], "accuracy": [float(s > 0.3) for s in share]}
+
+def fails(prompts, responses, references, labels, images):
+    if "row 2" in prompts[0] or len(prompts) > 1 and any("row 2" in p for p in prompts):
+        raise ZeroDivisionError("the reward of row 2")
+    return [0.0] * len(responses)
+
+def infinite(prompts, responses, references, labels, images):
+    return [float("inf")] * len(responses)
+
+def late(prompts, responses, references, labels, images):
+    import time
+    time.sleep(5)
+'''
+
+
+# ------------------------------------------------------------------------------------------------ set-up
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """train.jsonl (8 rows) and eval.jsonl (7 rows): 0, 1 or 2 images each; reward.py; bad.jsonl with a damaged picture."""
+    folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
+    (folder / "reward.py").write_text(REWARD)
+    sizes = [[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)], [], [(56, 28), (28, 56)], [(28, 28)], [(84, 84)]]
+    for name, count in (("train", 8), ("eval", 7)):
+        rows = []
+        for i in range(count):
+            images = [f"{name}-{i}-{k}.png" for k in range(len(sizes[i]))]
+            for image, (width, height) in zip(images, sizes[i]):
+                Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / image)
+            rows.append({"prompt": f"row {i}: " + "how many circles are there? " * (i % 3 + 1), "images": images, "answer": "1"})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = (folder / "train-3-0.png").read_bytes()
+    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                  # the header is there, the body is not
+    rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
+    (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(checkpoint), "--data", str(task / "train.jsonl"), "--out", str(out),
+            "--reward", f"{task / 'reward.py'}:letters", "--max_prompt_tokens", "512", "--max_new_tokens", "6",
+            "--max_tokens_per_pack", "600", "--prefill_tokens", "600", "--prompts_per_step", "4", "--samples_per_prompt", "3",
+            "--steps", "1", "--actor_lr", "1e-3", "--log_samples_every", "1", *more]
+
+
+def train(checkpoint: Path, task: Path, out: Path, *more: str) -> list[dict]:
+    """A whole run in this process; the records of its steps."""
+    ppo.main(flags(checkpoint, task, out, *more))
+    return records(out)
+
+
+def records(out: Path) -> list[dict]:
+    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
+
+
+def samples_of(out: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (out / "samples" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint folder by their key in the files."""
+    return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
+
+
+def with_flags(run: ppo.Run, **changes) -> ppo.Run:
+    """The same run with other flags, whatever their group."""
+    groups = {}
+    for name, group in vars(run.args).items():
+        own = {f.name for f in dataclasses.fields(group)} & set(changes)
+        groups[name] = dataclasses.replace(group, **{key: changes[key] for key in own})
+    return dataclasses.replace(run, args=dataclasses.replace(run.args, **groups))
+
+
+def hand_samples(env, prompts, lengths: tuple[int, ...] = (5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10)) -> Samples:
+    """Four random responses to each of the four prompts, one of them empty; every field that an update reads is filled."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor(lengths)
+    noise = lambda scale: torch.randn(int(lengths.sum()), generator=generator) * scale  # noqa: E731
+    samples = Samples(
+        group=torch.arange(4).repeat_interleave(4), number=torch.arange(4).repeat(4), lengths=lengths,
+        truncated=torch.zeros(16, dtype=torch.bool), logprobs=noise(0.0),
+        tokens=torch.randint(4, env.processor.config.text_config.vocab_size - 8, (int(lengths.sum()),), generator=generator))
+    samples.advantages, samples.returns, samples.values = noise(1.0), noise(1.0), noise(0.1)
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+    samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
+    samples.old_logprobs = samples.logprobs + noise(0.3)                 # far enough that both clips and dual clip act
+    samples.old_logprobs[::7] = samples.logprobs[::7] - 2.0
+    samples.ref_logprobs = samples.old_logprobs + noise(0.5)
+    return samples
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows):
+    """One rank's models with a random value head, and hand-made samples."""
+    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+", "--entropy_coef", "0.01",
+                "--temperature", "0.7", "--min_new_tokens", "2")
+    with torch.no_grad():
+        weight = env.critic.value_head.weight.to_local()
+        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
+    env.step = take(env)
+    env.samples = hand_samples(env, env.step)
+    return env
+
+
+def gradient(run: ppo.Run, module, prompts, samples: Samples) -> tuple[dict[str, torch.Tensor], int]:
+    """Gradient of the loss of all samples by parameter, accumulated over packs as the updates do, and the number of packs."""
+    weights, packs = ppo.minibatch_weights(run, samples, range(4)), 0
+    for row, attention in ppo.packed_rows(run, module.model, prompts, samples, range(4)):
+        if isinstance(module, ppo.Critic):
+            old, returns, weight = (x[row.flat] for x in (samples.values, samples.returns, weights))
+            loss = (weight * losses.value_loss(module(row, attention), old, returns, run.args.algorithm.value_clip)).sum()
+        else:
+            loss, _ = ppo.actor_loss(run, module, row, attention, samples, weights, run.args.algorithm.kl_coef)
+        (loss * run.world).backward()
+        packs += 1
+    result = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    module.zero_grad(set_to_none=True)
+    return result, packs
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm, all parameters together."""
+    assert found.keys() == expected.keys()
+    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+# ------------------------------------------------------------------------------------------------ gradients
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_gradient_does_not_depend_on_packing_or_order(env, part, mode):
+    module, run = getattr(env, part), with_flags(env.run, loss_aggregation=mode)
+    expected, packs = gradient(run, module, env.step, env.samples)
+    assert packs == 1 and all(value.norm() > 0 for value in expected.values())
+    for changes, at_least in (({"max_tokens_per_pack": 110}, 3), ({"share_prompts": False}, 1), ({"head_chunk": 7}, 1),
+                              ({"max_tokens_per_pack": 75, "share_prompts": False}, 5)):
+        found, packs = gradient(with_flags(run, **changes), module, env.step, env.samples)
+        assert packs >= at_least and distance(found, expected) < 1e-6, changes
+    shuffled = env.samples.select(torch.randperm(16, generator=torch.Generator().manual_seed(1)))
+    for changes in ({}, {"max_tokens_per_pack": 110}):
+        found, _ = gradient(with_flags(run, **changes), module, env.step, shuffled)
+        assert distance(found, expected) < 1e-6, changes
+
+
+def test_aggregation_modes_differ(env):
+    norms = []
+    for mode in AGGREGATIONS:
+        found, _ = gradient(with_flags(env.run, loss_aggregation=mode), env.actor, env.step, env.samples)
+        norms.append(round(float(found["model.lm_head.weight"].norm()), 6))
+    assert len(set(norms)) == 4
+
+
+def test_gradient_equals_naive_oracle(env, qwen25):
+    """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one forward
+    per sample through Hugging Face's own model, the loss written out per token."""
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    twin = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")      # the critic's body
+    head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
+    samples, image_id, total = env.samples, env.processor.config.image_token_id, len(env.samples.tokens)
+    columns = [samples.split(x) for x in (samples.tokens, samples.old_logprobs, samples.ref_logprobs, samples.advantages,
+                                          samples.values, samples.returns)]
+    for group, tokens, old, ref, adv, old_value, target in zip(samples.group.tolist(), *columns):
+        prompt = env.prompts[group]
+        pixels = ppo.load_pixels(prompt, env.processor)
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == image_id).int(),
+                  "use_cache": False, **({} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]})}
+        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        logits = oracle(**inputs).logits[0, rows] / 0.7
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        logits[:2, list(env.processor.stop_ids)] = -torch.inf                                   # --min_new_tokens 2
+        logp_all = logits.log_softmax(-1)
+        logp = logp_all.gather(1, tokens[:, None])[:, 0]
+        entropy = -(logp_all.exp() * logp_all.masked_fill(logp_all.isinf(), 0.0)).sum(-1)
+        ratio = (logp - old).exp()
+        term = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
+        term = torch.where(adv < 0, torch.minimum(term, -3.0 * adv), term)
+        kl = 0.5 * (logp - ref) ** 2                                                            # gradient of k3+ is k2's
+        ((term - 0.01 * entropy + 0.1 * kl).sum() / total).backward()
+        value = twin(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0]
+        clipped = old_value + (value - old_value).clamp(-0.2, 0.2)
+        (0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum() / total).backward()
+    for module, model in ((env.actor, oracle), (env.critic, twin)):
+        found, _ = gradient(env.run, module, env.step, samples)
+        reference = {f"model.{name}": p.grad for name, p in model.named_parameters() if "visual" not in name}
+        if module is env.critic:
+            reference |= {"value_head.weight": head.grad}
+            reference.pop("model.lm_head.weight")
+        assert distance(found, reference) < 1e-5
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_rows):
+    other = start(qwen25, picture_rows, "--gradient_checkpointing", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+",
+                  "--entropy_coef", "0.01", "--temperature", "0.7", "--min_new_tokens", "2")
+    assert other.actor.model.model.language_model.is_gradient_checkpointing
+    for module, reference in ((other.actor, env.actor), (other.critic, env.critic)):
+        module.train()
+        if module is other.critic:
+            with torch.no_grad():
+                module.value_head.weight.copy_(env.critic.value_head.weight)
+        expected, _ = gradient(env.run, reference, env.step, env.samples)
+        found, _ = gradient(other.run, module, env.step, env.samples)
+        assert distance(found, expected) < 1e-6
+
+
+def test_loss_terms_reach_the_gradient(env):
+    base, _ = gradient(env.run, env.actor, env.step, env.samples)
+    for changes in ({"entropy_coef": 0.0}, {"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_coef": 0.2}, {"clip_high": 0.5},
+                    {"clip_low": 0.5}, {"dual_clip": 0.0}):
+        found, _ = gradient(with_flags(env.run, **changes), env.actor, env.step, env.samples)
+        assert distance(found, base) > 1e-3, changes
+    base, _ = gradient(env.run, env.critic, env.step, env.samples)
+    found, _ = gradient(with_flags(env.run, value_clip=0.0), env.critic, env.step, env.samples)
+    assert distance(found, base) > 1e-3
+
+
+def test_importance_weight_acts_only_with_recomputed_logprobs(env):
+    base, _ = gradient(env.run, env.actor, env.step, env.samples)
+    other = dataclasses.replace(env.samples, logprobs=env.samples.logprobs - 0.5)
+    found, _ = gradient(env.run, env.actor, env.step, other)
+    assert distance(found, base) == 0
+    run = with_flags(env.run, recompute_old_logprobs=True)
+    first, _ = gradient(run, env.actor, env.step, env.samples)
+    second, _ = gradient(run, env.actor, env.step, other)
+    assert distance(second, first) > 1e-3
+    far = [dataclasses.replace(env.samples, logprobs=env.samples.logprobs - shift) for shift in (50.0, 100.0)]
+    first, second = (gradient(run, env.actor, env.step, samples)[0] for samples in far)
+    assert distance(second, first) == 0                                                         # both at the cap of 2
+
+
+# ------------------------------------------------------------------------------------------------ optimizer and schedule
+def test_lr_schedule():
+    factors = lambda delay=0, **changes: [round(ppo.lr_factor(step, ppo.UpdateArgs(**changes), delay), 4)  # noqa: E731
+                                          for step in range(1 + delay, changes["steps"] + 1)]
+    assert factors(steps=3) == [1, 1, 1]
+    assert factors(steps=5, warmup_steps=3) == [0.25, 0.5, 0.75, 1, 1]
+    assert factors(steps=5, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
+    assert factors(steps=5, lr_schedule="linear") == [0.82, 0.64, 0.46, 0.28, 0.1]
+    assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [0.8536, 0.5, 0.1464, 0]
+    assert factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2) == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
+    assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
+    assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
+
+
+def test_weight_decay_spares_biases_and_norms(env):
+    for module in (env.actor, env.critic):
+        optimizer = ppo.build_optimizer(module, 1e-3, with_flags(env.run, weight_decay=0.1).args)
+        decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        assert set(decay) == {id(p) for p in trained.values()} and not any("visual" in name for name in trained)
+        for name, parameter in trained.items():
+            assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else 0.0), name
+        assert {"bias", "weight"} <= {name.split(".")[-1] for name, p in trained.items() if decay[id(p)] == 0}
+
+
+def test_due():
+    due_steps = lambda every, last=10: [s for s in range(1, last + 1) if ppo.due(s, every, 4, 10, last)]  # noqa: E731
+    assert due_steps(0) == [] and due_steps(4) == [4, 8, 10] and due_steps(1, 3) == [1, 2, 3]
+    assert due_steps(-1) == [3, 5, 8, 10]                                   # 12, 20, 32, 40 of 10 rows a pass
+
+
+# ------------------------------------------------------------------------------------------------ updates
+def fresh(qwen25, picture_rows, *more: str):
+    """Own models and optimizers, real samples with scores; ready for `update_actor`."""
+    env = start(qwen25, picture_rows, "--minibatches", "2", "--epochs", "2", "--actor_lr", "1e-2", *more)
+    env.optimizer = ppo.build_optimizer(env.actor, env.args.update.actor_lr, env.args)   # before any forward, as `main` does
+    env.step = take(env)
+    env.samples = hand_samples(env, env.step)
+    env.samples.old_logprobs = env.samples.logprobs
+    return env
+
+
+def weights_of(module) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().clone() if hasattr(p, "full_tensor") else p.clone() for name, p in module.named_parameters()}
+
+
+def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
+    counts = []
+    for target in ("0", "1e-9", "1e9"):
+        env = fresh(qwen25, picture_rows, "--target_kl", target)
+        metrics = ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0)
+        counts.append(metrics["train/actor_updates"])
+        assert metrics["train/sampler_gap"] < 1e-5
+    assert counts == [4, 1, 4]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, monkeypatch, bad):
+    """All four minibatches bad: weights and Adam's moments stay as they were. One bad: the others are applied."""
+    env = fresh(qwen25, picture_rows)
+    before, true_loss = weights_of(env.actor), losses.policy_loss
+    calls = []
+
+    def broken(*args, **kwargs):
+        terms, stats = true_loss(*args, **kwargs)
+        calls.append(1)
+        return terms * (bad if len(calls) in broken.at else 1.0), stats
+
+    monkeypatch.setattr(losses, "policy_loss", broken)
+    broken.at = {1, 2, 3, 4}
+    metrics = ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0)
+    assert len(calls) == 4 and metrics["train/actor_skipped"] == 1 and metrics["train/actor_updates"] == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(env.actor).items())
+    assert not env.optimizer.state
+    calls.clear()
+    broken.at = {2}
+    metrics = ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0)
+    assert metrics["train/actor_skipped"] == 0.25 and metrics["train/actor_updates"] == 3
+    after = weights_of(env.actor)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+
+
+@pytest.mark.parametrize("function, counter", [("policy_loss", "train/actor_skipped"), ("value_loss", "train/critic_skipped")])
+def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypatch, function, counter):
+    """The record of the step must be written: a NaN in the loss is counted, not logged."""
+    true_loss, calls = getattr(losses, function), []
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        result = true_loss(*args, **kwargs)
+        if len(calls) > 1:
+            return result
+        return (result[0] * math.nan, result[1]) if isinstance(result, tuple) else result * math.nan
+
+    monkeypatch.setattr(losses, function, broken)
+    steps = train(qwen25, task, tmp_path, "--steps", "2", "--minibatches", "2")
+    assert [step[counter] for step in steps] == [0.5, 0.0]
+
+
+def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
+    steps = train(qwen25, task, tmp_path, "--steps", "2", "--freezing_actor_steps", "2", "--epochs", "4",
+                  "--critic_lr", "1e-3")
+    before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert "train/policy_loss" not in steps[0] and steps[0]["train/values"] == 0 and abs(steps[1]["train/values"]) > 1e-3
+
+
+def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
+    steps = train(qwen25, task, tmp_path, "--steps", "3", "--freezing_actor_steps", "1", "--warmup_steps", "1",
+                  "--critic_lr", "1e-3")
+    assert "train/actor_lr" not in steps[0]
+    assert [step["train/actor_lr"] for step in steps[1:]] == [0.0005, 0.001]
+    assert [step["train/critic_lr"] for step in steps] == [0.0005, 0.001, 0.001]
+
+
+# ------------------------------------------------------------------------------------------------ whole runs, one rank
+@pytest.mark.parametrize("advantage", ["gae", "grpo", "rloo", "reinforce++"])
+def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
+    step, = train(qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef", "0.05", "--recompute_old_logprobs")
+    before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
+    assert before.keys() == after.keys()
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert moved and not any("visual" in key for key in moved)
+    assert step["train/sampler_gap"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-5 and step["train/kl"] < 1e-6
+    assert ("train/critic_loss" in step) == ("train/values" in step) == (advantage == "gae")
+    samples = samples_of(tmp_path, "step-000001")
+    assert [(s["index"], s["sample"]) for s in samples[:3]] == [(samples[0]["index"], k) for k in range(3)] and len(samples) == 12
+    assert step["rollout/reward"] == pytest.approx(np.mean([s["reward"] for s in samples]), rel=1e-5)
+    assert step["rollout/accuracy_reward"] == pytest.approx(np.mean([s["components"]["accuracy"] for s in samples]))
+    assert step["rollout/response_length"] == pytest.approx(np.mean([s["response_length"] for s in samples]))
+    assert step["rollout/truncated"] == pytest.approx(np.mean([s["truncated"] for s in samples]))
+    if advantage == "rloo":
+        for k in range(0, 12, 3):
+            scores = [s["reward"] for s in samples[k:k + 3]]
+            expected = [1.5 * (score - np.mean(scores)) for score in scores]
+            assert [s["advantage"] for s in samples[k:k + 3]] == pytest.approx(expected, abs=1e-5)
+
+
+def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch):
+    controllers, true_class = [], losses.KLController
+    monkeypatch.setattr(losses, "KLController", lambda *args: controllers.append(true_class(*args)) or controllers[-1])
+    steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001", "--kl_horizon", "24",
+                  "--freezing_actor_steps", "1", "--actor_lr", "1e-2")
+    value = 0.1
+    for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
+        value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
+    assert controllers[0].value == pytest.approx(value, rel=1e-5) and value != pytest.approx(0.1)
+
+
+def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
+    steps = train(qwen25, task, tmp_path, "--steps", "2", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+",
+                  "--actor_lr", "1e-2", "--gamma", "1", "--gae_lambda", "1")
+    assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
+    assert steps[1]["rollout/return"] < 2 and steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
+
+
+def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
+    out = tmp_path / "a"
+    held_out = ("--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_samples", "2")
+    metrics = ppo.main(flags(qwen25, task, out, *held_out))
+    rows = samples_of(out, "eval-000000")
+    assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
+    solved = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
+    assert metrics["eval/pass@2"] == pytest.approx(np.mean(solved)) and metrics["eval/num_samples"] == 14
+    assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+    assert not (out / "export").exists() and records(out) == [] or records(out)[0]["eval/pass@2"] == metrics["eval/pass@2"]
+    greedy = ppo.main(flags(qwen25, task, tmp_path / "b", *held_out[:3]))
+    again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9", "--slots", "1"))
+    assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
+    assert {k: v for k, v in greedy.items() if "seconds" not in k} == {k: v for k, v in again.items() if "seconds" not in k}
+
+
+def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path):
+    """--eval_only evaluates, whatever --eval_every says, and needs no --data."""
+    line = flags(qwen25, task, tmp_path, "--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_every", "0")
+    at = line.index("--data")
+    assert ppo.main(line[:at] + line[at + 2:])["eval/num_samples"] == 7
+
+
+def test_profile_writes_a_trace(qwen25, task, tmp_path):
+    train(qwen25, task, tmp_path, "--steps", "2", "--profile", "2")
+    trace, = (tmp_path / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert trace.name == "step-2-rank-0.json" and "aten::mm" in names
+
+
+# ------------------------------------------------------------------------------------------------ what goes wrong
+def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path):
+    bad = ("--data", str(task / "bad.jsonl"))
+    with pytest.raises(ppo.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
+        ppo.main(flags(qwen25, task, tmp_path / "a", *bad))
+    steps = train(qwen25, task, tmp_path / "b", *bad, "--on_bad_row", "skip", "--steps", "2", "--minibatches", "4")
+    assert [step["rollout/dropped_prompts"] for step in steps] == [1, 2]
+    assert [step["rollout/samples"] for step in steps] == [9, 9]
+    assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip"))
+    assert held_out["eval/dropped_prompts"] == 1 and held_out["eval/num_samples"] == 3
+
+
+def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
+    """One prompt per step: nothing is left of the step with the damaged picture, as of an evaluation without a picture."""
+    one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
+    with pytest.raises(ppo.UserError, match="no prompt is left"):
+        train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", "--eval_data", str(task / "bad.jsonl"), "--eval_only", *one))
+    assert held_out["eval/num_samples"] == 3                     # a chunk without prompts is no evaluation without prompts
+    (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
+    with pytest.raises(ppo.UserError, match="no held-out prompt is left"):
+        ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", str(task / "all-bad.jsonl"), "--eval_only", *one))
+
+
+@pytest.mark.parametrize("function, message", [
+    ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"), ("infinite", "(?s)inf, not a finite number.*response"),
+    ("late", r"(?s)longer than 0\.2 s.*response"), ("nothing", "has no function 'nothing'")])
+def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
+    with pytest.raises(ppo.UserError, match=message):
+        ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}", "--reward_timeout", "0.2",
+                       "--prompts_per_step", "8"))
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints in and out
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen2_5_vl tied", "qwen3_vl tied", "qwen2_5_vl tied twice",
+                                        "qwen2_5_vl module spelling"])
+def any_checkpoint(request, tmp_path_factory) -> Path:
+    kind, _, variant = request.param.partition(" ")
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, kind, tie=variant.startswith("tied"), shard_size="200KB" if variant == "tied" else "5GB")
+    if variant in ("", "tied"):
+        return folder
+    values = load_file(folder / "model.safetensors")
+    if variant == "tied twice":                           # some writers store the tied weight under both names
+        values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
+    else:                                                 # as the modules are called, not as hub files spell it
+        values = {k.replace("visual.", "model.visual.") if k.startswith("visual.") else
+                  k.replace("model.", "model.language_model.") if k.startswith("model.") else k: v for k, v in values.items()}
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
+    env = start(any_checkpoint, picture_rows, "--actor_lr", "1e-2", "--advantage", "grpo", "--samples_per_prompt", "4")
+    optimizer = ppo.build_optimizer(env.actor, 1e-2, env.args)
+    step = take(env)
+    samples = hand_samples(env, step)
+    samples.old_logprobs = samples.logprobs
+    ppo.update_actor(env.run, env.actor, optimizer, step, samples, 1, 0.0)
+    trained = ppo.score_tokens(env.run, env.actor, step, samples)
+    assert (trained - samples.logprobs).abs().max() > 0.01
+    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf", shard_bytes=200_000)
+
+    source, written = tensors(any_checkpoint), tensors(tmp_path / "hf")
+    assert written.keys() == source.keys()
+    assert all(written[key].shape == source[key].shape and written[key].dtype == source[key].dtype for key in source)
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
+    for file in (tmp_path / "hf").glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((any_checkpoint / "config.json").read_text())
+    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    expected, image_id = [], env.processor.config.image_token_id
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        ids, pixels = torch.cat([env.prompts[group].input_ids, tokens])[None], ppo.load_pixels(env.prompts[group], env.processor)
+        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
+        with torch.no_grad():
+            logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        rows = slice(len(env.prompts[group].input_ids) - 1, ids.shape[1] - 1)
+        expected.append(logits[rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    assert (torch.cat(expected) - trained).abs().max() < 1e-5
+
+    text = "how many circles are there?"
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == env.processor.tokenizer(text)
+    again = start(tmp_path / "hf", picture_rows, "--advantage", "grpo", "--samples_per_prompt", "4")      # trains on from there
+    assert all(torch.equal(x.input_ids, y.input_ids) and x.grids == y.grids for x, y in zip(again.prompts, env.prompts))
+    assert torch.equal(ppo.score_tokens(again.run, again.actor, take_features(again), samples), trained)
+
+
+def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
+    source = write_checkpoint(tmp_path / "source", "qwen2_5_vl")
+    AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
+    env = start(source, picture_rows, "--advantage", "grpo")
+    assert all(p.dtype == torch.float32 for p in env.actor.parameters() if p.requires_grad)            # master weights
+    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")
+    before, after = tensors(source), tensors(tmp_path / "hf")
+    assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")                                      # again, over the first
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+
+
+def take_features(env):
+    step = take(env)
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, step)
+    return step
+
+
+def test_tied_weights_stay_one_parameter(qwen25, picture_rows, tmp_path):
+    """Input and output embedding of a tied checkpoint share their gradient; of an untied one they do not."""
+    tied = start(write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True), picture_rows)
+    names = {name for name, _ in tied.actor.named_parameters()}
+    assert "model.lm_head.weight" not in names and tied.actor.model.lm_head.weight is \
+        tied.actor.model.model.language_model.embed_tokens.weight
+    untied = start(qwen25, picture_rows)
+    assert "model.lm_head.weight" in {name for name, _ in untied.actor.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------ several ranks
+RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
+    "gae": ("qwen2_5_vl", "--steps 5 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
+            "--eval_every 2 --lr_schedule linear --warmup_steps 1"),
+    "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --kl_target 0.01 "
+             "--loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 --clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
+    "rloo": ("qwen2_5_vl", "--steps 2 --prompts_per_step 3 --advantage rloo --no-share_prompts --gradient_checkpointing "
+             "--recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 --epochs 3 --eval_every 0"),
+    "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 --eval_samples 2 "
+                    "--loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),                # rank 1 has no prompt
+    "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
+}
+FAILURES = {
+    "picture": ("qwen2_5_vl", "--data bad.jsonl"),
+    "reward": ("qwen2_5_vl", "--reward reward.py:fails --prompts_per_step 8"),
+}
+
+
+def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
+    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py")) else word for word in spec[1].split()]
+    return flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
+
+
+def launch(ranks: int, plan: Path) -> None:
+    """Run this file as a program on so many ranks."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, str(plan)]
+    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def two_ranks(qwen25, task, tmp_path_factory):
+    """Every run above on one and on two ranks: folders of the outputs."""
+    checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
+    one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
+    plan = [run_flags(name, spec, checkpoints, task, two) for name, spec in (RUNS | FAILURES).items()]
+    (two / "plan.json").write_text(json.dumps(plan))
+    launch(2, two / "plan.json")
+    for name, spec in RUNS.items():
+        ppo.main(run_flags(name, spec, checkpoints, task, one))
+    return one, two
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same samples and, within 1e-4, the same metrics but for those of speed and memory."""
+    files = sorted(path.name for path in (one / "samples").glob("*.jsonl"))
+    assert files == sorted(path.name for path in (other / "samples").glob("*.jsonl"))
+    for file in files:
+        for ours, theirs in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
+            assert theirs.pop("advantage", 0) == pytest.approx(ours.pop("advantage", 0), abs=1e-4, rel=1e-4)
+            assert ours == theirs
+    first, second = records(one), records(other)
+    assert len(first) == len(second)
+    for ours, theirs in zip(first, second):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            if not name.startswith("perf/") and not name.endswith("seconds"):
+                assert theirs[name] == pytest.approx(value, abs=1e-4, rel=1e-4), (ours["step"], name)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_one_rank_equals_two_ranks(two_ranks, name):
+    one, two = (folder / name for folder in two_ranks)
+    assert_same_run(one, two)
+    steps = int(RUNS[name][1].split("--steps ")[1].split()[0])
+    assert len([record for record in records(two) if "rollout/reward" in record]) == steps
+    source, ours, theirs = (tensors(path / "export" / f"step-{steps}") for path in (one, one, two))
+    assert ours.keys() == theirs.keys() == source.keys()
+    for key in ours:
+        assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
+
+
+def test_every_held_out_row_is_answered_once(two_ranks):
+    files = sorted(path.stem for path in (two_ranks[1] / "gae" / "samples").glob("eval-*.jsonl"))
+    assert files == [f"eval-{step:06d}" for step in (0, 2, 4, 5)]
+    for file in files:
+        assert [row["index"] for row in samples_of(two_ranks[1] / "gae", file)] == list(range(7))
+    pairs = [(row["index"], row["sample"]) for row in samples_of(two_ranks[1] / "reinforce++", "eval-000000")]
+    assert pairs == [(i, k) for i in range(7) for k in range(2)]
+
+
+def test_sampled_is_trained(two_ranks):
+    """Before any update of a step the trained policy gives the samples the probabilities they were drawn with."""
+    for folder in two_ranks:
+        for name in RUNS:
+            gaps = [record["train/sampler_gap"] for record in records(folder / name) if "train/sampler_gap" in record]
+            assert gaps and max(gaps) < 1e-5, name
+
+
+def test_failures_are_told_on_every_rank(two_ranks):
+    told = [json.loads((two_ranks[1] / f"errors-{rank}.json").read_text()) for rank in range(2)]
+    assert told[0] == told[1] and len(told[0]) == 2
+    assert "bad.jsonl:2" in told[0][0] and "damaged.png" in told[0][0]
+    assert "the reward of row 2" in told[0][1] and "response" in told[0][1]
+
+
+def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
+    assert [record["rollout/dropped_prompts"] for record in records(two_ranks[1] / "skip")] == [1, 2]
+
+
+def test_eight_ranks(qwen25, task, tmp_path):
+    """More ranks than prompts, and shards without rows: the same run as on one rank."""
+    run = lambda out: flags(qwen25, task, out, "--steps", "2", "--minibatches", "2", "--epochs", "2", "--critic_lr", "1e-3",  # noqa: E731
+                            "--eval_data", str(task / "eval.jsonl"))
+    (tmp_path / "plan.json").write_text(json.dumps([run(tmp_path / "eight")]))
+    launch(8, tmp_path / "plan.json")
+    ppo.main(run(tmp_path / "one"))
+    assert_same_run(tmp_path / "one", tmp_path / "eight")
+
+
+def check_exchange() -> None:
+    """Features and ragged tensors arrive where they are needed, bit by bit."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rng = np.random.default_rng(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for _ in range(10):
+            shapes = {p: (2, int(rng.integers(1, 6)), 3) for p in range(9) if rng.random() < 0.7}
+            owners = rng.integers(0, world, 9).tolist()
+            needed = [{int(p) for p in rng.permutation(9)[:rng.integers(0, 9)]} for _ in range(world)]
+            whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
+            own = {p: value for p, value in whole.items() if owners[p] == rank}
+            arrived = exchange_features(own, owners, needed, shapes, dtype)
+            assert arrived.keys() == needed[rank] & shapes.keys()
+            assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
+    parts = all_gather_ragged(torch.arange(6 * rank).view(-1, 3) + rank)
+    assert [part.tolist() for part in parts] == [(torch.arange(6 * r).view(-1, 3) + r).tolist() for r in range(world)]
+    assert all_gather_json({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
+
+
+def program(plan: Path) -> None:
+    errors = []
+    for line in json.loads(plan.read_text()):
+        try:
+            ppo.main(line)
+        except ppo.UserError as error:
+            errors.append(str(error))
+    check_exchange()
+    (plan.parent / f"errors-{dist.get_rank()}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    program(Path(sys.argv[1]))
