@@ -438,6 +438,8 @@ def check_args(args: Args) -> None:
             has_critic or not update.freezing_actor_steps,
         "--reference_model is of no use without --kl_coef": algorithm.kl_coef > 0 or not args.model.reference_model,
         "--kl_target needs a --kl_coef above 0 to start from": algorithm.kl_coef > 0 or not algorithm.kl_target,
+        f"--kl_horizon {algorithm.kl_horizon} must exceed a fifth of the samples per step": not algorithm.kl_target
+            or 5 * algorithm.kl_horizon > rollout.prompts_per_step * rollout.samples_per_prompt,
         f"--min_new_tokens {rollout.min_new_tokens} exceeds --max_new_tokens {rollout.max_new_tokens}":
             rollout.min_new_tokens <= rollout.max_new_tokens,
         f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off": algorithm.dual_clip == 0 or algorithm.dual_clip > 1,
@@ -1475,7 +1477,7 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
     for i, (group, response) in enumerate(zip(samples.group.tolist(), texts)):
         row = prompts.prompts[group]
         records.append({"index": row.index, "source": row.source, "sample": int(samples.number[i]), "prompt": row.text,
-                        "images": list(row.images), "response": response, "reference": row.reference, "label": row.label,
+                        "question": user_text(row.messages), "images": list(row.images), "response": response, "reference": row.reference, "label": row.label,
                         "reward": float(samples.scores[i]), "response_length": int(samples.lengths[i]),
                         "truncated": bool(samples.truncated[i]),
                         "components": {name: float(values[i]) for name, values in samples.components.items()}}
@@ -1485,13 +1487,15 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 
 def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, what was asked, what was answered, what it earned."""
-    return [draw_sample([read_image(path) for path in record["images"]], readable(record["prompt"]), record["response"],
+    return [draw_sample([read_image(path) for path in record["images"]], record["question"], record["response"],
                         f"reward {record['reward']:.2f}   reference: {record['reference']}") for record in records]
 
 
-def readable(text: str) -> str:
-    """A rendered prompt without chat markup: runs of <|...|> tokens become one space."""
-    return re.sub(r"(<\|[^|>]*\|>\s*)+", " ", text).strip()
+def user_text(messages: list[dict]) -> str:
+    """What the user says in a conversation, without markup and image places."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return "\n".join(part if isinstance(part, str) else "\n".join(p["text"] for p in part if p.get("type") == "text")
+                     for part in said)
 
 
 def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples) -> dict[str, float]:
