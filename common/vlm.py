@@ -5,7 +5,7 @@
               -> body: correct RGB -> patches, when a step needs them                               load_pixels
     patches   -> vision tower -> image features                                                     image_features
     row       -> embeddings with the features in place -> language model -> hidden states           language_hidden
-    folder    -> model on meta -> (sharded by the script) -> weights streamed into the shards       skeleton, load_weights
+    folder    -> model on meta -> (sharded by the script) -> weights streamed into shards  skeleton, load_weights
 
 Shapes: P prompt tokens, I images, M image tokens, N tokens of a packed row, H hidden size (or heads, with D), B slots.
 A user's mistake is a ValueError that names the file, the line and the numbers.
@@ -17,30 +17,28 @@ import json
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from jinja2 import TemplateError
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
-from transformers.utils import cached_file
 
-# A new family: its image processor here, its resize rule in Processor.grid, its placeholder expansion in _build.
+# A new family: its image processor here, its resize rule in Processor.grid, its placeholders in Processor.encode.
 IMAGE_PROCESSORS = {name: Qwen2VLImageProcessorPil for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
-READ_THREADS = 8  # headers wait for the file system, not for the processor
-TOKENIZE_ROWS = 2048  # rows per tokenizer call: enough for its own threads, few enough to stay lean
+ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,253 +56,146 @@ class Prompt:
     label: str | None
 
 
-def _read(path: str, max_decoded_pixels: int, use: Callable):
-    """`use(image)` of a picture file opened by its header, refused by its size before any body is decoded."""
+@contextmanager
+def _open_image(path: str):
+    """A picture file opened by its header, refused by its size before any body is decoded."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
-            width, height = image.size
-            if not 0 < width * height <= max_decoded_pixels:
-                raise ValueError(f"{width}x{height} = {width * height} pixels, allowed are 1 to {max_decoded_pixels}")
-            return use(image)
+            if not 0 < image.width * image.height <= MAX_DECODED_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels; allowed are {MAX_DECODED_PIXELS} in all")
+            yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error
-    except Image.DecompressionBombError as error:  # Pillow's own limit, above ours, acts before the size can be read
-        raise ValueError(f"{path}: more than the {max_decoded_pixels} pixels allowed ({error})") from error
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{path}: not a picture, or none of {', '.join(IMAGE_FORMATS)}") from error
     except Exception as error:  # damaged files raise anything (struct, zlib, Syntax, Index, ...), by plugin
-        raise ValueError(f"{path}: cannot be read as a picture ({type(error).__name__}: {error})") from error
+        raise ValueError(f"{path}: cannot be read as one of {', '.join(IMAGE_FORMATS)}: {error!r}") from error
 
 
-def image_size(path: str, max_decoded_pixels: int = MAX_DECODED_PIXELS) -> tuple[int, int]:
-    """(width, height) in pixels as `read_image` will return it, EXIF orientation included, from the header alone.
-
-    Raises ValueError: no such file, not a picture, zero size, more than `max_decoded_pixels`.
-    """
-
-    def upright_size(image: Image.Image) -> tuple[int, int]:
-        if image.format == "TIFF":  # Pillow turns these itself, and reports the turned size
-            return image.size
-        if image.format == "PNG" and "exif" not in image.info:
-            with open(path, "rb") as file:  # some tools write the orientation behind the body: then decode it
-                file.seek(max(0, os.path.getsize(path) - 2**16))
-                tail = file.read()
-            if b"eXIf" in tail or b"XML:com.adobe.xmp" in tail:
-                return ImageOps.exif_transpose(image).size
-        # Not image.getexif(): that of the PNG plugin decodes the whole body in search of EXIF behind it.
-        turned = Image.Image.getexif(image).get(0x0112, 1) in (5, 6, 7, 8)
+def image_size(path: str) -> tuple[int, int]:
+    """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF behind the body of a PNG is
+    not seen. Raises ValueError: no such file, not a picture, too many pixels."""
+    with _open_image(path) as image:
+        # Not image.getexif(): that of a PNG decodes the body first. TIFF: Pillow reports the turned size by itself.
+        turned = image.format != "TIFF" and Image.Image.getexif(image).get(0x0112) in (5, 6, 7, 8)
         return image.size[::-1] if turned else image.size
 
-    return _read(path, max_decoded_pixels, upright_size)
 
-
-def read_image(path: str, max_decoded_pixels: int = MAX_DECODED_PIXELS) -> Image.Image:
+def read_image(path: str) -> Image.Image:
     """Decode a picture file to RGB: upright by its EXIF, transparency laid on white, first frame of an animation.
 
-    Palette, grey, 16-bit grey (scaled, not clipped) and CMYK are converted. Raises ValueError with path and reason: no
-    such file, not a picture, more than `max_decoded_pixels`, truncated or damaged body, a mode of unknown range.
+    16-bit grey is scaled, not clipped. Raises ValueError with path and reason: no such file, not a picture, too many
+    pixels, truncated or damaged body, grey values of unknown range.
     """
-
-    def to_rgb(image: Image.Image) -> Image.Image:
+    with _open_image(path) as image:
         image = ImageOps.exif_transpose(image)
-        if image.mode == "F":
-            raise ValueError("float pixels have no known range")
-        if image.mode.startswith("I"):  # Pillow's own conversion clips everything above 255 to white
-            values = np.asarray(image).astype(np.int64)  # (h, w)
-            if values.min() < 0 or values.max() > 65535:
-                raise ValueError(f"grey values {values.min()} to {values.max()} exceed 16 bits")
-            grey = np.where(values == image.info.get("transparency", -1), 255, (values + 128) // 257)
-            return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-        if image.has_transparency_data:
+        if image.mode[0] in "IF":  # Pillow's own conversion clips everything above 255 to white
+            values = np.asarray(image)  # (h, w)
+            if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+                raise ValueError(f"mode {image.mode}, values {values.min()} to {values.max()}: not 16-bit grey")
+            image = Image.fromarray((values / 257).round().astype(np.uint8))
+        elif image.has_transparency_data:
             layer = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
         return image.convert("RGB")
 
-    return _read(path, max_decoded_pixels, to_rgb)
-
-
-def _checkpoint_json(folder: str, name: str) -> dict:
-    """A JSON file of a checkpoint, local or on the hub; empty where there is none."""
-    path = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
-    if path is None:
-        return {}
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
-
 
 class Processor:
-    """Tokenizer, chat template and Pillow image processor of a checkpoint folder or hub name.
+    """Tokenizer, chat template and Pillow image processor of a checkpoint folder.
 
     Not `AutoProcessor`: for the Qwen-VL families it needs torchvision, for videos nobody feeds here.
     min_pixels, max_pixels: bounds of the area an image is resized to, in pixels; 0 keeps the checkpoint's own.
-    Raises ValueError: no such checkpoint, unsupported family, no chat template, no image processor settings or such as
-    contradict the vision tower, impossible bounds, no end token.
-
-    Attributes: tokenizer, image_processor, config, generation_config (or None), image_token_id, patch_size, merge_size
-    (patches per side of an image token), stop_ids, banned_ids (never to be sampled), pad_id.
+    Raises ValueError: files missing or unreadable, another family, no chat template, contradictory settings.
+    Attributes: config, tokenizer, image_processor, files (JSON by name), image_token_id, stop_ids, banned_ids (never
+    to be sampled), reserved_tokens (never in a row), patch_size, merge_size (patches per side of an image token).
     """
 
-    def __init__(self, folder: str, min_pixels: int = 0, max_pixels: int = 0):
-        self.folder = str(folder)
+    def __init__(self, folder: str | Path, min_pixels: int = 0, max_pixels: int = 0):
+        paths = [Path(folder, f"{name}.json") for name in ("chat_template", "generation_config", "processor_config",
+                                                           "preprocessor_config", "video_preprocessor_config")]
         try:
-            self.config = AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
-            self.tokenizer = AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+            self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self.files = {path.stem: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in paths}
+            if self.config.model_type not in IMAGE_PROCESSORS:
+                raise ValueError(f"family {self.config.model_type!r} is not one of {', '.join(IMAGE_PROCESSORS)}")
+            self._set_image_processor(min_pixels, max_pixels)
+            self._set_tokens()
         except (OSError, ValueError) as error:
-            raise ValueError(f"model {self.folder}: config.json or tokenizer missing or unreadable, here and on the "
-                             f"hub: {error}") from error
-        family = self.config.model_type
-        if family not in IMAGE_PROCESSORS:
-            raise ValueError(f"model {self.folder}: family {family!r} is not one of {', '.join(IMAGE_PROCESSORS)}")
-        # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
-        legacy = _checkpoint_json(self.folder, "chat_template.json").get("chat_template")
-        self.tokenizer.chat_template = legacy or self.tokenizer.chat_template
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"model {self.folder}: no chat template (chat_template.jinja or .json, or an entry of "
-                             "tokenizer_config.json); take that of the instruction-tuned checkpoint")
-        self._set_image_processor(IMAGE_PROCESSORS[family], min_pixels, max_pixels)
-        self._set_token_ids()
+            raise ValueError(f"--model {folder}: {error}") from error
 
-    def _set_image_processor(self, family_class: type, min_pixels: int, max_pixels: int) -> None:
-        settings = dict(_checkpoint_json(self.folder, "processor_config.json").get("image_processor")
-                        or _checkpoint_json(self.folder, "preprocessor_config.json"))
+    def _set_image_processor(self, min_pixels: int, max_pixels: int) -> None:
+        settings = self.files["processor_config"].get("image_processor") or self.files["preprocessor_config"]
         if not settings:
-            raise ValueError(f"model {self.folder}: no preprocessor_config.json, so no rule from pictures to patches")
+            raise ValueError("no preprocessor_config.json, so no rule from pictures to patches")
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
         # the default of the class, for every later checkpoint. Hence `size`, always.
-        size = dict(settings.get("size") or {})
-        low = settings.pop("min_pixels", None) or size.get("shortest_edge") or size.get("min_pixels") or 56 * 56
-        high = settings.pop("max_pixels", None) or size.get("longest_edge") or size.get("max_pixels") or 28 * 28 * 1280
-        self.min_pixels, self.max_pixels = min_pixels or low, max_pixels or high
-        settings["size"] = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
-        self.image_processor = family_class.from_dict(settings)
-        self.patch_size, self.merge_size = self.image_processor.patch_size, self.image_processor.merge_size
-        token_pixels = (self.patch_size * self.merge_size) ** 2
-        if not 0 < self.min_pixels <= self.max_pixels or self.max_pixels < token_pixels:
-            raise ValueError(f"min_pixels {self.min_pixels}, max_pixels {self.max_pixels}: must be 0 < min <= max, and "
-                             f"max at least the {token_pixels} pixels of one image token")
-        vision = self.config.vision_config
-        tower = (vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
-        ours = (self.patch_size, self.merge_size, self.image_processor.temporal_patch_size)
-        if ours != tower or not self.image_processor.do_resize:
-            raise ValueError(f"model {self.folder}: patches do not fit the tower: patch, merge and temporal size are "
-                             f" {ours} in preprocessor_config.json, {tower} in config.json; do_resize must be on")
+        given = (settings.get("size") or {}) | {key: value for key, value in settings.items() if value}
+        low = min_pixels or given.get("min_pixels") or given.get("shortest_edge") or 56 * 56
+        high = max_pixels or given.get("max_pixels") or given.get("longest_edge") or 28 * 28 * 1280
+        tower = self.config.vision_config  # has the last word on patches: its weights have their shape
+        self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
+        if not 0 < low <= high:
+            raise ValueError(f"min_pixels {low}, max_pixels {high}: must be 0 < min <= max")
+        settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
+            "size": {"shortest_edge": low, "longest_edge": high}, "do_resize": True, "patch_size": self.patch_size,
+            "merge_size": self.merge_size, "temporal_patch_size": tower.temporal_patch_size}
+        self.image_processor = IMAGE_PROCESSORS[self.config.model_type].from_dict(settings)
 
-    def _set_token_ids(self) -> None:
-        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        vocab_size = self.config.get_text_config().vocab_size
-        found = {getattr(self.config, name, None) for name in names} - {None}
+    def _set_tokens(self) -> None:
+        tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
+        # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
+        tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
+        if not tokenizer.chat_template:
+            raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
+        self.image_token_id = config.image_token_id
+        ids = {self.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
         # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
-        self.banned_ids = tuple(sorted(i for i in found if 0 <= i < vocab_size))
-        self.image_token_id = self.config.image_token_id
-        if not 0 <= self.image_token_id < min(vocab_size, len(self.tokenizer)):
-            raise ValueError(f"model {self.folder}: image_token_id {self.image_token_id} is outside the vocabulary, "
-                             f"{vocab_size} in config.json and {len(self.tokenizer)} in the tokenizer")
-        has_file = bool(_checkpoint_json(self.folder, "generation_config.json"))
-        self.generation_config = GenerationConfig.from_pretrained(self.folder) if has_file else None
-        ends = self.generation_config.eos_token_id if has_file else None
-        stops = {self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
-        stops.add(self.tokenizer.get_vocab().get("<end_of_turn>"))  # Gemma ends turns with it, and declares only <eos>
-        self.stop_ids = tuple(sorted(stops - {None}))
-        if not self.stop_ids:
-            raise ValueError(f"model {self.folder}: no end token in generation_config.json or the tokenizer")
-        pad = self.tokenizer.pad_token_id
-        eos = self.tokenizer.eos_token_id
-        self.pad_id = pad if pad is not None else eos if eos is not None else self.stop_ids[0]
+        self.banned_ids = tuple(sorted(i for i in ids if i < config.text_config.vocab_size))
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        self.stop_ids = tuple(sorted(ends - {None}))
+        # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
+        self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
+                                and (i in ids | ends or token.content in str(tokenizer.chat_template))]
+        tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
+        tokenizer.backend_tokenizer.no_padding()
 
     def grid(self, width: int, height: int) -> tuple[int, int, int]:
         """(1, h, w) patches of a picture of width x height pixels. ValueError for sides longer than 200 : 1."""
-        factor = self.patch_size * self.merge_size
-        h, w = smart_resize(height, width, factor, self.min_pixels, self.max_pixels)
+        low, high = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
+        h, w = smart_resize(height, width, self.patch_size * self.merge_size, low, high)
         return 1, h // self.patch_size, w // self.patch_size
 
-    def pixels(self, images: list[Image.Image]) -> tuple[torch.Tensor, torch.Tensor]:
-        """RGB pictures (at least one) to normalised patches (ΣP, C) float32 and grids (I, 3) int64."""
-        batch = self.image_processor(images=images, return_tensors="pt")
-        return batch["pixel_values"], batch["image_grid_thw"]
+    def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor]:
+        """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image expanded.
+        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image."""
+        if typed := [token for token in self.reserved_tokens if token in str(messages)]:
+            raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # a template is a program that came with the checkpoint, and raises what it likes
+            raise ValueError(f"the chat template cannot render this ({error!r})") from error
+        text.encode("utf-8")  # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer
+        # The template has written the special tokens: the tokenizer must not add its own on top.
+        ids = np.array(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+        is_image = ids == self.image_token_id
+        if is_image.sum() != len(grids):
+            raise ValueError(f"image-token mismatch: {is_image.sum()} image placeholders in the rendered prompt for "
+                             f"{len(grids)} images (a template for text only?)")
+        repeats = np.ones_like(ids)
+        repeats[is_image] = [t * h * w // self.merge_size**2 for t, h, w in grids]
+        return text, torch.from_numpy(ids.repeat(repeats))
 
     def save(self, folder: str) -> None:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
-        if self.generation_config is not None:
-            self.generation_config.save_pretrained(folder)
-        for name in ("processor_config.json", "video_preprocessor_config.json"):  # AutoProcessor asks for them
-            settings = _checkpoint_json(self.folder, name)
-            settings.pop("image_processor", None)  # would take precedence over the pixel bounds just written
-            if settings:
-                with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
-                    json.dump(settings, file, indent=2)
+        for name in ("generation_config", "processor_config", "video_preprocessor_config"):
+            # The nested image processor would take precedence over the pixel bounds just written.
+            if settings := {key: value for key, value in self.files[name].items() if key != "image_processor"}:
+                Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 
-class _Row(NamedTuple):  # a line that parsed, its images not yet looked at
-    index: int
-    source: str
-    messages: list[dict]
-    images: tuple[str, ...]
-    reference: str | None
-    label: str | None
-
-
-def _parts(content: str | list, files: list[str]) -> list[dict]:
-    """Content as text and image parts; "<image>" in a string stands for an image. Paths in parts go to `files`."""
-    if isinstance(content, str):
-        pieces = [[{"type": "image"}, {"type": "text", "text": text}] for text in content.split("<image>")]
-        return sum(pieces, [])[1:]
-    if not isinstance(content, list):
-        raise ValueError(f"message content must be a string or a list of parts, not {content!r:.80}")
-    parts = []
-    for part in content:
-        match part:
-            case {"type": "text", "text": str(text)} if len(part) == 2:
-                parts.append({"type": "text", "text": text})
-            case {"type": "image", "image": str(file)} | {"type": "image", "path": str(file)} if len(part) == 2:
-                files.append(file)
-                parts.append({"type": "image"})
-            case {"type": "image"} if len(part) == 1:
-                parts.append({"type": "image"})
-            case _:
-                raise ValueError('a part must be {"type": "text", "text": ...} or {"type": "image"}, with "image" or '
-                                 f'"path" if it names a file, not {part!r:.80}')
-    return parts
-
-
-def _chat(prompt: str | list, images: list[str], system_prompt: str) -> tuple[list[dict], list[str]]:
-    """Messages in the form every chat template takes, and the image paths in their order of appearance."""
-    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not isinstance(prompt, list) or not all(isinstance(m, dict) and {"role", "content"} <= set(m) for m in prompt):
-        raise ValueError('prompt must be a string or a list of messages {"role": ..., "content": ...}, not '
-                         f"{prompt!r:.80}")
-    roles = [m["role"] for m in prompt]
-    if not all(role in ("system", "user", "assistant", "tool") for role in roles) or roles[-1:] == ["assistant"]:
-        raise ValueError(f"message roles must be system, user, assistant or tool, not assistant last: {roles!r:.80}")
-    files: list[str] = []
-    messages = [{**m, "content": _parts(m["content"], files)} for m in prompt]
-    if not any(p.get("text", "").strip() for m in messages if m["role"] != "system" for p in m["content"]):
-        raise ValueError("empty prompt: no text but the system's")
-    places = sum(p["type"] == "image" for m in messages for p in m["content"])
-    if files and (images or len(files) != places):
-        raise ValueError(f"{len(files)} of {places} image parts name a file, and the images column has {len(images)}: "
-                         "name all files in one of the two")
-    images = files or images
-    if images and not places and roles.count("user") == 1:
-        # The row does not say where: images first, as the Qwen-VL families are trained.
-        messages[roles.index("user")]["content"][:0] = [{"type": "image"} for _ in images]
-    elif len(images) != places:
-        raise ValueError(f"{len(images)} images for {places} places (<image> in a string, or parts of type image)")
-    for message in messages:  # text alone goes back to a string: templates made for text know no lists
-        parts = message["content"]
-        if all(p["type"] == "text" for p in parts):
-            message["content"] = "".join(p["text"] for p in parts)
-        else:
-            message["content"] = [p for p in parts if p["type"] == "image" or p["text"]]
-    if system_prompt and "system" in roles:
-        raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return system + messages, images
-
-
-def _parse(line: bytes, columns: tuple[str, ...], folder: str, system_prompt: str) -> tuple:
-    """(messages, absolute image paths, reference, label) of one line; ValueError says what is wrong with it."""
+def _parse_row(line: bytes, columns: tuple[str, ...]) -> tuple:
+    """(prompt, image paths, label, reference) of one line; the prompt is yet to be checked."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
@@ -313,67 +204,56 @@ def _parse(line: bytes, columns: tuple[str, ...], folder: str, system_prompt: st
         raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
     if unknown := sorted(set(row) - set(columns)):
         raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}")
-    prompt, images, *texts = (row.get(column) for column in columns)
-    if prompt is None:
-        raise ValueError(f"no prompt in column {columns[0]!r}")
+    prompt, images, *texts = map(row.get, columns)
     images = [] if images is None else [images] if isinstance(images, str) else images
     if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
         raise ValueError(f"column {columns[1]!r} must be a path or a list of paths, not {images!r:.80}")
     for column, text in zip(columns[2:], texts):
         if not isinstance(text, str | None):
             raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
-    label, *references = texts
-    given = {text for text in references if text is not None}
-    if len(given) > 1:
-        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {references!r:.120}; give one of them")
-    messages, images = _chat(prompt, images, system_prompt)
-    paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
-    return messages, paths, next(iter(given), None), label
+    references = {text for text in texts[1:] if text is not None}
+    if len(references) > 1:
+        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {texts[1:]!r:.120}; give one of them")
+    return prompt, images, texts[0], next(iter(references), None)
 
 
-def _render(row: _Row, tokenizer) -> str:
-    """The chat template's text; ValueError where the template refuses the messages."""
-    try:
-        text = tokenizer.apply_chat_template(row.messages, add_generation_prompt=True, tokenize=False)
-        text.encode("utf-8")  # JSON may hold half a surrogate pair, on which the tokenizer would stop the whole batch
-    except (TemplateError, TypeError, UnicodeError) as error:  # TypeError: a list of parts added to a string
-        raise ValueError(f"the chat template cannot render this ({type(error).__name__}: {error})") from error
-    return text
+def _parts(content: str | list) -> list[dict]:
+    """Message content as text and image parts; "<image>" in a string stands for an image."""
+    if isinstance(content, str):
+        pieces = [piece for piece in re.split("(<image>)", content) if piece]
+        return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(), **rest} | {"type": "image", **rest} if not rest:
+                continue
+        raise ValueError('a part of a message must be {"type": "text", "text": ...} or {"type": "image"}, its file in '
+                         f"the images column, not {part!r:.80}")
+    return content
 
 
-def _build(row: _Row, text: str, ids: list[int], sizes: dict, processor: Processor, max_prompt_tokens: int) -> Prompt:
-    """Expand the placeholders and check the result; ValueError with the numbers."""
-    if bad := [sizes[image] for image in row.images if isinstance(sizes[image], str)]:
-        raise ValueError("; ".join(bad))
-    grids = tuple(processor.grid(*sizes[image]) for image in row.images)
-    input_ids = np.asarray(ids, dtype=np.int64)
-    places = input_ids == processor.image_token_id
-    videos = np.count_nonzero(input_ids == getattr(processor.config, "video_token_id", None))
-    if places.sum() != len(grids) or videos:
-        raise ValueError(f"image-token mismatch: {places.sum()} image and {videos} video placeholders in the rendered "
-                         f"prompt for {len(grids)} images (one typed in the text? a template for text only?)")
-    repeats = np.ones_like(input_ids)
-    repeats[places] = [t * h * w // processor.merge_size**2 for t, h, w in grids]
-    input_ids = np.repeat(input_ids, repeats)  # (P,)
-    if len(input_ids) > max_prompt_tokens:
-        raise ValueError(f"prompt too long: {len(input_ids)} tokens, {repeats[places].sum()} of them for {len(grids)} "
-                         f"images; the limit is {max_prompt_tokens}")
-    return Prompt(row.index, row.source, row.messages, text, row.images, grids, torch.from_numpy(input_ids),
-                  row.reference, row.label)
-
-
-def _image_sizes(paths: list[str], verify_images: bool) -> dict[str, tuple[int, int] | str]:
-    """(width, height), or what is wrong, of every picture; each file is read once, by a few threads."""
-
-    def size(path: str) -> tuple[int, int] | str:
-        try:
-            return read_image(path).size if verify_images else image_size(path)
-        except ValueError as error:
-            return str(error)
-
-    Image.init()  # or the threads would race to load the plugins
-    with ThreadPoolExecutor(READ_THREADS) as pool:
-        return dict(zip(paths, pool.map(size, paths)))
+def _chat(prompt: str | list, image_count: int, system_prompt: str) -> list[dict]:
+    """Messages in the form every chat template takes: content as parts, or a string if all of it is text."""
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    valid = isinstance(prompt, list) and prompt and all(
+        isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list) for m in prompt)
+    if not valid or prompt[-1]["role"] == "assistant":
+        raise ValueError('prompt must be a string or messages {"role": ..., "content": string or parts}, with roles '
+                         f"{', '.join(ROLES)}, the last not by the assistant; it is {prompt!r:.120}")
+    messages = [{**m, "content": _parts(m["content"])} for m in prompt]
+    if not any(part.get("text", "").strip() for m in messages if m["role"] != "system" for part in m["content"]):
+        raise ValueError("empty prompt: no text but the system's")
+    places = sum(part["type"] == "image" for m in messages for part in m["content"])
+    users = [m for m in messages if m["role"] == "user"]
+    if not places and len(users) == 1:  # the row does not say where: images first, as the Qwen-VL families are trained
+        users[0]["content"] = [{"type": "image"}] * image_count + users[0]["content"]
+    elif places != image_count:
+        raise ValueError(f"{image_count} images for {places} places (<image> in a string, or parts of type image)")
+    for m in messages:  # templates made for text know no parts
+        if all(part["type"] == "text" for part in m["content"]):
+            m["content"] = "".join(part["text"] for part in m["content"])
+    if system_prompt and any(m["role"] == "system" for m in messages):
+        raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
 
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
@@ -387,70 +267,57 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
     Returns the prompts in file order, and what was wrong with each row skipped.
     Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
     """
-    if on_bad_row not in ("error", "skip"):
-        raise ValueError(f"on_bad_row must be 'error' or 'skip', not {on_bad_row!r}")
     if not os.path.isfile(path):
         raise ValueError(f"{path}: no such file")
     columns = (prompt_column, images_column, label_column, reference_column)
     columns += ("reference",) if reference_column == "answer" and "reference" not in columns else ()
     folder, name = os.path.split(os.path.abspath(path))
-    problems: list[tuple[int, str]] = []
-
-    def attempt(index: int, source: str, function: Callable, *args):
-        try:
-            return function(*args)
-        except ValueError as error:
-            problems.append((index, f"{source}: {error}"))
-            return None
-
-    rows, total = [], 0
-    with open(path, "rb") as file:  # bytes: of all the line separators that JSON strings may hold, only \n ends a row
-        for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else line.strip()
-            if limit and total == limit:
-                break
-            if line:
-                source = f"{name}:{number}"
-                if (parsed := attempt(total, source, _parse, line, columns, folder, system_prompt)) is not None:
-                    rows.append(_Row(total, source, *parsed))
-                total += 1
-    if not total:
+    # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
+    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    rows = [(f"{name}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()][:limit or None]
+    if not rows:
         raise ValueError(f"{path}: empty file, no rows")
-    sizes = _image_sizes(list({image: None for row in rows for image in row.images}), verify_images)
-    prompts = []
-    for start in range(0, len(rows), TOKENIZE_ROWS):
-        batch = [(row, attempt(row.index, row.source, _render, row, processor.tokenizer))
-                 for row in rows[start : start + TOKENIZE_ROWS]]
-        batch = [(row, text) for row, text in batch if text is not None]
-        # The template has written the special tokens; the tokenizer must not add them again.
-        texts = [text for _, text in batch]
-        options = dict(add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids = processor.tokenizer(texts, **options)["input_ids"] if texts else []
-        built = [attempt(row.index, row.source, _build, row, text, row_ids, sizes, processor, max_prompt_tokens)
-                 for (row, text), row_ids in zip(batch, ids)]
-        prompts += [prompt for prompt in built if prompt is not None]
-    messages = [message for _, message in sorted(problems)]
-    if messages and (on_bad_row == "error" or not prompts):
-        raise ValueError("\n  ".join([f"{path}: {len(messages)} of {total} rows are bad", *messages[:5]]
-                                     + ["..."] * (len(messages) > 5)))
-    return prompts, messages
+
+    def load_row(index: int, source: str, line: bytes) -> Prompt | str:
+        """The prompt, or what is wrong with it."""
+        try:
+            prompt, images, label, reference = _parse_row(line, columns)
+            messages = _chat(prompt, len(images), system_prompt)
+            images = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+            sizes = [read_image(image).size if verify_images else image_size(image) for image in images]
+            grids = tuple(processor.grid(width, height) for width, height in sizes)
+            text, input_ids = processor.encode(messages, grids)
+            if len(input_ids) > max_prompt_tokens:
+                raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images; the "
+                                 f"limit is {max_prompt_tokens}")
+            return Prompt(index, source, messages, text, images, grids, input_ids, reference, label)
+        except ValueError as error:
+            return f"{source}: {error}"
+
+    Image.init()  # or the threads would race to load the plugins
+    with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
+        loaded = list(pool.map(load_row, range(len(rows)), *zip(*rows)))
+    prompts = [row for row in loaded if isinstance(row, Prompt)]
+    bad = [row for row in loaded if isinstance(row, str)]
+    if bad and (on_bad_row == "error" or not prompts):
+        raise ValueError("\n  ".join([f"{path}: {len(bad)} of {len(rows)} rows are bad", *bad[:5]]))
+    return prompts, bad
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Decode the pictures of a prompt: patches (ΣP, C) float32 and grids (I, 3) int64; None without pictures.
 
-    Raises ValueError that names the row: a body that cannot be decoded, or a file that changed since it was loaded.
+    Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    try:
-        patches, grids = processor.pixels([read_image(image) for image in prompt.images])
-    except ValueError as error:
-        raise ValueError(f"{prompt.source}: {error}") from error
-    if (found := tuple(map(tuple, grids.tolist()))) != prompt.grids:
-        raise ValueError(f"{prompt.source}: pictures changed since they were loaded: patch grids {prompt.grids} then, "
-                         f"{found} now, of {', '.join(prompt.images)}")
-    return patches, grids
+    batch = processor.image_processor(images=[read_image(image) for image in prompt.images], return_tensors="pt")
+    if (found := tuple(map(tuple, batch["image_grid_thw"].tolist()))) != prompt.grids:
+        raise ValueError(f"{', '.join(prompt.images)}: patch grids {prompt.grids} by the headers, {found} decoded: "
+                         "changed since loaded, or EXIF behind the body of a PNG (--verify_images reads it)")
+    return batch["pixel_values"], batch["image_grid_thw"]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention: packed rows (training, scoring, prefill) and decoding over KV slots
 # ---------------------------------------------------------------------------------------------------------------------

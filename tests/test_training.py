@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,15 @@ def late(prompts, responses, references, labels, images):
 
 
 # ------------------------------------------------------------------------------------------------ set-up
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A whole run may replace them; the test process wants its own back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
     """train.jsonl (8 rows) and eval.jsonl (7 rows): 0, 1 or 2 images each; reward.py; bad.jsonl with a damaged picture."""
@@ -288,12 +298,6 @@ def test_weight_decay_spares_biases_and_norms(env):
         assert {"bias", "weight"} <= {name.split(".")[-1] for name, p in trained.items() if decay[id(p)] == 0}
 
 
-def test_due():
-    due_steps = lambda every, last=10: [s for s in range(1, last + 1) if ppo.due(s, every, 4, 10, last)]  # noqa: E731
-    assert due_steps(0) == [] and due_steps(4) == [4, 8, 10] and due_steps(1, 3) == [1, 2, 3]
-    assert due_steps(-1) == [3, 5, 8, 10]                                   # 12, 20, 32, 40 of 10 rows a pass
-
-
 # ------------------------------------------------------------------------------------------------ updates
 def fresh(qwen25, picture_rows, *more: str):
     """Own models and optimizers, real samples with scores; ready for `update_actor`."""
@@ -434,6 +438,14 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9", "--slots", "1"))
     assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
     assert {k: v for k, v in greedy.items() if "seconds" not in k} == {k: v for k, v in again.items() if "seconds" not in k}
+
+
+def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
+    """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and 8), at the end."""
+    train(qwen25, task, tmp_path, "--steps", "9", "--prompts_per_step", "3", "--eval_data", str(task / "eval.jsonl"),
+          "--max_eval_rows", "1", "--max_new_tokens", "2", "--advantage", "reinforce++")
+    found = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
+    assert found == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
 
 
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path):
@@ -675,8 +687,8 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 
 def test_eight_ranks(qwen25, task, tmp_path):
     """More ranks than prompts, and shards without rows: the same run as on one rank."""
-    run = lambda out: flags(qwen25, task, out, "--steps", "2", "--minibatches", "2", "--epochs", "2", "--critic_lr", "1e-3",  # noqa: E731
-                            "--eval_data", str(task / "eval.jsonl"))
+    run = lambda out: flags(qwen25, task, out, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",  # noqa: E731
+                            "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
     (tmp_path / "plan.json").write_text(json.dumps([run(tmp_path / "eight")]))
     launch(8, tmp_path / "plan.json")
     ppo.main(run(tmp_path / "one"))

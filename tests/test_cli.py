@@ -1,0 +1,278 @@
+"""The command line: every flag is read and documented, what cannot work is refused at once, and real launches."""
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+
+SCRIPT = Path(ppo.__file__)
+GROUPS = {group.name: group.type for group in dataclasses.fields(ppo.Args)}
+FIELDS = [(group, field) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
+NEEDED = ["--model", "m", "--data", "d.jsonl"]  # parse_args looks at neither
+
+
+# ------------------------------------------------------------------------------------------------ every flag
+def test_every_flag_is_read():
+    """As `args.<group>.<field>`, or from a local name of the group; its own check and its record do not count as reading."""
+    tree = ast.parse(SCRIPT.read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") not in ("check_args", "flags_of")]
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+            read |= {(group, node.attr) for group in GROUPS if owner in (group, "args")}
+    unread = [f"--{field.name}" for group, field in FIELDS if (group, field.name) not in read]
+    assert not unread
+
+
+def test_flag_names_are_unique_and_have_help():
+    names = [field.name for _, field in FIELDS]
+    assert len(set(names)) == len(names) and "config" not in names
+    for group, field in FIELDS:
+        assert len(field.metadata["help"]) > 10, field.name
+        assert field.type in (str, int, float, bool, Path) and type(field.default) in (field.type, type(Path())), field.name
+        choices = field.metadata["choices"]
+        assert not choices or field.default in choices, field.name
+    assert all(kind.__doc__ and kind.__dataclass_params__.frozen for kind in GROUPS.values())
+
+
+def test_help_lists_every_flag_with_its_default(capsys):
+    with pytest.raises(SystemExit) as stop:
+        ppo.parse_args(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    squeezed = "".join(text.split())                                             # argparse wraps lines, also at hyphens
+    for group, field in FIELDS:
+        found = re.search(rf"--{field.name}[ ,]", text)
+        assert found, field.name
+        entry = f"{field.metadata['help']} (default: {field.default!s:.60})"
+        assert "".join(entry.split()) in squeezed, field.name
+    places = [re.search(rf"^{re.escape(kind.__doc__)}:$", text, re.MULTILINE).start() for kind in GROUPS.values()]
+    assert places == sorted(places) and "--config FILE" in text
+
+
+def test_defaults_are_consistent():
+    """The defaults, with the two flags that have none, pass their own checks."""
+    args = ppo.parse_args(NEEDED)
+    assert args == ppo.Args(**{name: kind(**({"model": "m"} if name == "model" else {"data": "d.jsonl"} if name == "data" else {}))
+                               for name, kind in GROUPS.items()})
+
+
+def test_a_flag_reaches_its_field():
+    """One other value for every flag."""
+    for group, field in FIELDS:
+        value = {str: "m", int: 1, float: 0.75, bool: not field.default, Path: "other"}[field.type]
+        value = next((c for c in field.metadata["choices"] if c != field.default), value)
+        line = [f"--{'no-' if not value else ''}{field.name}"] if field.type is bool else [f"--{field.name}", str(value)]
+        parsed = vars(ppo.build_parser(GROUPS, "").parse_args(line))
+        assert parsed == {field.name: Path(value) if field.type is Path else value}, field.name
+
+
+# ------------------------------------------------------------------------------------------------ refusals
+REFUSED = {
+    "--nonsense 1": "unrecognized arguments: --nonsense 1",
+    "--step 5": "unrecognized arguments: --step 5",                                                     # no abbreviations
+    "--temp 0.5": "unrecognized arguments: --temp 0.5",
+    "stray": "unrecognized arguments: stray",
+    "--steps": "--steps: expected one argument",
+    "--steps 1.5": "--steps: invalid int value: '1.5'",
+    "--steps many": "--steps: invalid int value: 'many'",
+    "--gamma nan": "nan is not a finite number",
+    "--actor_lr inf": "inf is not a finite number",
+    "--actor_lr=-inf": "-inf is not a finite number",
+    "--actor_lr one": "--actor_lr: invalid finite_float value: 'one'",
+    "--advantage ppo": "invalid choice: 'ppo'",
+    "--kl_estimator full": "invalid choice: 'full'",
+    "--steps 0": "--steps 0 must be at least 1",
+    "--prompts_per_step 0": "--prompts_per_step 0 must be at least 1",
+    "--gamma 1.5": "--gamma 1.5 must be at least 0 and at most 1",
+    "--gamma -0.5": "--gamma -0.5 must be at least 0 and at most 1",
+    "--actor_lr -1": "--actor_lr -1.0 must be at least 0",
+    "--temperature 0": "--temperature 0.0 must be at least 1e-06",
+    "--top_p 0": "--top_p 0.0 must be at least 1e-06 and at most 1",
+    "--eval_every -2": "--eval_every -2 must be at least -1",
+    "--prompts_per_step 10 --minibatches 4": "--minibatches 4 must divide --prompts_per_step 10",
+    "--minibatches 0": "--minibatches 0 must be at least 1",
+    "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
+    "--advantage rloo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
+    "--advantage grpo --critic_lr 1e-5": "--advantage grpo has no critic: leave out --critic_lr",
+    "--advantage rloo --critic_model m": "has no critic: leave out --critic_model",
+    "--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9": "has no critic: leave out --gae_lambda, --value_clip",
+    "--advantage grpo --freezing_actor_steps 2": "--freezing_actor_steps",
+    "--reference_model m": "--reference_model is of no use without --kl_coef",
+    "--kl_target 0.1": "--kl_target needs a --kl_coef above 0",
+    "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 100": "--kl_horizon",        # 512 samples would turn the weight negative
+    "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",
+    "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
+    "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
+    "--max_tokens_per_pack 5119": "--max_prompt_tokens + --max_new_tokens = 5120",
+    "--prefill_tokens 4095": "--prefill_tokens 4095 must hold one prompt: --max_prompt_tokens 4096",
+    "--min_pixels 9 --max_pixels 8": "--min_pixels exceeds --max_pixels",
+    "--eval_only": "--eval_only needs --eval_data",
+    "--stop_strings [1]": "not a JSON list of non-empty strings",
+    "--stop_strings end": "not a JSON list of non-empty strings",
+    "--stop_strings [\"\"]": "not a JSON list of non-empty strings",
+    "--reward nonsense": "--reward nonsense: expected one of",
+    "--reward no/such.py:f": "--reward no/such.py:f: expected one of",
+    "--attention varlen": "needs a CUDA device",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refused_before_the_process_group(monkeypatch, line):
+    if line == "--attention varlen" and torch.cuda.is_available():
+        pytest.skip("varlen runs here")
+
+    def refuse(*_, **__):
+        raise AssertionError("the process group came first")
+
+    monkeypatch.setattr(ppo.dist, "init_process_group", refuse)
+    monkeypatch.setattr(ppo.dist, "is_initialized", lambda: False)
+    with pytest.raises(ppo.UserError) as refusal:
+        ppo.main(NEEDED + line.split(" "))
+    assert REFUSED[line] in str(refusal.value)
+
+
+@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
+def test_model_and_data_are_needed_together(line):
+    with pytest.raises(ppo.UserError, match="--model and --data are needed together"):
+        ppo.parse_args(line.split())
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ppo.UserError) as refusal:
+        ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
+    assert str(refusal.value).count("\n") == 3
+
+
+def test_flags_that_are_no_contradiction():
+    for line in ("--advantage reinforce++ --samples_per_prompt 1", "--advantage gae --samples_per_prompt 1", "--dual_clip 0",
+                 "--max_tokens_per_pack 5120", "--prompts_per_step 12 --minibatches 4", "--min_pixels 9", "--clip_low 1",
+                 '--stop_strings ["a","b"]', "--kl_coef 0.1 --kl_target 0.1 --reference_model m", "--no-share_prompts"):
+        ppo.parse_args(NEEDED + line.split())
+    args = ppo.parse_args("--model m --eval_data e.jsonl --eval_only".split())
+    assert args.eval.eval_only and not args.data.data
+
+
+# ------------------------------------------------------------------------------------------------ --config
+@pytest.mark.parametrize("content, message", [
+    ('{"model": "m", "data": "d", "step": 3}', "unknown flags: ['step']"),
+    ('{"config": "other.json"}', "unknown flags: ['config']"),
+    ('["--steps", "3"]', "no JSON object"),
+    ("steps: 3", "Expecting value"),
+    ("", "Expecting value"),
+    (b"\xff\xfe\x00", "config"),
+    ('{"steps": "3"}', "steps = '3' is not of type int"),
+    ('{"steps": 3.0}', "steps = 3.0 is not of type int"),
+    ('{"steps": true}', "steps = True is not of type int"),
+    ('{"gamma": "0.9"}', "gamma = '0.9' is not of type float"),
+    ('{"gamma": false}', "gamma = False is not of type float"),
+    ('{"gamma": NaN}', "gamma"),
+    ('{"model": "m", "data": "d", "timeout": Infinity}', "timeout"),
+    ('{"share_prompts": 1}', "share_prompts = 1 is not of type bool"),
+    ('{"out": 5}', "out = 5 is not of type Path"),
+    ('{"model": null}', "model = None is not of type str"),
+    ('{"advantage": "ppo"}', "advantage = 'ppo': choose from gae"),
+    ('{"model": "m", "data": "d", "gamma": 3}', "--gamma 3.0 must be at least 0 and at most 1"),
+])
+def test_bad_config_file(tmp_path, content, message):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ppo.UserError) as refusal:
+        ppo.parse_args(["--config", str(path)])
+    assert message in str(refusal.value)
+
+
+def test_missing_config_file(tmp_path):
+    for path in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ppo.UserError, match=str(path)):
+            ppo.parse_args(["--config", str(path)])
+
+
+def test_flags_override_config_override_defaults(tmp_path):
+    config = tmp_path / "a.json"
+    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "share_prompts": false, "out": "here"}')
+    args = ppo.parse_args(["--config", str(config), "--steps", "9", "--share_prompts"])
+    assert (args.update.steps, args.update.share_prompts, args.data.data) == (9, True, "d.jsonl")
+    assert args.run.out == Path("here") and isinstance(args.algorithm.gamma, float) and args.rollout.top_k == 0
+    assert ppo.parse_args(["--config", str(config), "--out", "there"]).run.out == Path("there")
+
+
+def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
+    """args.json records all flags: another estimator from the command line must still be able to use it."""
+    config = tmp_path / "a.json"
+    config.write_text('{"model": "m", "data": "d.jsonl", "critic_lr": 1e-5, "value_clip": 0.1, "samples_per_prompt": 4}')
+    assert ppo.parse_args(["--config", str(config), "--advantage", "grpo"]).algorithm.advantage == "grpo"
+
+
+# ------------------------------------------------------------------------------------------------ real launches
+def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
+    inherited = {key: value for key, value in os.environ.items()
+                 if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return subprocess.run([sys.executable, *command], env=inherited | environment, capture_output=True, text=True, timeout=120)
+
+
+def torchrun(ranks: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return run([*launcher, str(SCRIPT), *flags], **environment)
+
+
+def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
+    """torchrun adds a log of its own, with a traceback of the launcher: the script's share is one line, and exit code 2."""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1 and ours in lines[0], result.stderr
+    assert SCRIPT.name + '", line' not in result.stderr
+    assert result.returncode == 1 and set(re.findall(r"exitcode *: *(-?\d+)", result.stderr)) == {"2"}, result.stderr
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path, slow):
+    """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0 is the slower one."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import os, time\nif os.environ.get('RANK') == '{slow}':\n    time.sleep(2)\n")
+    result = torchrun(2, [*NEEDED, "--nonsense", "1"], PYTHONPATH=str(tmp_path))
+    assert_one_message(result, "unrecognized arguments: --nonsense 1")
+
+
+def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
+    result = torchrun(2, ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"), "--prompts_per_step", "2"])
+    assert_one_message(result, f"{rows}: 1 of 2 rows are bad")
+    assert result.stderr.count(f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}") == 1
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+def test_plain_python_is_one_rank_from_end_to_end(tmp_path, qwen25, picture_rows):
+    flags = ["--model", str(qwen25), "--data", picture_rows, "--eval_data", picture_rows, "--out", str(tmp_path / "out"),
+             "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "2",
+             "--samples_per_prompt", "2", "--steps", "2", "--eval_every", "0", "--stop_strings", '["x", "yz"]', "--kl_coef", "0.01"]
+    result = run([str(SCRIPT), *flags])
+    assert result.returncode == 0, result.stderr
+    assert "1 x " in result.stdout and "step     2  reward" in result.stdout and "done: " in result.stdout
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["type"] == "header" and lines[0]["environment"]["world_size"] == 1
+    steps = [line for line in lines if "rollout/reward" in line]
+    assert [line["step"] for line in steps] == [1, 2]
+    for name in ("rollout/response_length", "rollout/truncated", "train/policy_loss", "train/critic_loss", "train/actor_grad_norm",
+                 "train/critic_grad_norm", "train/approx_kl", "train/clipped_low", "train/clipped_high", "train/clipped_dual",
+                 "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap", "train/kl",
+                 "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
+                 "perf/update_tokens_per_second"):
+        assert name in steps[1], name
+    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").config.model_type == "qwen2_5_vl"
+
+    recorded = json.loads((tmp_path / "out" / "args.json").read_text())
+    assert recorded.keys() == {field.name for _, field in FIELDS} and lines[0]["arguments"] == recorded
+    again = ppo.parse_args(["--config", str(tmp_path / "out" / "args.json")])
+    assert again == ppo.parse_args(flags)
