@@ -23,6 +23,7 @@ Invariants, each with a test:
 import argparse
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import json
@@ -62,7 +63,7 @@ from torch.distributed.tensor import DTensor
 from common import losses
 from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
                             make_blocks, make_packs, minibatches)
-from common.logging import MetricSums, RunLogger, StageTimer, draw_sample, environment
+from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
                         image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
                         read_image, resolve_folder, skeleton, use_attention)
@@ -75,10 +76,10 @@ TRAIN, EVAL = 0, 1   # streams of sampling noise: a prompt met in both gets unre
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate. Returns the last metrics."""
     args = parse_args(argv)
+    reward = load_reward(args.reward.reward)
     run = start_run(args)
     checkpoints = Checkpoints(run)
     processor, train_prompts, eval_prompts = load_data(run)
-    reward = load_reward(args.reward.reward)
     actor, critic, reference = build_models(run, processor)
     models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
     if critic:
@@ -86,10 +87,19 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     state = resume(run, checkpoints, models, kl_controller, len(train_prompts))
     log = open_log(run, train_prompts, eval_prompts, state["step"])
-    finish_step = StepEnd(run, processor, actor, reward, eval_prompts, len(train_prompts), log, checkpoints, state)
+    evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
+
+    def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Evaluation and record of a step whose checkpoint is on its way."""
+        if evaluation_due(args, step, len(train_prompts)):
+            metrics = metrics | evaluate_at(step)
+            checkpoints.note_quality(step, metrics, state)
+        log.log(step, metrics | {"perf/failed_saves": checkpoints.failed})
+        return metrics
+
     recorded = all_gather_json(log.last_step)[0] >= state["step"]
     if args.eval.eval_only or (state["step"] == 0 and eval_prompts and args.eval.eval_every != 0):
-        metrics = evaluate(run, processor, actor, reward, eval_prompts, log, state["step"])
+        metrics = evaluate_at(state["step"])
         if not recorded:
             log.log(state["step"], metrics)
         if args.eval.eval_only:
@@ -97,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.close()
             return metrics
     elif state["step"] and not recorded:                       # killed between the save of this step and its record
-        finish_step(state["step"], state["metrics"])
+        end_step(state["step"], state["metrics"])
     catch_signals()
 
     with PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
@@ -132,7 +142,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
             checkpoints.finish()
-            metrics = finish_step(step, metrics)
+            metrics = end_step(step, metrics)
             if falls_due(step, args.checkpoint.export_every, args.update.steps):
                 export(run, actor, processor, args.run.out / "export" / f"step-{step}")
             if stop:
@@ -803,285 +813,127 @@ def image_token_count(prompt: Prompt, image_token_id: int) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Rewards
+# Rewards. A rule reads the response alone: a prompt that shows `\boxed{...}` as an example must not earn a reward.
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-# A rule scores the response alone: a prompt that shows `\boxed{...}` as an example must not earn a reward.
-MAX_ANSWER = 512  # characters; longer answers are compared as text, which bounds the work of the parser below
-
-SYMBOLS = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "π": r"\pi ", "√": r"\sqrt", "²": "^2",
-                         "³": "^3", "½": " 1/2", "¼": " 1/4", "¾": " 3/4", "°": "", "€": "", "£": "", "，": ","})
-# Order matters: `\$` before `$`, `{,}` before braces are read, wrappers after the spacing inside them is gone.
-LATEX = [(re.compile(pattern), new) for pattern, new in (
-    (r"(?<=\d)\\,(?=\d{3}(?!\d))", ","), (r"\\!", ""),  # 12\,345 and 12,\!345: thousands
-    (r"\\?\$|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])", ""),
-    (r"\\(?:left|right|displaystyle|quad|qquad)(?![A-Za-z])|\\[,;: ]|~", " "),
-    (r"\{,\}", ","), (r"\\%", "%"), (r"\\[dt]frac", r"\\frac"), (r"\\([{}])", r"\1"),
-    (r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}", r" \1 "),
-    (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"), (r"(?<![\d./^])(\d{1,15}) +(\d{1,15})/(\d{1,15})", r"(\1+\2/\3)"))]
-# One unit behind a number. Count words change the value and are no units; most single letters are variables.
-UNIT = re.compile(r"(?<=[\d)}.\s])(?:(?:square|sq|cubic|cu)\.? )?(?!hundred|thousand|[mbtr]+illion|dozen)"
-                  r"([A-Za-z]{3,}|[cmk]m|[km]g|m[lLs]|hr|ft|in|lb|oz|mi|yd|pm|am|[kM]?Hz|[msghlLJNWVAKFC])"
-                  r"(?: ?\^\{?[23]\}?)?(?: ?(?:/|per) ?[A-Za-z]+(?:\^\{?[23]\}?)?)?\.?$")
-EQUATION = re.compile(r"(\\?[A-Za-z]+(?:_\{?[A-Za-z0-9]+\}?|\([a-z]\))?) ?= ?([^=]+)")
-TOKEN = re.compile(r"\s*(\d+\.?\d*(?:[eE][+-]?\d{1,4})?|\.\d+|\\(?:frac|sqrt|pi|times|cdot|div)(?![A-Za-z])"
-                   r"|sqrt|pi|\*\*|[-+*/^(){}\[\]])", re.ASCII)  # ASCII: int() would also read other scripts' digits
-
-
-def exact_match(response: str, reference: str) -> bool:
-    """Equality up to case and white space."""
-    return " ".join(response.split()).lower() == " ".join(reference.split()).lower()
+BRACES = r"(?:\\.|[^{}\\]|\{" * 6 + "[^{}]*+" + r"\})*+" * 6  # balanced, six levels; `*+` never backtracks: linear time
+ANSWER = {"boxed": re.compile(rf"(?=\\boxed\s*\{{({BRACES})\}})", re.DOTALL),  # the look-ahead finds a box in a box
+          "answer": re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)}
+MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of the patterns below
+SYMBOLS = str.maketrans({"−": "-", "×": "*", "·": "*", "π": r"\pi ", "√": r"\sqrt", "²": "^2", "°": ""})
+SPELLINGS = [(re.compile(pattern, re.ASCII), new) for pattern, new in (  # applied in this order to lower-case text
+    (r"(?<=\d)\\,(?=\d{3})|\\!|\\?\$|\^ ?(?:\\circ|\{ ?\\circ ?\})", ""),  # 12\,345   $5   90^\circ
+    (r"\\(?:left|right)(?![a-z])|\\[,;: ]|~", " "), (r"\{,\}", ","), (r"\\(?:times|cdot)(?![a-z])", "*"),
+    (rf"\\(?:text[a-z]*|math[a-z]+|mbox|boxed) ?\{{({BRACES})\}}", r" \1 "), (r"\\([{}%])", r"\1"),
+    (r"\\[dt]?frac ?(?=[{\d])", r"\\frac"), (r"\\frac(\d)", r"\\frac{\1}"), (r"(\\frac\{[^{}]*\}) ?(\d)", r"\1{\2}"),
+    (r" +(?![a-z0-9])|(?<![a-z0-9,)}]) +", ""),  # the other spaces have a meaning: "1 2" is not "12", "5 m" not "5m"
+    (r"^\(?([a-z])\)?[.:]?$|\.+$", r"\1"))]  # a choice is its letter: (b)   b.   b:
+NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2}|\*10\^(?:\d|\{[+-]?\d{1,2}\}))?"
+FACTOR = r"(?:[* ]?(?:\\?sqrt ?[{(]?\d+(?:\.\d+)?[)}]?|\\?pi(?![a-z])))"
+PRODUCT = rf"(?:{NUMBER}{FACTOR}*|{FACTOR}+)"  # one number only: echoing the question's "2 * 2" must not count as 4
+QUOTIENT = re.compile(rf"([+-]?)(?:(\d+) (?=\d+/\d+$))?({PRODUCT})(?:/({PRODUCT}))?", re.ASCII)
+FRACTION = re.compile(rf"\\frac\{{([+-]?{PRODUCT})\}}\{{({PRODUCT})\}}({FACTOR}*)$", re.ASCII)
+UNIT = re.compile(r"(?: |(?<=\d)(?=[a-z]{2}))(?!\w*illion|thousand|hundred|dozen)(?:square |cubic )?[a-z]+"
+                  r"(?:(?:/| per )[a-z]+)?(?:\^\{?[23]\}?)?$")  # 5 m   5cm   5 m/s^2; not 5x, which has a variable
 
 
-def extract_boxed(response: str) -> str | None:
-    r"""Content of the last `\boxed{...}` whose braces balance, the inner one of a nest; None without one."""
-    last, opened = None, []  # opened: start of the content for a box, -1 for a plain brace
-    for match in re.finditer(r"\\boxed\s*\{|\\.|[{}]", response, re.DOTALL):  # `\\.` steps over escaped braces
-        if match[0] == "}" and opened:
-            start = opened.pop()
-            if start >= 0 and (last is None or start > last[0]):
-                last = (start, match.start())
-        elif match[0][-1] == "{" and match[0] != r"\{":
-            opened.append(match.end() if len(match[0]) > 1 else -1)
-    return response[last[0]:last[1]].strip() if last else None
+def extract_answer(response: str, rule: str) -> str | None:
+    r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer"); None without one."""
+    found = ANSWER[rule].findall(response)
+    return found[-1].strip() if found else None
 
 
-def extract_tag(response: str) -> str | None:
-    """Content of the last `<answer>...</answer>`, out of its box if it has one; None without one."""
-    start = response.rfind("<answer>", 0, max(0, response.rfind("</answer>")))
-    if start < 0:
-        return None
-    content = response[start + 8:response.find("</answer>", start)].strip()
-    boxed = extract_boxed(content)
-    return content if boxed is None else boxed
-
-
-def extract_answer(response: str) -> str | None:
-    r"""The last balanced `\boxed{...}`, else the last `<answer>...</answer>`, else None."""
-    boxed = extract_boxed(response)
-    return extract_tag(response) if boxed is None else boxed
-
-
-def format_score(response: str, extract: Callable[[str], str | None] = extract_answer) -> float:
+def format_score(response: str, rule: str) -> float:
     """1.0 for exactly one `<think>...</think>` with an answer, not an empty one, behind it; else 0.0."""
     thought, closed, rest = response.partition("</think>")
     once = response.count("<think>") == thought.count("<think>") == 1 and "</think>" not in rest
-    return float(bool(closed and once and extract(rest)))
+    return float(bool(closed and once and extract_answer(rest, rule)))
+
+
+def exact_match(given: str, reference: str) -> bool:
+    """Equality up to case and white space."""
+    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
 
 
 def answers_equal(given: str, reference: str) -> bool:
-    r"""Whether two answers mean the same, by text, choice letter, number or list; never raises on any string.
+    """Whether two answers agree as text, choice letter, number or ordered list; never raises on any string.
 
-    Numbers (decimals, thousands separators, fractions, mixed numbers, \frac, \sqrt, \pi, powers) agree to 1e-6
-    relative, two integers exactly. A percentage equals its hundredth and its bare number. A unit of `given` is
-    ignored if `reference` has none, and must be the same otherwise. (..) and [..] compare in order, {..} and bare
-    lists in any order. "x = 3" equals "3", not "y = 3". An empty answer equals nothing. Arithmetic is evaluated: where
-    the question is "2 + 2", an answer that repeats it would count, so such tasks take `exact_match`.
+    Case, spaces and LaTeX spelling do not count. "x = 3" equals "3", not "y = 3"; a percentage its hundredth and its
+    bare number. A unit behind `given` is ignored if `reference` is a bare number. An empty answer equals nothing.
     """
     if max(len(given), len(reference)) > MAX_ANSWER:
         return exact_match(given, reference)
-    return _equal(_normalise(given), _normalise(reference), depth=0)
+    a, b = (" ".join(text.translate(SYMBOLS).lower().split()) for text in (given, reference))
+    for pattern, new in SPELLINGS:
+        a, b = pattern.sub(new, a), pattern.sub(new, b)
+    xs, ys = (re.split(r"([()\[\]]|, ?)", text) for text in (a, b))  # elements of a tuple, its brackets and commas
+    return bool(a and b) and (_equal(a, b) or (len(xs) == len(ys) > 1 and all(map(_equal, xs, ys))))
 
 
-def _normalise(text: str) -> str:
-    text = text.translate(SYMBOLS)
-    for pattern, new in LATEX:
-        text = pattern.sub(new, " ".join(text.split()))
-    return " ".join(text.split()).rstrip(".")
-
-
-def _equal(given: str, reference: str, depth: int) -> bool:
-    if not given or not reference:
-        return False
-    # Spaces count between letters and digits only: "1 2" is not "12", "x + 1" is "x+1".
-    plain = [re.sub(r" (?![A-Za-z0-9])|(?<![A-Za-z0-9]) ", "", text).lower() for text in (given, reference)]
-    letters = [re.fullmatch(r"\(?([a-z])\)?[.:]?", text) for text in plain]
-    if plain[0] == plain[1] or (all(letters) and letters[0][1] == letters[1][1]):
+def _equal(a: str, b: str) -> bool:
+    plain_a, plain_b = (re.sub(r"(?<=[,)}]) |(?<=\d) (?=[a-z])", "", text) for text in (a, b))
+    if plain_a == plain_b:
         return True
-    equations = [EQUATION.fullmatch(text) for text in (given, reference)]
-    if any(equations):
-        same_name = not all(equations) or equations[0][1] == equations[1][1]
-        sides = [match[2] if match else text for match, text in zip(equations, (given, reference))]
-        return same_name and _equal(*sides, depth)
-    (x, x_unit, x_percent), (y, y_unit, y_percent) = _quantity(given), _quantity(reference)
-    if x is not None and y is not None and (not y_unit or x_unit == y_unit):
-        shares = (x / 100 if x_percent else x, y / 100 if y_percent else y)
-        if _close(x, y) or (x_percent != y_percent and _close(*shares)):
-            return True
-    (a_kind, a), (b_kind, b) = _elements(given), _elements(reference)
-    if depth > 1 or a_kind != b_kind or len(a) != len(b) or not 2 <= len(b) <= 32:
+    (a_name, a), (b_name, b) = (re.fullmatch(r"(?:(\\?[a-z]\w*)=)?(.*)", text).groups() for text in (a, b))
+    if a_name and b_name and a_name != b_name:
         return False
-    if b_kind != "{}":
-        return all(_equal(left, right, depth + 1) for left, right in zip(a, b))
-    for right in b:  # each element of the reference takes one of the given: equal elements count as often as they occur
-        found = next((i for i, left in enumerate(a) if _equal(left, right, depth + 1)), None)
-        if found is None:
-            return False
-        a = a[:found] + a[found + 1:]
-    return True
+    x, y = parse_number(a.removesuffix("%")), parse_number(b.removesuffix("%"))
+    x = parse_number(UNIT.sub("", a)) if x is None else x
+    if x is None or y is None:
+        return a == b
+    scale = Fraction(100) ** (b.endswith("%") - a.endswith("%"))
+    tolerance = 0 if isinstance(x, Fraction) and isinstance(y, Fraction) else 1e-6
+    return any(abs(value - y) <= tolerance * abs(y) for value in (x, x * scale))
 
 
-def _close(x: float, y: float) -> bool:
-    return x == y if isinstance(x, int) and isinstance(y, int) else math.isclose(x, y, rel_tol=1e-6, abs_tol=1e-12)
-
-
-def _quantity(text: str) -> tuple[int | float | None, str, bool]:
-    # Value (None if there is none), unit ("" if there is none), and whether a percent sign follows.
-    percent = text.endswith("%")
-    text = text.rstrip("% ")
-    match = UNIT.search(text)
-    if match and parse_number(text) is None:  # "2 pi" is a number as it stands
-        text, unit = text[:match.start()], re.sub(r"(?<=\w\w)s$", "", match[0].lower().rstrip("."))
-    else:
-        unit = ""
-    if not re.search(r"[(\[{]", text):  # inside brackets a comma separates elements
-        text = re.sub(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", lambda number: number[0].replace(",", ""), text)
-    return parse_number(text), unit, percent
-
-
-def _elements(text: str) -> tuple[str, list[str]]:
-    # Brackets and elements of a tuple, set or bare list; a text without a comma is one element.
-    for kind, body in (("{}", text), (text[0] + text[-1], text[1:-1])):
-        parts, depth = [""], 0
-        for character in body:
-            depth += (character in "([{") - (character in ")]}")
-            if character == "," and depth == 0:
-                parts.append("")
-            else:
-                parts[-1] += character
-        if len(parts) > 1 or text[0] not in "([{" or text[-1] not in ")]}":
-            break
-    return kind, [part.strip() for part in parts]
-
-
-def parse_number(text: str) -> int | float | None:
-    """Value of a plain or LaTeX arithmetic expression by recursive descent; None if it is none or is not finite.
-
-    Integers stay exact. Work is bounded: at most MAX_ANSWER characters, 16 nested brackets or exponents, exact powers
-    only of bases up to 10**6 and exponents up to 64 (others in floating point, where 10**10**10 overflows: None).
-    """
-    text = text[:MAX_ANSWER + 1].strip()
-    tokens = TOKEN.findall(text)
-    if not tokens or len(text) > MAX_ANSWER or TOKEN.sub("", text):
+def parse_number(text: str) -> Fraction | float | None:
+    r"""Value of -1,234.5, 3*10^{5}, 1 1/2, 2\pi/3, \frac{3\sqrt{2}}{2} and the like, below 1e300 and normalised as in
+    `answers_equal`: a Fraction if there is no decimal point, root or pi. None for any other text."""
+    text = re.sub(r"(?<=\d)\\frac\{(\d+)\}\{(\d+)\}$", r" \1/\2", text)  # 1\frac{1}{2} is 1 1/2
+    match = QUOTIENT.fullmatch(FRACTION.sub(r"\1\3/\2", text))  # \frac{4}{3}\pi is 4\pi/3
+    if not match:
         return None
-    tokens = [{"**": "^", r"\times": "*", r"\cdot": "*", r"\div": "/", "sqrt": r"\sqrt", "pi": r"\pi"}.get(t, t)
-              for t in reversed(tokens)]  # a stack: the next token is the last element
-    tokens.insert(0, "")  # the end
-
-    def bracket(depth: int, closing: str) -> int | float:
-        tokens.pop()
-        value = total(depth + 1)
-        if tokens.pop() != closing:
-            raise ValueError
-        return value
-
-    def atom(depth: int) -> int | float:
-        token = tokens[-1]
-        if depth > 16:
-            raise ValueError
-        if token in ("(", "{"):
-            return bracket(depth, ")" if token == "(" else "}")
-        tokens.pop()
-        if token == r"\pi":
-            return math.pi
-        if token == r"\frac":
-            return atom(depth + 1) / atom(depth + 1)
-        if token == r"\sqrt":
-            degree = bracket(depth, "]") if tokens[-1] == "[" else 2
-            return power(atom(depth + 1), 1 / degree)
-        value = int(token) if token.isdigit() else float(token)  # float("") and float("+") raise ValueError
-        if tokens[-1] == r"\frac" and isinstance(value, int):  # a mixed number if the fraction is a proper one
-            fraction = atom(depth + 1)
-            return value + fraction if 0 < fraction < 1 else value * fraction
-        return value
-
-    def power(base: int | float, exponent: int | float) -> int | float:
-        if isinstance(base, int) and isinstance(exponent, int) and abs(base) <= 10**6 and 0 <= exponent <= 64:
-            return base**exponent
-        value = float(base) ** exponent
-        if isinstance(value, complex):
-            raise ValueError
-        return value
-
-    def factor(depth: int) -> int | float:
-        sign = 1
-        while tokens[-1] in ("-", "+"):
-            sign = -sign if tokens.pop() == "-" else sign
-        value = atom(depth)
-        if tokens[-1] == "^":  # binds tighter than the sign: -2^2 = -4
-            tokens.pop()
-            value = power(value, factor(depth + 1))
-        return sign * value
-
-    def product(depth: int) -> int | float:
-        value = factor(depth)
-        while tokens[-1] in ("*", "/", "(", r"\pi", r"\sqrt", r"\frac"):  # the last four multiply without a sign
-            operator = tokens.pop() if tokens[-1] in ("*", "/") else "*"
-            value = value / factor(depth) if operator == "/" else value * factor(depth)
-        return value
-
-    def total(depth: int) -> int | float:
-        value = product(depth)
-        while tokens[-1] in ("+", "-"):
-            value = value + product(depth) if tokens.pop() == "+" else value - product(depth)
-        return value
-
+    sign, whole, *sides = match.groups(default="")
     try:
-        value = total(0)
-        return value if tokens == [""] and math.isfinite(value) else None
-    except (ValueError, ZeroDivisionError, OverflowError):  # not an expression, or one without a finite value
+        for i, side in enumerate(sides):
+            number = re.sub(r"[,{}]", "", re.match(rf"(?:{NUMBER})?", side)[0]).replace("*10^", "e") or "1"
+            roots = [math.sqrt(float(n)) if n else math.pi for n in re.findall(r"sqrt ?[{(]?([\d.]+)|pi", side)]
+            sides[i] = math.prod(roots, start=float(number) if "." in number else Fraction(number))
+        value = int(sign + "1") * (int(whole or 0) + sides[0] / sides[1])
+        return value if abs(value) < 1e300 else None
+    except (ZeroDivisionError, OverflowError):
         return None
 
 
-def reward_exact(prompts, responses, references, labels, images) -> dict[str, list[float]]:
-    """`--reward exact`: 1 where the whole response is the reference, up to case and white space."""
-    accuracy = [float(exact_match(response, reference)) for response, reference in zip(responses, references)]
-    return {"reward": list(accuracy), "accuracy": accuracy}
-
-
-def reward_boxed(prompts, responses, references, labels, images) -> dict[str, list[float]]:
-    r"""`--reward boxed`: 0.9 accuracy of the last `\boxed{...}` + 0.1 format (`<think>...</think>` before it)."""
-    return _accuracy_and_format(responses, references, extract_boxed)
-
-
-def reward_answer(prompts, responses, references, labels, images) -> dict[str, list[float]]:
-    """`--reward answer`: 0.9 accuracy of the last `<answer>...</answer>` + 0.1 format, as `reward_boxed`."""
-    return _accuracy_and_format(responses, references, extract_tag)
-
-
-def _accuracy_and_format(responses, references, extract) -> dict[str, list[float]]:
-    accuracy = [float(answers_equal(extract(response) or "", ref)) for response, ref in zip(responses, references)]
-    formats = [format_score(response, extract) for response in responses]
+def rule_reward(rule: str, prompts, responses, references, labels, images) -> dict[str, list[float]]:
+    """`exact`: 1 where the whole response is the reference; else 0.9 accuracy of the extracted answer + 0.1 format."""
+    if rule == "exact":
+        accuracy = [float(exact_match(response, reference)) for response, reference in zip(responses, references)]
+        return {"reward": accuracy, "accuracy": accuracy}
+    accuracy = [float(answers_equal(extract_answer(a, rule) or "", b)) for a, b in zip(responses, references)]
+    formats = [format_score(response, rule) for response in responses]
     return {"reward": [0.9 * a + 0.1 * f for a, f in zip(accuracy, formats)], "accuracy": accuracy, "format": formats}
 
 
 def load_reward(spec: str) -> Callable:
-    """The reward function of `--reward`: `exact`, `boxed`, `answer`, or `path.py:function`. Raises ValueError.
+    """The reward function of `--reward`: `exact`, `boxed`, `answer`, or `path.py:function`. Raises UserError.
 
     `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats or a
     dict of such lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
     """
-    rules = {"exact": reward_exact, "boxed": reward_boxed, "answer": reward_answer}
-    if spec in rules:
-        return rules[spec]
+    if spec in ("exact", "boxed", "answer"):
+        return lambda *batch: rule_reward(spec, *batch)
     path, _, name = spec.rpartition(":")
-    if not path or not Path(path).is_file():
-        raise ValueError(f"--reward {spec}: expected one of {sorted(rules)} or an existing file as path.py:function")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise UserError(f"--reward {spec}: expected exact, boxed, answer, or an existing file as path.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    if module_spec is None:
-        raise ValueError(f"--reward {spec}: {path} is not a .py file")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses in the file look their module up here
+    module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
         module_spec.loader.exec_module(module)
+        return getattr(module, name)
     except Exception as error:
-        raise ValueError(f"--reward {spec}: {path} does not load: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))
-        raise ValueError(f"--reward {spec}: {path} has no function {name!r}; it has {known}")
-    return function
+        raise UserError(f"--reward {spec}: {path} raised {type(error).__name__}: {error}") from error
 
 
 class RewardError(RuntimeError):
@@ -1089,77 +941,48 @@ class RewardError(RuntimeError):
 
 
 def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
-                  images: list, *, spec: str, timeout_s: float = 0.0,
-                  workers: int = 1) -> tuple[list[float], dict[str, list[float]]]:
-    """Scores n samples in `workers` chunks side by side: n rewards and the components by name, in their order.
-
-    With several workers the function sees a part of the samples at a time. `timeout_s` is for all of them together
-    (0 = none). Raises RewardError if the function raises, is late, or returns anything but n finite numbers.
+                  images: list, *, spec: str, timeout_s: float = 0.0, workers: int = 1) -> tuple[list, dict[str, list]]:
+    """Score n samples in at most `workers` chunks side by side: n rewards, and n values of each component by name.
+    RewardError if the function raises, is later than `timeout_s` (0 = any time), or returns other than finite numbers.
     """
-    batch, n = (prompts, responses, references, labels, images), len(responses)
-    parts = max(1, min(workers, n))
-    chunks = [(n * i // parts, n * (i + 1) // parts) for i in range(parts if n else 0)]
-    results: list = [None] * len(chunks)  # per chunk (value, None) or (index of the sample, exception)
+    batch, n, results, columns = (prompts, responses, references, labels, images), len(responses), {}, {}
+    size = -(-n // workers) or 1
 
-    def work(chunk: int, start: int, end: int) -> None:
+    def work(start: int) -> None:
         try:
-            results[chunk] = (reward_fn(*(column[start:end] for column in batch)), None)
-        except BaseException as error:  # raised again in the main thread, below; SystemExit would vanish in a thread
-            results[chunk] = (start, error)
-            for i in range(start, end):  # which sample was it? One that fails alone as well is named.
-                try:
-                    reward_fn(*(column[i:i + 1] for column in batch))
-                except BaseException:
-                    results[chunk] = (i, error)
-                    return
+            results[start] = reward_fn(*(column[start:start + size] for column in batch))
+        except BaseException as error:  # raised again below; a SystemExit would vanish in its thread
+            results[start] = error
 
-    # Daemon threads, not a ThreadPoolExecutor: its exit handler joins the workers, and a reward function that hangs
-    # would keep the process alive after the time-out was reported.
-    threads = [threading.Thread(target=work, args=(c, *chunk), daemon=True) for c, chunk in enumerate(chunks)]
+    def failure(i: int, problem: str) -> RewardError:
+        named = zip(("prompt", "response", "reference", "label"), batch)
+        sample = "".join(f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in named)
+        return RewardError(f"--reward {spec}: {problem}; sample {i} of {n} (the last 500 characters of each):{sample}")
+
+    # Daemon threads, not a ThreadPoolExecutor, which would wait at exit for a reward function that hangs.
+    threads = {start: threading.Thread(target=work, args=(start,), daemon=True) for start in range(0, n, size)}
     deadline = time.monotonic() + timeout_s
-    for thread in threads:
+    for thread in threads.values():
         thread.start()
-    columns: dict[str, list[float]] = {}
-    for chunk, (start, end) in enumerate(chunks):
-        threads[chunk].join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
-        where = f"samples {start} to {end - 1}"
-        if results[chunk] is None:
-            raise _reward_error(spec, f"{where} took longer than {timeout_s:g} s (--reward_timeout)", batch, start)
-        result, error = results[chunk]
-        if error is not None:
-            raise _reward_error(spec, f"{where} raised {type(error).__name__}: {error}", batch, result) from error
+    for start, thread in threads.items():
+        count = min(size, n - start)
+        thread.join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
+        result = results.get(start, TimeoutError(f"no result within {timeout_s:g} s (--reward_timeout)"))
+        if isinstance(result, BaseException):
+            raise failure(start, f"{count} samples raised {type(result).__name__}: {result}") from result
         result = result if isinstance(result, dict) else {"reward": result}
-        if not result or (chunk > 0 and result.keys() != columns.keys()):
-            expected = sorted(columns) if chunk else "at least one"
-            raise _reward_error(spec, f"{where} have components {sorted(result)}, expected {expected}", batch, start)
+        if not result or (columns and result.keys() != columns.keys()):
+            raise failure(start, f"components {sorted(result)}, expected {sorted(columns) or 'at least one'}")
         for name, values in result.items():
-            if not hasattr(values, "__len__") or isinstance(values, (str, dict)) or len(values) != end - start:
-                got = len(values) if hasattr(values, "__len__") else "no length"
-                problem = f"{name} is a {type(values).__name__} of {got} for {end - start} samples ({where})"
-                raise _reward_error(spec, problem, batch, start)
+            values = values.tolist() if hasattr(values, "tolist") else values  # numpy, torch
+            if not isinstance(values, (list, tuple)) or len(values) != count:
+                raise failure(start, f"{name} must be a list of {count} numbers, got {values!r:.200}")
             for i, value in enumerate(values, start):
-                number = _float_or_none(value)
-                if number is None:
-                    raise _reward_error(spec, f"{name} is {value!r}, not a finite number", batch, i)
-                columns.setdefault(name, []).append(number)
-    rewards = columns.pop("reward", None)
-    return (rewards if rewards is not None else [math.fsum(c) for c in zip(*columns.values())]), columns
-
-
-def _float_or_none(value) -> float | None:
-    try:  # numpy and one-element torch values convert; a str would, too, and is an error
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _reward_error(spec: str, problem: str, batch: tuple, i: int) -> RewardError:
-    prompts, responses, references, labels, _ = batch
-    return RewardError(f"--reward {spec}: {problem}; sample {i} of {len(responses)}:\n"
-                       f"  prompt (its end): {str(prompts[i])[-300:]!r}\n"
-                       f"  response ({len(responses[i])} characters, its end): {responses[i][-600:]!r}\n"
-                       f"  reference: {str(references[i])[-300:]!r}, label: {labels[i]!r}")
+                value = value.tolist() if hasattr(value, "tolist") else value
+                if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:  # NaN as well
+                    raise failure(i, f"{name} is {value!r}, not a finite number")
+                columns.setdefault(name, []).append(float(value))
+    return columns.pop("reward", None) or [math.fsum(values) for values in zip(*columns.values())], columns
 
 
 def score_rewards(run: Run, processor: Processor, reward: Callable, prompts: StepPrompts, samples: Samples) -> Samples:
@@ -1412,25 +1235,11 @@ def falls_due(step: int, every: int, last: int) -> bool:
     return (step == last and every != 0) or (every > 0 and step % every == 0)
 
 
-class StepEnd:
-    """What follows a step once its checkpoint is on its way: evaluation, the best checkpoint, the record."""
-
-    def __init__(self, run: Run, processor: Processor, actor: Policy, reward: Callable, eval_prompts: list[Prompt],
-                 rows: int, log: RunLogger, checkpoints: "Checkpoints", state: dict):
-        self.run, self.processor, self.actor, self.reward, self.eval_prompts = run, processor, actor, reward, eval_prompts
-        self.rows, self.log, self.checkpoints, self.state = rows, log, checkpoints, state
-
-    def __call__(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        args, per_step = self.run.args, self.run.args.rollout.prompts_per_step
-        every = args.eval.eval_every
-        new_pass = every == -1 and step * per_step // self.rows > (step - 1) * per_step // self.rows
-        if self.eval_prompts and (new_pass or falls_due(step, every, args.update.steps)):
-            metrics = metrics | evaluate(self.run, self.processor, self.actor, self.reward, self.eval_prompts, self.log, step)
-            self.checkpoints.note_quality(step, metrics, self.state)
-        if self.checkpoints.failed:
-            metrics = metrics | {"perf/failed_saves": self.checkpoints.failed}
-        self.log.log(step, metrics)
-        return metrics
+def evaluation_due(args: Args, step: int, rows: int) -> bool:
+    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
+    passes = [done * args.rollout.prompts_per_step // rows for done in (step - 1, step)]
+    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
+                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, rows: list[Prompt], log: RunLogger,

@@ -235,11 +235,9 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     assert result.returncode == 1 and set(re.findall(r"exitcode *: *(-?\d+)", result.stderr)) == {"2"}, result.stderr
 
 
-@pytest.mark.parametrize("slow", [0, 1])
-def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path, slow):
+def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
     """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0 is the slower one."""
-    (tmp_path / "sitecustomize.py").write_text(
-        f"import os, time\nif os.environ.get('RANK') == '{slow}':\n    time.sleep(2)\n")
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1)\n")
     result = torchrun(2, [*NEEDED, "--nonsense", "1"], PYTHONPATH=str(tmp_path))
     assert_one_message(result, "unrecognized arguments: --nonsense 1")
 
