@@ -109,6 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     elif state["step"] and not recorded:                       # killed between the save of this step and its record
         end_step(state["step"], state["metrics"])
     catch_signals()
+    metrics = state["metrics"]
 
     with PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
         loader.prefetch(state["step"])
@@ -149,6 +150,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
     checkpoints.finish(wait=True)
     preempted = state["step"] < args.update.steps
+    if preempted and checkpoints.failed:
+        raise UserError(f"stopped by a signal after step {state['step']}, and its checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
              f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
              f"{args.run.out}/samples, weights in {args.run.out}/export")
