@@ -929,14 +929,16 @@ def load_reward(spec: str) -> Callable:
         return lambda *batch: rule_reward(spec, *batch)
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"--reward {spec}: expected exact, boxed, answer, or an existing file as path.py:function")
+        raise UserError(f"--reward {spec}: expected one of exact, boxed, answer, or an existing path.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
         module_spec.loader.exec_module(module)
-        return getattr(module, name)
     except Exception as error:
         raise UserError(f"--reward {spec}: {path} raised {type(error).__name__}: {error}") from error
+    if not callable(getattr(module, name, None)):
+        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
+    return getattr(module, name)
 
 
 class RewardError(RuntimeError):
@@ -970,7 +972,7 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
     for start, thread in threads.items():
         count = min(size, n - start)
         thread.join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
-        result = results.get(start, TimeoutError(f"no result within {timeout_s:g} s (--reward_timeout)"))
+        result = results.get(start, TimeoutError(f"took longer than {timeout_s:g} s (--reward_timeout)"))
         if isinstance(result, BaseException):
             raise failure(start, f"{count} samples raised {type(result).__name__}: {result}") from result
         result = result if isinstance(result, dict) else {"reward": result}

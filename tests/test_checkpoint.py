@@ -330,5 +330,373 @@ def test_six_steps_are_three_and_three(lives, flags, undisturbed, tmp_path, name
         assert last["rollout/dropped_prompts"] > 1 and last["train/kl_coef"] != 0.1        # counters and KL weight were state
 
 
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+def test_resume_on_another_number_of_ranks(lives, flags, undisturbed, tmp_path, before, after):
+    """--resume PATH, into another folder, resharded."""
+    reference = undisturbed("gae", before)
+    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
+    found, expected = records(tmp_path / "run"), [r for r in records(reference) if r["step"] > 3]
+    assert [r["step"] for r in found] == [4, 5, 6]
+    for ours, theirs in zip(found, expected):
+        assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
+
+
+def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undisturbed, tmp_path):
+    """Training goes on while the writer sleeps; what it then writes is what it was given."""
+    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, [["change_writes", 0, [], 1.5]])
+    ours, theirs = (folder / "checkpoints" / "step-3" for folder in (tmp_path / "run", undisturbed("gae", 1)))
+    shards = sorted(file.name for file in ours.glob("*.safetensors"))
+    assert shards and all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in shards)
+
+
+def test_killed_between_save_and_record(lives, flags, undisturbed, tmp_path):
+    """The missing evaluation and record of the saved step are made up for."""
+    argv = flags(tmp_path / "run", ALGORITHMS["gae"])
+    lives(argv, 1, [["die_at_record", 4]], codes=[-signal.SIGKILL])
+    assert steps(tmp_path / "run")[0] == 4 and records(tmp_path / "run")[-1]["step"] == 3
+    lives(argv)
+    assert_bitwise(tmp_path / "run", undisturbed("gae", 1))
+
+
+def test_half_a_record_is_no_record(lives, flags, undisturbed, tmp_path):
+    """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
+    out = Path(shutil.copytree(undisturbed("grpo", 1), tmp_path / "run"))
+    for step in (5, 6):
+        shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "rollout/rew')
+    assert "step-4" in lives(flags(out, ALGORITHMS["grpo"]))
+    assert_bitwise(out, undisturbed("grpo", 1))
+
+
+# ------------------------------------------------------------------------------------------------ killed while saving
+@pytest.mark.parametrize("point, rank, survives", [("before-write", 0, 2), ("before-write", 1, 2), ("before-commit", 0, 2),
+                                                   ("before-rename", 0, 2), ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
+def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, rank, survives):
+    """The other rank ends too; earlier checkpoints are as they were; the next life starts from the newest complete one."""
+    out = tmp_path / "run"
+    shutil.copytree(undisturbed("grpo", 2), out)
+    for step in (3, 4, 5, 6):
+        shutil.rmtree(out / "checkpoints" / f"step-{step}")
+    ppo.write_pointer(out / "checkpoints" / "latest", "step-2")
+    before = contents(out / "checkpoints" / "step-2")
+    argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
+    life = lives.wait(lives.start(argv, 2, KILL_AT=point, KILL_RANK=str(rank)))
+    assert life.codes[rank] == -signal.SIGKILL and life.codes[1 - rank] not in (0, -signal.SIGKILL)
+    assert steps(out)[0] == survives and contents(out / "checkpoints" / "step-2") == before
+    assert pointer(out) == ("step-3" if point == "before-rotation" else "step-2")
+    output = lives(argv, 2)
+    assert f"resuming from {out}/checkpoints/step-{survives}" in output
+    assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-3", "step-6"]
+    assert_bitwise(out, undisturbed("grpo", 2))
+
+
+def test_killed_at_random_instants(lives, flags, undisturbed, tmp_path):
+    """Three random SIGKILLs, of one rank or of both; benchmarks/kill_test.py does thirty."""
+    rng, out, reached = np.random.default_rng(int(time.time())), tmp_path / "run", 0
+    argv = flags(out, ALGORITHMS["gae"])
+    for _ in range(3):
+        life = lives.start(argv, 2)
+        time.sleep(rng.uniform(0.5, 4))
+        for pid in rng.permutation(life.pids)[:rng.integers(1, 3)]:
+            os.kill(int(pid), signal.SIGKILL)
+        lives.wait(life)
+        newest = max(steps(out), default=0)
+        assert newest >= reached
+        reached = newest
+        for file in (out / "checkpoints" / f"step-{newest}").glob("*.safetensors"):
+            assert load_file(file)
+    lives(argv, 2)
+    assert_bitwise(out, undisturbed("gae", 2))
+
+
+# ------------------------------------------------------------------------------------------------ failed saves
+def test_write_error_on_one_rank(lives, flags, tmp_path):
+    """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
+    out = tmp_path / "run"
+    output = lives(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, [["change_writes", 1, [2, 4]]])
+    assert re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output) == [("2", "1"), ("4", "1")]
+    assert "OSError on rank 1" in output and "Input/output error" in output
+    assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
+    assert [record.get("perf/failed_saves") for record in records(out)] == [None, 1, None, 1, None]
+    assert not list((out / "checkpoints").glob(".tmp-*"))
+
+
+def test_too_many_write_errors(lives, flags, tmp_path):
+    out = tmp_path / "run"
+    output = lives(flags(out, "--steps 6 --max_failed_saves 2"), 2, [["change_writes", 1, [2, 3, 4, 5, 6]]], codes=[2, 2])
+    assert "error: 2 checkpoints in a row could not be saved" in output and "Traceback" not in output
+    assert steps(out) == [1] and pointer(out) == "step-1"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+    yield tmp_path / "run"
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk(lives, flags, small_disk):
+    """Full in the middle of a write, then before a write: the numbers are told, the earlier checkpoint is intact."""
+    argv = flags(small_disk, "--steps 6 --max_failed_saves 2 --save_blocking")
+    ballast = small_disk / "checkpoints" / "ballast"
+    output = lives(argv, 2, [["change_writes", 1, [2], 0, str(ballast)]], codes=[2, 2])
+    assert "No space left on device" in output
+    needed, free = re.search(r"([\d.]+) GiB are needed and ([\d.]+) GiB free in", output).groups()
+    assert float(needed) > float(free)
+    assert steps(small_disk) == [1] and pointer(small_disk) == "step-1"
+    ballast.unlink()
+    assert "step-1" in lives([*argv, "--keep_last", "1"], 2)
+    assert steps(small_disk) == [6]
+
+
+# ------------------------------------------------------------------------------------------------ damaged checkpoints
+def committed(folder: Path, **changes) -> None:
+    old = json.loads((folder / "COMMITTED.json").read_text())
+    (folder / "COMMITTED.json").write_text(json.dumps(old | changes))
+
+
+def files_with(folder: Path, name: str, path: Path) -> dict[str, int]:
+    return json.loads((folder / "COMMITTED.json").read_text())["files"] | {name: path.stat().st_size}
+
+
+def truncate(folder: Path) -> None:
+    shard = next(folder.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+DAMAGES = {
+    "truncated shard": truncate,
+    "deleted shard": lambda folder: next(folder.glob("*.safetensors")).unlink(),
+    "deleted state": lambda folder: (folder / "state.json").unlink(),
+    "no commit": lambda folder: (folder / "COMMITTED.json").unlink(),
+    "half a commit": lambda folder: (folder / "COMMITTED.json").write_text((folder / "COMMITTED.json").read_text()[:40]),
+    "another json": lambda folder: (folder / "COMMITTED.json").write_text("[1, 2]"),
+    "no text": lambda folder: (folder / "COMMITTED.json").write_bytes(b"\xff\xfe\x00"),
+    "empty list of files": lambda folder: committed(folder, files={}),
+    "wrong step": lambda folder: committed(folder, step=1),
+    "step as text": lambda folder: committed(folder, step="2"),
+    "size as text": lambda folder: committed(folder, files=dict.fromkeys(files_with(folder, "state.json", folder / "state.json"), "1")),
+    "path upwards": lambda folder: committed(folder, files=files_with(folder, "../latest", folder / "../latest")),
+    "absolute path": lambda folder: committed(folder, files=files_with(folder, str(folder / "state.json"), folder / "state.json")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoint_is_not_complete(copy, damage):
+    assert steps(copy) == [2, 1]
+    DAMAGES[damage](copy / "checkpoints" / "step-2")
+    assert steps(copy) == [1]
+
+
+@pytest.mark.parametrize("text", ["step-7\n", "", "../../somewhere", "\0\0", None])
+def test_damaged_pointer_is_not_believed(flags, finished, copy, text, capfd):
+    """The newest complete checkpoint is found without it, and the damaged one is replaced."""
+    truncate(copy / "checkpoints" / "step-2")
+    if text is None:
+        (copy / "checkpoints" / "latest").unlink()
+    else:
+        (copy / "checkpoints" / "latest").write_text(text)
+    train(flags(copy))
+    assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
+    assert steps(copy) == [2, 1] and pointer(copy) == "step-2"
+    assert_bitwise(copy, finished, step=2)
+
+
+def test_stale_temporary_folders_are_cleaned(flags, copy):
+    for stale in (copy / "checkpoints" / ".tmp-step-3", copy / "checkpoints" / ".tmp-old-step-1", copy / "export" / ".step-2.tmp"):
+        stale.mkdir()
+        (stale / "junk").write_text("half")
+    train(flags(copy))
+    left = [path.name for folder in ("checkpoints", "export") for path in (copy / folder).iterdir()]
+    assert sorted(left) == ["latest", "latest", "step-1", "step-2", "step-2"]
+
+
+def test_no_pickle_on_load(flags, copy, monkeypatch):
+    """Safetensors and JSON only; a pickle planted in the folder is left alone."""
+    folder = copy / "checkpoints" / "step-2"
+    assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
+    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(copy).encode() + b"/executed'\ntR.")
+
+    def unpickled(*arguments, **named):
+        raise AssertionError("something is unpickled from a file")
+
+    for name in ("torch.load", "pickle.load", "pickle.Unpickler", "torch.serialization.load"):
+        monkeypatch.setattr(name, unpickled)
+    train(flags(copy, "--steps 3"))
+    assert [record["step"] for record in records(copy)] == [1, 2, 3] and not (copy / "executed").exists()
+
+
+# ------------------------------------------------------------------------------------------------ --resume
+def test_resume_choices(flags, copy, tmp_path, capfd):
+    refused(flags(copy, "--resume never"), "--resume never", str(copy))
+    refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
+    refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-9"), "step-9")
+    truncate(copy / "checkpoints" / "step-2")
+    refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-2"), "step-2")
+    capfd.readouterr()
+    train(flags(copy, "--resume must"))
+    assert "resuming from" in capfd.readouterr().out
+    train(flags(tmp_path / "new", "--resume never --steps 1"))
+    assert "starting from step 0: no complete checkpoint" in capfd.readouterr().out
+
+
+def test_changed_flags(flags, copy, capfd):
+    """Flags that alter the result are refused with both values; the others are listed and accepted."""
+    altered = "--gamma 0.5 --samples_per_prompt 3 --seed 7"
+    refused(flags(copy, altered + " --keep_last 5"), "--gamma 1.0 -> 0.5", "--samples_per_prompt 2 -> 3", "--seed 0 -> 7")
+    with pytest.raises(ppo.UserError) as error:
+        train(flags(copy, "--gamma 0.5 --keep_last 5"))
+    assert "keep_last" not in str(error.value)
+    refused(flags(copy, "--steps 3 --lr_schedule cosine"), "--steps 2 -> 3", "--lr_schedule")
+    capfd.readouterr()
+    train(flags(copy, "--steps 3 --slots 2 --save_every 3"))
+    listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
+    assert all(text in listed for text in ("--steps 2 -> 3", "--slots 0 -> 2", "--save_every 1 -> 3"))
+    train(flags(copy, "--steps 4 --gamma 0.5 --resume_changed_args allow"))
+    assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
+    assert [record["step"] for record in records(copy)] == [1, 2, 3, 4]
+
+
+def test_changed_rows(flags, task, tmp_path):
+    shutil.copytree(task, tmp_path / "task")
+    data = tmp_path / "task" / "rows.jsonl"
+    argv = flags(tmp_path / "run") + ["--data", str(data)]
+    train([*argv, "--steps", "1"])
+    data.write_text((task / "more.jsonl").read_text())
+    refused(argv, "rows of --data", "4 -> 5")
+
+
+def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
+    """--critic_model takes an actor's folder, or a critic's with its value head; nothing else is loaded from it."""
+    from conftest import start
+    from safetensors.torch import save_file
+
+    critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))
+    head = torch.randn(1, json.loads((qwen25 / "config.json").read_text())["text_config"]["hidden_size"])
+    weights = load_file(critic / "model.safetensors")
+    name = next(key for key in weights if "mlp.up_proj" in key and "visual" not in key)
+    save_file(weights | {name: weights[name] + 1, "value_head.weight": head}, critic / "model.safetensors", metadata={"format": "pt"})
+    env = start(qwen25, picture_rows, "--critic_model", str(critic))
+    inner = next(p for key, p in env.critic.named_parameters() if key.endswith(name.split("layers.")[1]))
+    same = next(p for key, p in env.actor.named_parameters() if key.endswith(name.split("layers.")[1]))
+    assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
+    assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
+
+
+# ------------------------------------------------------------------------------------------------ what is kept, how it is written
+def test_intervals(flags, finished, tmp_path):
+    assert steps(finished) == [2, 1]
+    assert [path.name for path in (finished / "export").iterdir() if path.is_dir()] == ["step-2"]      # -1: the last step
+    train(flags(tmp_path / "run", "--save_every 0 --export_every 1"))
+    assert steps(tmp_path / "run") == []
+    assert sorted(path.name for path in (tmp_path / "run" / "export").iterdir()) == ["latest", "step-1", "step-2"]
+    train(flags(tmp_path / "last", "--save_every -1 --export_every 0"))
+    assert steps(tmp_path / "last") == [2] and not (tmp_path / "last" / "export").exists()
+
+
+def test_exported_weights_are_a_model(flags, finished, tmp_path):
+    name = (finished / "export" / "latest").read_text().strip()
+    assert name == "step-2"
+    argv = flags(tmp_path / "run", "--eval_only") + ["--model", str(finished / "export" / name)]
+    assert train(argv)["eval/num_samples"] == 3
+
+
+def test_keep_last(flags, tmp_path):
+    train(flags(tmp_path / "run", "--steps 4 --keep_last 2"))
+    assert steps(tmp_path / "run") == [4, 3] and pointer(tmp_path / "run") == "step-4"
+
+
+@pytest.mark.parametrize("scores, save_every, kept", [
+    ("9 1 5 2 3 4 0", 1, [6, 2]),      # 9 is of step 0, which has no checkpoint
+    ("9 7 5 8 3 7 0", 2, [6, 2])])     # neither have steps 1, 3 and 5
+def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
+    more = f"--steps 6 --eval_every 1 --save_every {save_every} --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned"
+    lives(flags(tmp_path / "run", more), SCORES=scores)
+    assert steps(tmp_path / "run") == kept
+
+
+def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):
+    more = "--steps 5 --eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned --save_blocking"
+    argv = flags(tmp_path / "run", more)
+    lives(argv, 1, [["die", "update_actor", 3]], codes=[-signal.SIGKILL], SCORES="0 1 5")
+    assert "step-2" in lives(argv, SCORES="2 3 4")
+    assert steps(tmp_path / "run") == [5, 2]
+
+
+def test_save_strategies(lives, flags, tmp_path):
+    """Who writes at the same time; what is written does not depend on it."""
+    written = {}
+    for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
+        log = tmp_path / f"{strategy}.jsonl"
+        lives(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, [["change_writes", -1, [], 0.4, "", str(log)]])
+        folder = tmp_path / strategy / "checkpoints" / "step-1"
+        written[strategy] = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+        (_, _, end), (_, start, _) = sorted(map(json.loads, log.read_text().splitlines()), key=lambda line: line[1])
+        assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
+    assert len(written["unrestricted"]) == 2 and all(files == written["unrestricted"] for files in written.values())
+    train(flags(tmp_path / "single_process", "--save_strategy single_process"))
+    assert [record["step"] for record in records(tmp_path / "single_process")] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------------ one run per folder, signals
+def test_one_live_run_per_folder(lives, flags, copy):
+    """A second run is refused; the lock of a dead one is no obstacle."""
+    argv = flags(copy, "--steps 3")
+    life = lives.start(argv, 1, [["hang", 1, 0]])
+    while f'"pid": {life.pids[0]}' not in (copy / ".lock").read_text():
+        time.sleep(0.05)
+    before = (copy / "metrics.jsonl").read_bytes()
+    refused(argv, "in use by a live run", socket.gethostname(), str(life.pids[0]))
+    os.kill(life.pids[0], signal.SIGKILL)
+    assert lives.wait(life).codes == [-signal.SIGKILL]
+    assert (copy / "metrics.jsonl").read_bytes().startswith(before)
+    lives(argv)
+    assert steps(copy)[0] == 3
+
+
+@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
+    """A signal to one rank: all ranks finish the step, save and exit with the documented code; the next life goes on."""
+    argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
+    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[ppo.EXIT_PREEMPTED] * 2)
+    assert "stopped by a signal after step 2" in output
+    assert steps(tmp_path / "run") == [2] and records(tmp_path / "run")[-1]["step"] == 2
+    lives(argv, 2)
+    assert_bitwise(tmp_path / "run", undisturbed("grpo", 2))
+
+
+def test_a_silent_rank_ends_the_job_within_the_timeout(lives, flags, tmp_path):
+    started = time.time()
+    life = lives.start(flags(tmp_path / "run", "--timeout 5"), 2, [["hang", 2, 1]])
+    codes = lives.ask({"pids": life.pids[:1], "seconds": 30})
+    os.kill(life.pids[1], signal.SIGKILL)
+    lives.ask({"pids": life.pids[1:], "seconds": 10})
+    assert codes == [1] and time.time() - started < 25
+    assert re.search("(?i)timed? ?out", life.log.read_text())
+
+
+def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
+    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and nobody has to do anything."""
+    out = tmp_path / "run"
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "1",
+               str(ROOT / "train_ppo_vl.py"), *flags(out, ALGORITHMS["grpo"])]
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen(command, env=clean, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.time() + 60
+    while not steps(out) and time.time() < deadline:
+        time.sleep(0.02)
+    os.kill(json.loads((out / ".lock").read_text())["pid"], signal.SIGKILL)
+    assert job.wait(90) == 0, (tmp_path / "log").read_text()[-4000:]
+    assert "resuming from" in (tmp_path / "log").read_text()
+    assert_bitwise(out, undisturbed("grpo", 2))
+
+
 if __name__ == "__main__":
     serve()

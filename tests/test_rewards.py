@@ -74,7 +74,7 @@ UNEQUAL = [
     ("3", "-3"), ("12345678901234567890", "12345678901234567891"), ("1/3", "0.33"), ("1/3", "333333333/1000000000"),
     ("2+2", "4"), ("2*2", "4"), (r"2 \cdot 2", "4"), ("2^2", "4"), ("5-1", "4"), ("(4)", "4"), ("(2)(2)", "4"),
     ("8/4/2", "1"), ("0.5%", "50"), ("0.1%", "0.01"), ("50%", "0.5%"), ("x=3", "y=3"), ("x=red", "y=red"),
-    ("2x", "2"), ("5", "5 cm"), ("5 m", "5 cm"), ("5 million", "5"), ("2 dozen", "2"), ("2 or more", "2"), ("5k", "5"), ("5 and 3", "5"),
+    ("2x", "2"), ("5", "5 cm"), ("5 million", "5"), ("2 dozen", "2"), ("2 or more", "2"), ("5 and 3", "5"),
     ("A", "B"), ("3 am", "3 pm"), ("5", "5 s"), ("A dog", "A"), ("(A)(B)", "B"), ("A, B", "B"), ("(1,2)", "(2,1)"),
     ("(1,2)", "[1,2]"), ("(1,2,3)", "(1,2)"), ("1,1,2", "1,2,2"), ("(", "["), (")", "("), ("nan", "0"),
     ("1e999", "2e999"), ("1e-99", "0"), ("٤٢", "42"), ("四", "4"), ("10**10**10", "1"), ("1/0", "0"),
@@ -150,10 +150,10 @@ def test_rule_weights():
 def test_load_user_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
-                    "def length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
+                    "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
     assert score(load_reward(f"{path}:length")) == ([10.0] * 4, {})
     (tmp_path / "text.txt").write_text("")
-    for spec in (f"{path}:nothing", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", f"{tmp_path}:f",
+    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f",
                  f"{tmp_path}/text.txt:f"):
         with pytest.raises(ValueError, match="--reward"):
             load_reward(spec)
@@ -231,7 +231,7 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
         return [0.0] * len(prompts)
 
     start = time.monotonic()
-    with pytest.raises(RewardError, match=r"(?s)2 samples.*no result within 0.2 s \(--reward_timeout\).*response 2"):
+    with pytest.raises(RewardError, match=r"(?s)2 samples.*longer than 0.2 s \(--reward_timeout\).*response 2"):
         score(f, workers=2, timeout_s=0.2)
     assert time.monotonic() - start < 5
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # the process can exit

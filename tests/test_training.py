@@ -22,6 +22,7 @@ from conftest import start, take, write_checkpoint
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
@@ -296,6 +297,18 @@ def test_weight_decay_spares_biases_and_norms(env):
         for name, parameter in trained.items():
             assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else 0.0), name
         assert {"bias", "weight"} <= {name.split(".")[-1] for name, p in trained.items() if decay[id(p)] == 0}
+
+
+def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
+    """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on every rank, and plain
+    tensors where a checkpoint or an optimizer expects shards."""
+    env = start(qwen25, picture_rows, "--kl_coef", "0.1")
+    step = take(env)
+    samples = hand_samples(env, step)
+    for module in (env.actor, env.critic, env.reference):
+        ppo.score_tokens(env.run, module, step, samples)
+        gathered = [name for name, p in module.named_parameters() if "visual" not in name and not isinstance(p, DTensor)]
+        assert not gathered, type(module).__name__
 
 
 # ------------------------------------------------------------------------------------------------ updates
