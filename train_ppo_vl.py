@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
-    state = resume(run, checkpoints, models, kl_controller, len(train_prompts))
+    fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0}
+    state = resume(run, checkpoints, models, fresh, len(train_prompts))
+    kl_controller.load_state_dict(state["kl_controller"])
     log = open_log(run, train_prompts, eval_prompts, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
 
@@ -379,7 +381,7 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     """
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: {error}") from error
     known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
     if not isinstance(config, dict) or not set(config) <= set(known):
@@ -388,7 +390,8 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     for name, value in config.items():
         field = known[name]
         accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
-        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
+        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool) or value in (math.inf, -math.inf) \
+                or value != value:
             raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
         if field.metadata["choices"] and value not in field.metadata["choices"]:
             raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
@@ -407,7 +410,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     config = given.pop("config", None)
     idle = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & set(given)
     if config is None and "model" not in given:
-        config = str(embedded_toy())
+        config = str(embedded_toy("args.json"))
     values = (read_config(config, groups) if config else {}) | given
     args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values})
                    for name, group in groups.items()})
@@ -417,9 +420,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     return args
 
 
-def embedded_toy() -> Path:
-    """The toy's argument file; the first process of each machine writes the toy if it is not there yet."""
-    config, program = HERE / "toy" / "args.json", HERE / "launch" / "toy.py"
+def embedded_toy(name: str) -> Path:
+    """The toy's argument file ``name``; the first process of each machine writes the toy if it is not there yet."""
+    config, program = HERE / "toy" / name, HERE / "launch" / "toy.py"
     if not config.exists() and not program.exists():
         raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
@@ -429,17 +432,23 @@ def embedded_toy() -> Path:
     return config
 
 
-def check_args(args: Args) -> None:
-    """Refuse what cannot work, before any process group or GPU is touched."""
-    rollout, algorithm, update = args.rollout, args.algorithm, args.update
-    longest = args.data.max_prompt_tokens + rollout.max_new_tokens
-    has_critic = algorithm.advantage == "gae"
+def out_of_bounds(args: Args) -> list[str]:
+    """What is wrong with single flags."""
     problems = []
     for group in vars(args).values():
         for field in dataclasses.fields(group):
             value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
             if field.type in (int, float) and not low <= value <= high:
                 problems.append(f"--{field.name} {value} must be at least {low:g}" + (f" and at most {high:g}" if high < math.inf else ""))
+    return problems
+
+
+def check_args(args: Args) -> None:
+    """Refuse what cannot work, before any process group or GPU is touched."""
+    rollout, algorithm, update = args.rollout, args.algorithm, args.update
+    longest = args.data.max_prompt_tokens + rollout.max_new_tokens
+    has_critic = algorithm.advantage == "gae"
+    problems = out_of_bounds(args)
     rules = {
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
@@ -501,7 +510,6 @@ class Run:
     backend: str                 # attention back-end
     mesh: DeviceMesh
     timer: StageTimer
-    draw: int = 0                # prompts taken so far: numbers the sampling noise
 
 
 def start_run(args: Args) -> Run:
@@ -527,10 +535,6 @@ def start_run(args: Args) -> Run:
     if rank == 0:
         install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
         print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)
-        if args.rollout.top_k or args.rollout.top_p < 1:
-            print("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not", flush=True)
-        if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
-            print("warning: the expected gradient of k1 as a loss is zero; use k2 or k3+", flush=True)
     return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
 
 
@@ -641,7 +645,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     return actor, critic, reference
 
 
-def load_sharded(run: Run, module: Policy | Critic, folder: Path) -> dict[str, str]:
+def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
@@ -754,6 +758,8 @@ class PromptLoader:
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.run.args.data.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
+        if len(problems) == len(prompts):
+            raise UserError("no prompt is left in this step, no picture decodes:\n" + "\n".join(list(problems.values())[:5]))
         self.dropped += len(problems)
         owners = [i % self.run.world for i in range(len(prompts))]
         return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
@@ -795,18 +801,18 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
     return gather_samples(local)
 
 
-def compute_features(run: Run, actor: Policy, prompts: StepPrompts) -> None:
+def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     """Image features of the own prompts, once per prompt, several pictures per call of the vision tower."""
     waiting, size = [], 0
     groups = sorted(prompts.patches)
     for group in groups:
         waiting.append(group)
         size += len(prompts.patches[group][0])
-        if size < run.args.rollout.prefill_tokens and group != groups[-1]:
+        if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
-        features = image_features(actor.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], actor.model.config.image_token_id) for g in waiting]
+        features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
+        counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -1044,14 +1050,15 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
 
 
 @torch.no_grad()
-def score_tokens(run: Run, module: Policy | Critic, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
+def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
     """(N,) log-probs or values of all samples, on every rank."""
     module.eval()
     result = torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, module.model, prompts, samples):
         out = module(row, attention)
-        result[row.flat] = (out[0] if isinstance(module, Policy) else out).cpu()
+        result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
     clear_forward_order(module)
+    module.reshard()                                 # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)
     return result
 
@@ -1148,16 +1155,18 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
+            total = 0.0
             for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
                 values = critic(row, attention)                                                                # (T,)
                 old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
                 loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
                 (loss * run.world).backward()                                     # FSDP averages gradients over ranks
-                sums.add("train/critic_loss", loss.detach(), 0)
-            sums.add("train/critic_loss", 0.0, 1 / run.world)        # the rows' shares of a minibatch add up to its loss
+                total = total + loss.detach()
             norm, applied = apply_gradients(run, critic, optimizer, lr)
             sums.add("train/critic_skipped", float(not applied), 1)
-            sums.add("train/critic_grad_norm", norm if applied else 0.0, float(applied))
+            if applied:
+                sums.add("train/critic_grad_norm", norm, 1)
+                sums.add("train/critic_loss", total, 1 / run.world)      # the ranks' shares of a minibatch add up to its loss
     return sums.reduce() | {"train/critic_lr": lr}
 
 
@@ -1166,7 +1175,6 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
     """Policy-gradient updates for all epochs and minibatches of a step, or until --target_kl is exceeded."""
     args, sums = run.args, MetricSums()
     lr = args.update.actor_lr * lr_factor(step, args.update, args.update.freezing_actor_steps)
-    kl_in_loss = args.algorithm.kl_in == "loss" and samples.ref_logprobs is not None
     actor.train()
     updates = 0
     for epoch in range(args.update.epochs):
@@ -1174,25 +1182,29 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
-            moved = torch.zeros(2, dtype=torch.float64)                                     # sum of KL(old, new), tokens
+            rows = []
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
                 loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef)
                 (loss * run.world).backward()                                     # FSDP averages gradients over ranks
-                collect_actor_stats(sums, stats, first=updates == 0)
-                if args.update.target_kl:
-                    moved += torch.tensor([float(stats["approx_kl"]), len(row.targets)], dtype=torch.float64)
-            for name in ("policy_loss", *(("kl_loss",) if kl_in_loss else ())):
-                sums.add(f"train/{name}", 0.0, 1 / run.world)
-            if args.update.target_kl:
-                dist.all_reduce(moved)
-                if moved[0] / moved[1] > args.update.target_kl:
-                    optimizer.zero_grad(set_to_none=True)
-                    return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+                rows.append(stats)
+            if args.update.target_kl and exceeds(rows, args.update.target_kl):
+                optimizer.zero_grad(set_to_none=True)
+                return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
             norm, applied = apply_gradients(run, actor, optimizer, lr)
-            updates += applied
             sums.add("train/actor_skipped", float(not applied), 1)
-            sums.add("train/actor_grad_norm", norm if applied else 0.0, float(applied))
+            if applied:                                         # the sums of a skipped minibatch would be NaN
+                sums.add("train/actor_grad_norm", norm, 1)
+                add_actor_stats(sums, rows, 1 / run.world, first=updates == 0)
+            updates += applied
     return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+
+
+def exceeds(rows: list[dict[str, torch.Tensor]], target_kl: float) -> bool:
+    """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
+    moved = torch.tensor([sum(float(stats["approx_kl"]) for stats in rows), sum(stats["tokens"] for stats in rows)],
+                         dtype=torch.float64)
+    dist.all_reduce(moved)
+    return bool(moved[0] > target_kl * moved[1])
 
 
 def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, samples: Samples, weights: torch.Tensor,
@@ -1218,16 +1230,18 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
     return loss, stats
 
 
-def collect_actor_stats(sums: MetricSums, stats: dict[str, torch.Tensor], first: bool) -> None:
-    """Add a row's sums over tokens."""
-    tokens = stats["tokens"]
+def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share: float, first: bool) -> None:
+    """Add a minibatch: sums over the tokens of its rows, and its losses, which this rank's rows are a ``share`` of."""
+    tokens = sum(stats["tokens"] for stats in rows)
     for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio", "entropy"):
-        sums.add(f"train/{name}", stats[name], tokens)
-    sums.max("train/ratio_max", stats["ratio_max"])
+        sums.add(f"train/{name}", sum(stats[name] for stats in rows), tokens)
+    for name in rows[0].keys() & {"policy_loss", "kl_loss"}:
+        sums.add(f"train/{name}", sum(stats[name] for stats in rows), share)
+    for stats in rows:
+        sums.max("train/ratio_max", stats["ratio_max"])
     # Before the first update the trained policy is the one that sampled: any gap is a bug, or low precision.
-    sums.add("train/sampler_gap", stats["gap"] if first else 0.0, tokens if first else 0)
-    for name in stats.keys() & {"policy_loss", "kl_loss"}:
-        sums.add(f"train/{name}", stats[name], 0)                    # the rows' shares of a minibatch add up to its loss
+    if first:
+        sums.add("train/sampler_gap", sum(stats["gap"] for stats in rows), tokens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1349,6 +1363,10 @@ def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], 
     log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
              f"{update.steps * per_step / max(1, len(train_prompts)):.1f} passes over the data; output: {args.run.out}")
+    if args.rollout.top_k or args.rollout.top_p < 1:
+        log.line("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not")
+    if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
+        log.line("warning: the expected gradient of k1 as a loss is zero; use k2 or k3+")
     return log
 
 
@@ -1383,7 +1401,7 @@ def profiled(run: Run, step: int):
 
 
 @torch.no_grad()
-def export(run: Run, module: Policy | Critic, processor: Processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
+def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
     config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call."""
     parameters = dict(module.model.named_parameters(remove_duplicate=False))
@@ -1416,6 +1434,7 @@ def export(run: Run, module: Policy | Critic, processor: Processor, folder: Path
         if len(files) > 1:
             table = {"metadata": {}, "weight_map": index}
             (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+        processor.config.save_pretrained(aside)
         processor.save(str(aside))
         if folder.exists():
             folder.rename(folder.with_name(f".{folder.name}.old-{time.time_ns()}"))
@@ -1442,13 +1461,16 @@ class Checkpoints:
         self.folder = run.args.run.out / "checkpoints"
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.args.run.timeout))  # of the background
         self.pending: tuple[int, Path, Any] | None = None
-        self.best_step: int | None = None
         problem = None
         if run.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            problem = self.take_lock()
-            for stale in [] if problem else self.folder.glob(".tmp-*"):     # of a life that died while it was saving
-                shutil.rmtree(stale)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                problem = self.take_lock()
+                stale = [*self.folder.glob(".tmp-*"), *self.folder.with_name("export").glob(".step-*")]
+                for path in [] if problem else stale:                       # of a life that died while it was writing
+                    shutil.rmtree(path)
+            except OSError as error:
+                problem = f"--out {run.args.run.out}: {error}"
         fail_together(problem)
 
     def take_lock(self) -> str | None:
@@ -1471,9 +1493,9 @@ class Checkpoints:
 
     def save(self, step: int, training: dict[str, Any], scalars: dict) -> None:
         """Start saving; the tensors are copied before this returns, so training may go on changing them."""
+        started, problem, aside = time.perf_counter(), None, self.folder / f".tmp-step-{step}"
         self.finish(wait=True)
         tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}   # the rest are arguments
-        started, problem, aside = time.perf_counter(), None, self.folder / f".tmp-step-{step}"
         if self.run.rank == 0:
             try:
                 needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(self.folder).free
@@ -1481,7 +1503,7 @@ class Checkpoints:
                     raise OSError(f"{needed / 2 ** 30:.3f} GiB are needed and {free / 2 ** 30:.3f} GiB free in {self.folder}")
                 aside.mkdir()
                 write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
-            except OSError as error:
+            except (OSError, ValueError) as error:                          # ValueError: a scalar is not finite
                 problem = str(error)
         if any(problems := all_gather_json(problem)):
             return self.report(step, aside, next(filter(None, problems)))
@@ -1533,11 +1555,21 @@ class Checkpoints:
         kill_point("before-pointer")
         write_pointer(self.folder / "latest", final.name)
         kill_point("before-rotation")
-        kept = {path for _, path in complete_checkpoints(self.folder)[:self.args.keep_last]}
-        for old_step, old in complete_checkpoints(self.folder):
-            if old not in kept and old_step != self.best_step:
+        best = self.best_step()
+        for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
+            if old_step != best:
                 old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
                 shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+
+    def best_step(self) -> int | None:
+        """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
+        memory: they outlive a kill, and a resume drops those of steps that are taken again."""
+        name, values = self.args.keep_best, {}
+        if name and (self.run.args.run.out / "metrics.jsonl").exists():
+            with open(self.run.args.run.out / "metrics.jsonl", encoding="utf-8", newline="\n") as file:
+                records = [json.loads(line) for line in file if name in line]
+            values = {record["step"]: record[name] for record in records if name in record and "step" in record}
+        return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 
     def report(self, step: int, aside: Path, problem: str) -> None:
         """Count a failed save; give up after --max_failed_saves in a row."""
@@ -1548,15 +1580,11 @@ class Checkpoints:
         if self.failed >= self.args.max_failed_saves:
             raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
 
-
     def note_quality(self, step: int, metrics: dict[str, float], state: dict) -> None:
-        """Remember the step with the best --keep_best metric; its checkpoint outlives the rotation."""
+        """Raises UserError if the evaluation has no metric of the name of --keep_best."""
         name = self.args.keep_best
         if name and name not in metrics:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
-        if name and metrics[name] > state["best"].get("value", -math.inf):
-            state["best"] = {"step": step, "value": metrics[name]}
-        self.best_step = state["best"].get("step")
 
 
 def kill_point(name: str) -> None:
@@ -1621,11 +1649,13 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
         try:
             committed = json.loads((path / "COMMITTED.json").read_text())
             files = committed["files"]
-            whole = all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
+            whole = "state.json" in files and \
+                all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
+            step = int(path.name.removeprefix("step-"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
             continue
-        if whole and path.name == f"step-{committed['step']}":
-            found.append((committed["step"], path))
+        if whole and path.name == f"step-{step}" and committed.get("step") == step:
+            found.append((step, path))
     return sorted(found, reverse=True)
 
 
@@ -1637,17 +1667,18 @@ NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_
 
 
 def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
-           kl_controller: losses.KLController, rows: int) -> dict[str, Any]:
-    """Load the checkpoint that --resume asks for and return its state; a fresh state when there is none.
+           state: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Load the checkpoint that --resume asks for and return its state; the fresh ``state`` when there is none.
 
     Raises:
         UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
     """
     args, choice = run.args, run.args.checkpoint.resume
     flags = flags_of(args) | {"rows of --data": rows}
-    state = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0, "best": {}}
-    found = complete_checkpoints(checkpoints.folder) if choice in ("auto", "must", "never") else \
-        [c for c in complete_checkpoints(Path(choice).parent) if c[1].name == Path(choice).name]
+    found, parent = complete_checkpoints(checkpoints.folder), Path(choice).resolve().parent
+    if choice not in ("auto", "must", "never") and (not found or parent == checkpoints.folder.resolve()):
+        # With a path of another run, what --out already has goes first: a requeued job must not start over.
+        found = [(step, path) for step, path in complete_checkpoints(parent) if path.name == Path(choice).name]
     path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
     problem = None
     if choice == "never" and (path or (args.run.out / "metrics.jsonl").exists()):
@@ -1669,9 +1700,10 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
             print(f"starting from step 0: no complete checkpoint in {checkpoints.folder}", flush=True)
     else:
         load_training_state(Path(path), models)
-        kl_controller.load_state_dict(state["kl_controller"])
-        checkpoints.best_step = state["best"].get("step")
         if run.rank == 0:
+            for step, newer in complete_checkpoints(checkpoints.folder):     # else the next start would take them for ours
+                if step > state["step"]:
+                    newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
     return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
 

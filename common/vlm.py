@@ -11,6 +11,7 @@ Shapes: P prompt tokens, I images, M image tokens, N tokens of a packed row, H h
 A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
+import copy
 import importlib.util
 import inspect
 import json
@@ -20,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -109,7 +110,7 @@ class Processor:
     """
 
     def __init__(self, folder: str | Path, min_pixels: int = 0, max_pixels: int = 0):
-        paths = [Path(folder, f"{name}.json") for name in ("chat_template", "generation_config", "processor_config",
+        paths = [Path(folder, f"{name}.json") for name in ("chat_template", "generation_config", "judge", "processor_config",
                                                            "preprocessor_config", "video_preprocessor_config")]
         try:
             self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -188,26 +189,18 @@ class Processor:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
         self.tokenizer.save_pretrained(folder)
         self.image_processor.save_pretrained(folder)
-        for name in ("generation_config", "processor_config", "video_preprocessor_config"):
+        for name in ("generation_config", "judge", "processor_config", "video_preprocessor_config"):
             # The nested image processor would take precedence over the pixel bounds just written.
             if settings := {key: value for key, value in self.files[name].items() if key != "image_processor"}:
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 
-def _parse_row(line: bytes, columns: tuple[str, ...]) -> tuple:
-    """(prompt, image paths, label, reference) of one line; the prompt is yet to be checked."""
-    try:
-        row = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"invalid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
+def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
+    """(prompt, image paths, label, reference) of one row; the prompt is yet to be checked."""
     if unknown := sorted(set(row) - set(columns)):
         raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}")
     prompt, images, *texts = map(row.get, columns)
-    images = [] if images is None else [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise ValueError(f"column {columns[1]!r} must be a path or a list of paths, not {images!r:.80}")
+    images = image_list(images, columns[1])
     for column, text in zip(columns[2:], texts):
         if not isinstance(text, str | None):
             raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
@@ -215,6 +208,14 @@ def _parse_row(line: bytes, columns: tuple[str, ...]) -> tuple:
     if len(references) > 1:
         raise ValueError(f"columns {' and '.join(columns[3:])} differ: {texts[1:]!r:.120}; give one of them")
     return prompt, images, texts[0], next(iter(references), None)
+
+
+def image_list(images: Any, column: str) -> list[str]:
+    """The image paths of a row. Raises ValueError: neither a path nor a list of paths nor None."""
+    images = [] if images is None else [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
+        raise ValueError(f"column {column!r} must be a path or a list of paths, not {images!r:.80}")
+    return images
 
 
 def _parts(content: str | list) -> list[dict]:
@@ -267,41 +268,65 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
     Returns the prompts in file order, and what was wrong with each row skipped.
     Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
     """
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file")
     columns = (prompt_column, images_column, label_column, reference_column)
     columns += ("reference",) if reference_column == "answer" and "reference" not in columns else ()
-    folder, name = os.path.split(os.path.abspath(path))
+
+    def build(index: int, source: str, row: dict) -> Prompt:
+        prompt, images, label, reference = _parse_row(row, columns)
+        return make_prompt(processor, index, source, prompt, images, folder=os.path.dirname(os.path.abspath(path)),
+                           system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens,
+                           verify_images=verify_images, reference=reference, label=label)
+
+    return load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
+
+
+def make_prompt(processor: Processor, index: int, source: str, prompt: str | list, images: list[str], *, folder: str,
+                system_prompt: str, max_prompt_tokens: int, verify_images: bool, reference: str | None = None,
+                label: str | None = None) -> Prompt:
+    """Render and encode one row; image paths are relative to `folder`. Raises ValueError: whatever is wrong with it."""
+    messages = _chat(prompt, len(images), system_prompt)
+    paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+    sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
+    grids = tuple(processor.grid(width, height) for width, height in sizes)
+    text, input_ids = processor.encode(messages, grids)
+    if len(input_ids) > max_prompt_tokens:
+        raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images; the limit is "
+                         f"{max_prompt_tokens}")
+    return Prompt(index, source, messages, text, paths, grids, input_ids, reference, label)
+
+
+def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> tuple[list, list[str]]:
+    """`build(index, "file.jsonl:12", row)` of every row of a JSONL file, in file order; see `load_prompts`, which has
+    the meaning of the arguments, the second result and the errors. `build` raises ValueError for a bad row."""
+    if not os.path.isfile(path):
+        raise ValueError(f"{path}: no such file")
+    name = os.path.basename(path)
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
     lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
     rows = [(f"{name}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()][:limit or None]
     if not rows:
         raise ValueError(f"{path}: empty file, no rows")
 
-    def load_row(index: int, source: str, line: bytes) -> Prompt | str:
-        """The prompt, or what is wrong with it."""
+    def load_row(index: int, source: str, line: bytes) -> tuple[Any, str]:
+        """What `build` makes of a line, and what is wrong with it."""
         try:
-            prompt, images, label, reference = _parse_row(line, columns)
-            messages = _chat(prompt, len(images), system_prompt)
-            images = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
-            sizes = [read_image(image).size if verify_images else image_size(image) for image in images]
-            grids = tuple(processor.grid(width, height) for width, height in sizes)
-            text, input_ids = processor.encode(messages, grids)
-            if len(input_ids) > max_prompt_tokens:
-                raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images; the "
-                                 f"limit is {max_prompt_tokens}")
-            return Prompt(index, source, messages, text, images, grids, input_ids, reference, label)
+            row = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            return None, f"{source}: invalid JSON ({error})"
+        if not isinstance(row, dict):
+            return None, f"{source}: a row must be a JSON object, not {row!r:.80}"
+        try:
+            return build(index, source, row), ""
         except ValueError as error:
-            return f"{source}: {error}"
+            return None, f"{source}: {error}"
 
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
         loaded = list(pool.map(load_row, range(len(rows)), *zip(*rows)))
-    prompts = [row for row in loaded if isinstance(row, Prompt)]
-    bad = [row for row in loaded if isinstance(row, str)]
-    if bad and (on_bad_row == "error" or not prompts):
+    good, bad = [row for row, problem in loaded if not problem], [problem for _, problem in loaded if problem]
+    if bad and (on_bad_row == "error" or not good):
         raise ValueError("\n  ".join([f"{path}: {len(bad)} of {len(rows)} rows are bad", *bad[:5]]))
-    return prompts, bad
+    return good, bad
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -620,12 +645,12 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
     def register_on_meta(module, name, parameter):
         register(module, name, parameter)
-        if parameter is not None:
+        if parameter is not None and not parameter.is_meta:      # a tied weight is there already, and must stay one object
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     nn.Module.register_parameter = register_on_meta
     try:
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
     if not vision:

@@ -7,14 +7,16 @@ import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs, minibatches,
+from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
+                            minibatches,
                             ragged_index)
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
 
 
-def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9, shortest: int = 0) -> Samples:
+def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9,
+                   shortest: int = 0) -> Samples:
     """Random groups (some may be absent), in (group, number) order, every field filled."""
     counts = rng.integers(0, most + 1, groups)
     counts[rng.integers(groups)] = most                                     # never none at all
@@ -23,7 +25,8 @@ def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, lon
     return Samples(
         group=torch.from_numpy(np.repeat(np.arange(groups), counts)),
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
-        truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5), tokens=torch.from_numpy(rng.integers(4, 1000, total)),
+        truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5),
+        tokens=torch.from_numpy(rng.integers(4, 1000, total)),
         logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
         ref_logprobs=flat(), values=flat(), advantages=flat(), returns=flat(),
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
@@ -71,7 +74,8 @@ def test_every_per_token_field_is_known_to_select():
     """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
     samples = random_samples(np.random.default_rng(0), shortest=2)
     flat = {f.name for f in dataclasses.fields(Samples)
-            if isinstance(getattr(samples, f.name), torch.Tensor) and len(getattr(samples, f.name)) == len(samples.tokens)}
+            if isinstance(getattr(samples, f.name), torch.Tensor)
+            and len(getattr(samples, f.name)) == len(samples.tokens)}
     assert flat == set(PER_TOKEN)
 
 
@@ -106,7 +110,7 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
 
 
-# ------------------------------------------------------------------------------------------------ data order, minibatches
+# ------------------------------------------------------------------------------------------------ order, minibatches
 @pytest.mark.parametrize("rows, per_step", [(7, 3), (10, 10), (3, 8), (1, 2)])
 def test_every_row_once_per_epoch_in_another_order(rows, per_step):
     draws = [data_order(range(s * per_step, (s + 1) * per_step), rows, seed=5) for s in range(6 * rows)]
@@ -146,7 +150,7 @@ def test_a_minibatch_keeps_groups_whole():
         assert members == [i for i, g in enumerate(samples.group.tolist()) if g in groups]
 
 
-# ------------------------------------------------------------------------------------------------ blocks, partition, packs
+# ------------------------------------------------------------------------------------------------ partition, packs
 def block_size(samples: Samples, prompts: list[int], block) -> int:
     return prompts[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
 
@@ -218,7 +222,8 @@ def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
     """The row, token by token."""
     tokens = pieces(samples, samples.tokens)
     starts = samples.offsets.tolist()
-    row = {key: [] for key in ("input_ids", "positions", "segments", "image_rows", "predict", "targets", "flat", "sample", "step")}
+    row = {key: [] for key in ("input_ids", "positions", "segments", "image_rows", "predict", "targets", "flat",
+                               "sample", "step")}
     for group, members in blocks:
         prompt_start = len(row["input_ids"])
         for t, token in enumerate(ids[group].tolist()):
@@ -261,7 +266,8 @@ def test_rows_equal_loops(seed, share):
     lengths = [len(ids[g]) for g in range(6)]
     blocks = make_blocks(samples, lengths, max(lengths) + 15, share=share)
     for pack in make_packs(samples, lengths, blocks, 1, 60, 8)[0]:
-        row, expected = build_row(samples, pack, ids, positions, features, IMAGE), naive_row(samples, pack, ids, positions)
+        row, expected = build_row(samples, pack, ids, positions, features,
+                                  IMAGE), naive_row(samples, pack, ids, positions)
         assert row.input_ids[0].tolist() == expected["input_ids"]
         assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
         for name in ("segments", "image_rows", "predict", "targets", "flat", "sample", "step"):
@@ -283,7 +289,8 @@ def test_an_empty_pack_is_one_token_that_predicts_nothing():
 
 
 def test_a_block_of_an_empty_response_alone():
-    samples = Samples(group=torch.tensor([0]), number=torch.tensor([0]), lengths=torch.tensor([0]), truncated=torch.tensor([True]),
+    samples = Samples(group=torch.tensor([0]), number=torch.tensor([0]), lengths=torch.tensor([0]),
+                      truncated=torch.tensor([True]),
                       tokens=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
     row = build_row(samples, [(0, (0,))], {0: torch.arange(5, 9)}, {0: torch.arange(4).expand(3, -1)}, {}, IMAGE)
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64

@@ -4,6 +4,7 @@ Run as a program (`test_checkpoint.py serve`), this file imports the script once
 of a run, so that real processes get real SIGKILLs at a tenth of the price of a launch. HOOKS are what a life may suffer.
 """
 
+import gc
 import json
 import os
 import re
@@ -64,16 +65,15 @@ def die(function: str, call: int, ranks: list[int] | None = None) -> None:
 
 
 def die_at_record(step: int) -> None:
-    """SIGKILL once the checkpoint of a step is committed, before the step is evaluated and recorded."""
-    original = ppo.StepEnd.__call__
+    """SIGKILL before a step is recorded."""
+    original = ppo.RunLogger.log
 
     def killed(self, at, metrics):
         if at == step:
-            self.checkpoints.finish(wait=True)
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, at, metrics)
 
-    ppo.StepEnd.__call__ = killed
+    ppo.RunLogger.log = killed
 
 
 def stop_at(function: str, call: int, rank: int, number: int) -> None:
@@ -277,6 +277,15 @@ def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
     assert ours and [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
 
 
+def assert_equal_tensors(ours: Path, theirs: Path) -> None:
+    """The same safetensors files with the same tensors; the order of their headers may differ."""
+    names = sorted(file.name for file in ours.glob("*.safetensors"))
+    assert names and names == sorted(file.name for file in theirs.glob("*.safetensors"))
+    for name in names:
+        first, second = load_file(ours / name), load_file(theirs / name)
+        assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
 def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
     return [step for step, _ in ppo.complete_checkpoints(out / "checkpoints")]
@@ -300,6 +309,8 @@ def refused(argv: list[str], *parts: str) -> None:
         ppo.main(argv)
     for part in parts:
         assert part in str(error.value)
+    del error
+    gc.collect()                                        # the frames that the error holds own the lock of the folder
 
 
 @pytest.fixture(scope="module")
@@ -335,8 +346,8 @@ def test_resume_on_another_number_of_ranks(lives, flags, undisturbed, tmp_path, 
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
     lives(flags(tmp_path / "run", ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
-    found, expected = records(tmp_path / "run"), [r for r in records(reference) if r["step"] > 3]
-    assert [r["step"] for r in found] == [4, 5, 6]
+    found, expected = records(tmp_path / "run"), records(reference)[-4:]
+    assert [r["step"] for r in found] == [3, 4, 5, 6]
     for ours, theirs in zip(found, expected):
         assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
 
@@ -345,14 +356,13 @@ def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undist
     """Training goes on while the writer sleeps; what it then writes is what it was given."""
     lives(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, [["change_writes", 0, [], 1.5]])
     ours, theirs = (folder / "checkpoints" / "step-3" for folder in (tmp_path / "run", undisturbed("gae", 1)))
-    shards = sorted(file.name for file in ours.glob("*.safetensors"))
-    assert shards and all((ours / name).read_bytes() == (theirs / name).read_bytes() for name in shards)
+    assert_equal_tensors(ours, theirs)
 
 
 def test_killed_between_save_and_record(lives, flags, undisturbed, tmp_path):
     """The missing evaluation and record of the saved step are made up for."""
     argv = flags(tmp_path / "run", ALGORITHMS["gae"])
-    lives(argv, 1, [["die_at_record", 4]], codes=[-signal.SIGKILL])
+    lives([*argv, "--save_blocking"], 1, [["die_at_record", 4]], codes=[-signal.SIGKILL])
     assert steps(tmp_path / "run")[0] == 4 and records(tmp_path / "run")[-1]["step"] == 3
     lives(argv)
     assert_bitwise(tmp_path / "run", undisturbed("gae", 1))
@@ -418,7 +428,7 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
     assert re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output) == [("2", "1"), ("4", "1")]
     assert "OSError on rank 1" in output and "Input/output error" in output
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
-    assert [record.get("perf/failed_saves") for record in records(out)] == [None, 1, None, 1, None]
+    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 1, 0, 1, 0]
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
@@ -549,10 +559,7 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
 def test_changed_flags(flags, copy, capfd):
     """Flags that alter the result are refused with both values; the others are listed and accepted."""
     altered = "--gamma 0.5 --samples_per_prompt 3 --seed 7"
-    refused(flags(copy, altered + " --keep_last 5"), "--gamma 1.0 -> 0.5", "--samples_per_prompt 2 -> 3", "--seed 0 -> 7")
-    with pytest.raises(ppo.UserError) as error:
-        train(flags(copy, "--gamma 0.5 --keep_last 5"))
-    assert "keep_last" not in str(error.value)
+    refused(flags(copy, altered + " --keep_last 5"), "--gamma 1.0 -> 0.5; --seed", "--samples_per_prompt 2 -> 3", "--seed 0 -> 7. ")
     refused(flags(copy, "--steps 3 --lr_schedule cosine"), "--steps 2 -> 3", "--lr_schedule")
     capfd.readouterr()
     train(flags(copy, "--steps 3 --slots 2 --save_every 3"))
@@ -561,6 +568,24 @@ def test_changed_flags(flags, copy, capfd):
     train(flags(copy, "--steps 4 --gamma 0.5 --resume_changed_args allow"))
     assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
     assert [record["step"] for record in records(copy)] == [1, 2, 3, 4]
+
+
+def test_going_back(flags, copy, tmp_path, capfd):
+    """--resume PATH of the run's own folder: what came after is neither taken for the run's, nor kept in its place, nor lost."""
+    path = copy / "checkpoints" / "step-1"
+    train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
+    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1]
+    assert len(list((copy / "checkpoints").glob("replaced-step-2-*"))) == 1
+    assert [record["step"] for record in records(copy)] == [1, 2]
+
+
+def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
+    """The same command once more, as a requeued job gives it, goes on from where it was."""
+    argv = flags(tmp_path / "new", f"--resume {finished}/checkpoints/step-1")
+    train([*argv, "--steps", "2"])
+    assert f"resuming from {finished}/checkpoints/step-1" in capfd.readouterr().out
+    train([*argv, "--steps", "3"])
+    assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
 
 
 def test_changed_rows(flags, task, tmp_path):
@@ -580,11 +605,11 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     critic = Path(shutil.copytree(qwen25, tmp_path / "critic"))
     head = torch.randn(1, json.loads((qwen25 / "config.json").read_text())["text_config"]["hidden_size"])
     weights = load_file(critic / "model.safetensors")
-    name = next(key for key in weights if "mlp.up_proj" in key and "visual" not in key)
+    name = next(key for key in weights if "layers.0.mlp.up_proj" in key)
     save_file(weights | {name: weights[name] + 1, "value_head.weight": head}, critic / "model.safetensors", metadata={"format": "pt"})
     env = start(qwen25, picture_rows, "--critic_model", str(critic))
-    inner = next(p for key, p in env.critic.named_parameters() if key.endswith(name.split("layers.")[1]))
-    same = next(p for key, p in env.actor.named_parameters() if key.endswith(name.split("layers.")[1]))
+    inner = next(p for key, p in env.critic.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
+    same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
 
@@ -631,15 +656,12 @@ def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):
 
 def test_save_strategies(lives, flags, tmp_path):
     """Who writes at the same time; what is written does not depend on it."""
-    written = {}
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
         log = tmp_path / f"{strategy}.jsonl"
         lives(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, [["change_writes", -1, [], 0.4, "", str(log)]])
-        folder = tmp_path / strategy / "checkpoints" / "step-1"
-        written[strategy] = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+        assert_equal_tensors(*(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted")))
         (_, _, end), (_, start, _) = sorted(map(json.loads, log.read_text().splitlines()), key=lambda line: line[1])
         assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
-    assert len(written["unrestricted"]) == 2 and all(files == written["unrestricted"] for files in written.values())
     train(flags(tmp_path / "single_process", "--save_strategy single_process"))
     assert [record["step"] for record in records(tmp_path / "single_process")] == [1, 2]
 
@@ -687,6 +709,7 @@ def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "1",
                str(ROOT / "train_ppo_vl.py"), *flags(out, ALGORITHMS["grpo"])]
+    clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"   # else new workers find the addresses of the dead (pytorch issue 135712)
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, env=clean, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.time() + 60

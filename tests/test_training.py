@@ -1,8 +1,8 @@
-"""Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against 2 and
-8, export, schedules, and what a run does when something goes wrong.
+"""Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
+2 and 8, export, schedules, and what a run does when something goes wrong.
 
-Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every list of
-flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
+Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every
+list of flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ def signal_handlers():
 
 @pytest.fixture(scope="session")
 def task(tmp_path_factory) -> Path:
-    """train.jsonl (8 rows) and eval.jsonl (7 rows): 0, 1 or 2 images each; reward.py; bad.jsonl with a damaged picture."""
+    """train.jsonl (8 rows) and eval.jsonl (7): 0, 1 or 2 images each; reward.py; bad.jsonl with a damaged picture."""
     folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
     (folder / "reward.py").write_text(REWARD)
     sizes = [[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)], [], [(56, 28), (28, 56)], [(28, 28)], [(84, 84)]]
@@ -72,10 +72,11 @@ def task(tmp_path_factory) -> Path:
             images = [f"{name}-{i}-{k}.png" for k in range(len(sizes[i]))]
             for image, (width, height) in zip(images, sizes[i]):
                 Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / image)
-            rows.append({"prompt": f"row {i}: " + "how many circles are there? " * (i % 3 + 1), "images": images, "answer": "1"})
+            question = f"row {i}: " + "how many circles are there? " * (i % 3 + 1)
+            rows.append({"prompt": question, "images": images, "answer": "1"})
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     whole = (folder / "train-3-0.png").read_bytes()
-    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                  # the header is there, the body is not
+    (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                 # the header is there, the body is not
     rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
     (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
@@ -84,8 +85,8 @@ def task(tmp_path_factory) -> Path:
 def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
     return ["--model", str(checkpoint), "--data", str(task / "train.jsonl"), "--out", str(out),
             "--reward", f"{task / 'reward.py'}:letters", "--max_prompt_tokens", "512", "--max_new_tokens", "6",
-            "--max_tokens_per_pack", "600", "--prefill_tokens", "600", "--prompts_per_step", "4", "--samples_per_prompt", "3",
-            "--steps", "1", "--actor_lr", "1e-3", "--log_samples_every", "1", *more]
+            "--max_tokens_per_pack", "600", "--prefill_tokens", "600", "--prompts_per_step", "4",
+            "--samples_per_prompt", "3", "--steps", "1", "--actor_lr", "1e-3", "--log_samples_every", "1", *more]
 
 
 def train(checkpoint: Path, task: Path, out: Path, *more: str) -> list[dict]:
@@ -116,15 +117,16 @@ def with_flags(run: ppo.Run, **changes) -> ppo.Run:
     return dataclasses.replace(run, args=dataclasses.replace(run.args, **groups))
 
 
-def hand_samples(env, prompts, lengths: tuple[int, ...] = (5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10)) -> Samples:
-    """Four random responses to each of the four prompts, one of them empty; every field that an update reads is filled."""
+def hand_samples(env, prompts) -> Samples:
+    """Four random responses to each of the four prompts, one of them empty; all fields that an update reads."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor(lengths)
+    lengths = torch.tensor([5, 0, 9, 1, 7, 3, 12, 2, 4, 6, 8, 1, 2, 2, 11, 10])
     noise = lambda scale: torch.randn(int(lengths.sum()), generator=generator) * scale  # noqa: E731
     samples = Samples(
         group=torch.arange(4).repeat_interleave(4), number=torch.arange(4).repeat(4), lengths=lengths,
         truncated=torch.zeros(16, dtype=torch.bool), logprobs=noise(0.0),
-        tokens=torch.randint(4, env.processor.config.text_config.vocab_size - 8, (int(lengths.sum()),), generator=generator))
+        tokens=torch.randint(4, env.processor.config.text_config.vocab_size - 8, (int(lengths.sum()),),
+                             generator=generator))
     samples.advantages, samples.returns, samples.values = noise(1.0), noise(1.0), noise(0.1)
     with torch.no_grad():
         ppo.compute_features(env.run, env.actor, prompts)
@@ -135,11 +137,13 @@ def hand_samples(env, prompts, lengths: tuple[int, ...] = (5, 0, 9, 1, 7, 3, 12,
     return samples
 
 
+HAND_FLAGS = "--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2".split()
+
+
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
     """One rank's models with a random value head, and hand-made samples."""
-    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+", "--entropy_coef", "0.01",
-                "--temperature", "0.7", "--min_new_tokens", "2")
+    env = start(qwen25, picture_rows, *HAND_FLAGS)
     with torch.no_grad():
         weight = env.critic.value_head.weight.to_local()
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
@@ -149,12 +153,13 @@ def env(qwen25, picture_rows):
 
 
 def gradient(run: ppo.Run, module, prompts, samples: Samples) -> tuple[dict[str, torch.Tensor], int]:
-    """Gradient of the loss of all samples by parameter, accumulated over packs as the updates do, and the number of packs."""
+    """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
     weights, packs = ppo.minibatch_weights(run, samples, range(4)), 0
     for row, attention in ppo.packed_rows(run, module.model, prompts, samples, range(4)):
         if isinstance(module, ppo.Critic):
             old, returns, weight = (x[row.flat] for x in (samples.values, samples.returns, weights))
-            loss = (weight * losses.value_loss(module(row, attention), old, returns, run.args.algorithm.value_clip)).sum()
+            loss = (weight * losses.value_loss(module(row, attention), old, returns,
+                                               run.args.algorithm.value_clip)).sum()
         else:
             loss, _ = ppo.actor_loss(run, module, row, attention, samples, weights, run.args.algorithm.kl_coef)
         (loss * run.world).backward()
@@ -197,8 +202,8 @@ def test_aggregation_modes_differ(env):
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
-    """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one forward
-    per sample through Hugging Face's own model, the loss written out per token."""
+    """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one
+    forward per sample through Hugging Face's own model, the loss written out per token."""
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     twin = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")      # the critic's body
     head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
@@ -209,8 +214,9 @@ def test_gradient_equals_naive_oracle(env, qwen25):
         prompt = env.prompts[group]
         pixels = ppo.load_pixels(prompt, env.processor)
         ids = torch.cat([prompt.input_ids, tokens])[None]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == image_id).int(),
-                  "use_cache": False, **({} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]})}
+        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False,
+                  "mm_token_type_ids": (ids == image_id).int(), **images}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
         logits = oracle(**inputs).logits[0, rows] / 0.7
         logits[:, list(env.processor.banned_ids)] = -torch.inf
@@ -221,7 +227,7 @@ def test_gradient_equals_naive_oracle(env, qwen25):
         ratio = (logp - old).exp()
         term = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
         term = torch.where(adv < 0, torch.minimum(term, -3.0 * adv), term)
-        kl = 0.5 * (logp - ref) ** 2                                                            # gradient of k3+ is k2's
+        kl = 0.5 * (logp - ref) ** 2                                                           # gradient of k3+ is k2's
         ((term - 0.01 * entropy + 0.1 * kl).sum() / total).backward()
         value = twin(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0]
         clipped = old_value + (value - old_value).clamp(-0.2, 0.2)
@@ -236,8 +242,7 @@ def test_gradient_equals_naive_oracle(env, qwen25):
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_rows):
-    other = start(qwen25, picture_rows, "--gradient_checkpointing", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+",
-                  "--entropy_coef", "0.01", "--temperature", "0.7", "--min_new_tokens", "2")
+    other = start(qwen25, picture_rows, "--gradient_checkpointing", *HAND_FLAGS)
     assert other.actor.model.model.language_model.is_gradient_checkpointing
     for module, reference in ((other.actor, env.actor), (other.critic, env.critic)):
         module.train()
@@ -251,8 +256,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_ro
 
 def test_loss_terms_reach_the_gradient(env):
     base, _ = gradient(env.run, env.actor, env.step, env.samples)
-    for changes in ({"entropy_coef": 0.0}, {"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_coef": 0.2}, {"clip_high": 0.5},
-                    {"clip_low": 0.5}, {"dual_clip": 0.0}):
+    for changes in ({"entropy_coef": 0.0}, {"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_coef": 0.2},
+                    {"clip_high": 0.5}, {"clip_low": 0.5}, {"dual_clip": 0.0}):
         found, _ = gradient(with_flags(env.run, **changes), env.actor, env.step, env.samples)
         assert distance(found, base) > 1e-3, changes
     base, _ = gradient(env.run, env.critic, env.step, env.samples)
@@ -274,7 +279,7 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(env):
     assert distance(second, first) == 0                                                         # both at the cap of 2
 
 
-# ------------------------------------------------------------------------------------------------ optimizer and schedule
+# ------------------------------------------------------------------------------------------------ optimizer, schedule
 def test_lr_schedule():
     factors = lambda delay=0, **changes: [round(ppo.lr_factor(step, ppo.UpdateArgs(**changes), delay), 4)  # noqa: E731
                                           for step in range(1 + delay, changes["steps"] + 1)]
@@ -283,7 +288,8 @@ def test_lr_schedule():
     assert factors(steps=5, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
     assert factors(steps=5, lr_schedule="linear") == [0.82, 0.64, 0.46, 0.28, 0.1]
     assert factors(steps=4, lr_schedule="cosine", min_lr_ratio=0) == [0.8536, 0.5, 0.1464, 0]
-    assert factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2) == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
+    both = factors(steps=6, lr_schedule="cosine", min_lr_ratio=0.5, warmup_steps=2)
+    assert both == [0.3333, 0.6667, 0.9268, 0.75, 0.5732, 0.5]
     assert factors(steps=7, delay=2, lr_schedule="linear", min_lr_ratio=0) == [0.8, 0.6, 0.4, 0.2, 0]
     assert factors(steps=2, warmup_steps=5) == [0.1667, 0.3333]
 
@@ -300,14 +306,14 @@ def test_weight_decay_spares_biases_and_norms(env):
 
 
 def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
-    """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on every rank, and plain
-    tensors where a checkpoint or an optimizer expects shards."""
+    """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on every rank, and
+    plain tensors where a checkpoint or an optimizer expects shards."""
     env = start(qwen25, picture_rows, "--kl_coef", "0.1")
     step = take(env)
     samples = hand_samples(env, step)
     for module in (env.actor, env.critic, env.reference):
         ppo.score_tokens(env.run, module, step, samples)
-        gathered = [name for name, p in module.named_parameters() if "visual" not in name and not isinstance(p, DTensor)]
+        gathered = [name for name, p in module.named_parameters() if not ("visual" in name or isinstance(p, DTensor))]
         assert not gathered, type(module).__name__
 
 
@@ -315,7 +321,7 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
 def fresh(qwen25, picture_rows, *more: str):
     """Own models and optimizers, real samples with scores; ready for `update_actor`."""
     env = start(qwen25, picture_rows, "--minibatches", "2", "--epochs", "2", "--actor_lr", "1e-2", *more)
-    env.optimizer = ppo.build_optimizer(env.actor, env.args.update.actor_lr, env.args)   # before any forward, as `main` does
+    env.optimizer = ppo.build_optimizer(env.actor, 1e-2, env.args)          # before any forward, as `main` does
     env.step = take(env)
     env.samples = hand_samples(env, env.step)
     env.samples.old_logprobs = env.samples.logprobs
@@ -323,7 +329,7 @@ def fresh(qwen25, picture_rows, *more: str):
 
 
 def weights_of(module) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().clone() if hasattr(p, "full_tensor") else p.clone() for name, p in module.named_parameters()}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in module.named_parameters()}
 
 
 def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
@@ -363,7 +369,8 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
 
 
-@pytest.mark.parametrize("function, counter", [("policy_loss", "train/actor_skipped"), ("value_loss", "train/critic_skipped")])
+@pytest.mark.parametrize("function, counter", [("policy_loss", "train/actor_skipped"),
+                                               ("value_loss", "train/critic_skipped")])
 def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypatch, function, counter):
     """The record of the step must be written: a NaN in the loss is counted, not logged."""
     true_loss, calls = getattr(losses, function), []
@@ -385,7 +392,8 @@ def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
                   "--critic_lr", "1e-3")
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    assert "train/policy_loss" not in steps[0] and steps[0]["train/values"] == 0 and abs(steps[1]["train/values"]) > 1e-3
+    assert "train/policy_loss" not in steps[0]
+    assert steps[0]["train/values"] == 0 and abs(steps[1]["train/values"]) > 1e-3             # the critic did learn
 
 
 def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
@@ -407,7 +415,7 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     assert step["train/sampler_gap"] < 1e-5 and abs(step["train/ratio"] - 1) < 1e-5 and step["train/kl"] < 1e-6
     assert ("train/critic_loss" in step) == ("train/values" in step) == (advantage == "gae")
     samples = samples_of(tmp_path, "step-000001")
-    assert [(s["index"], s["sample"]) for s in samples[:3]] == [(samples[0]["index"], k) for k in range(3)] and len(samples) == 12
+    assert [s["sample"] for s in samples] == [0, 1, 2] * 4 and len({s["index"] for s in samples}) == 4
     assert step["rollout/reward"] == pytest.approx(np.mean([s["reward"] for s in samples]), rel=1e-5)
     assert step["rollout/accuracy_reward"] == pytest.approx(np.mean([s["components"]["accuracy"] for s in samples]))
     assert step["rollout/response_length"] == pytest.approx(np.mean([s["response_length"] for s in samples]))
@@ -422,8 +430,8 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch):
     controllers, true_class = [], losses.KLController
     monkeypatch.setattr(losses, "KLController", lambda *args: controllers.append(true_class(*args)) or controllers[-1])
-    steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001", "--kl_horizon", "24",
-                  "--freezing_actor_steps", "1", "--actor_lr", "1e-2")
+    steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
+                  "--kl_horizon", "24", "--freezing_actor_steps", "1", "--actor_lr", "1e-2")
     value = 0.1
     for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
         value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
@@ -431,8 +439,8 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch):
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps", "2", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "k3+",
-                  "--actor_lr", "1e-2", "--gamma", "1", "--gae_lambda", "1")
+    steps = train(qwen25, task, tmp_path, "--steps", "2", "--kl_coef", "0.1", "--kl_in", "loss",
+                  "--kl_estimator", "k3+", "--actor_lr", "1e-2")
     assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
     assert steps[1]["rollout/return"] < 2 and steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
 
@@ -446,11 +454,12 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     solved = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
     assert metrics["eval/pass@2"] == pytest.approx(np.mean(solved)) and metrics["eval/num_samples"] == 14
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
-    assert not (out / "export").exists() and records(out) == [] or records(out)[0]["eval/pass@2"] == metrics["eval/pass@2"]
+    assert not (out / "export").exists()
     greedy = ppo.main(flags(qwen25, task, tmp_path / "b", *held_out[:3]))
-    again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9", "--slots", "1"))
+    again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9",
+                           "--slots", "1"))
     assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
-    assert {k: v for k, v in greedy.items() if "seconds" not in k} == {k: v for k, v in again.items() if "seconds" not in k}
+    assert greedy.pop("eval/seconds") > 0 < again.pop("eval/seconds") and greedy == again
 
 
 def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
@@ -484,34 +493,36 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
     assert [step["rollout/dropped_prompts"] for step in steps] == [1, 2]
     assert [step["rollout/samples"] for step in steps] == [9, 9]
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip"))
+    skip = ("--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip")
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", *skip))
     assert held_out["eval/dropped_prompts"] == 1 and held_out["eval/num_samples"] == 3
 
 
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
-    """One prompt per step: nothing is left of the step with the damaged picture, as of an evaluation without a picture."""
+    """One prompt per step: nothing is left of the step with the damaged picture."""
     one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
     with pytest.raises(ppo.UserError, match="no prompt is left"):
         train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
     held_out = ppo.main(flags(qwen25, task, tmp_path / "b", "--eval_data", str(task / "bad.jsonl"), "--eval_only", *one))
-    assert held_out["eval/num_samples"] == 3                     # a chunk without prompts is no evaluation without prompts
+    assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
     with pytest.raises(ppo.UserError, match="no held-out prompt is left"):
         ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", str(task / "all-bad.jsonl"), "--eval_only", *one))
 
 
 @pytest.mark.parametrize("function, message", [
-    ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"), ("infinite", "(?s)inf, not a finite number.*response"),
+    ("fails", r"(?s)ZeroDivisionError: the reward of row 2.*row 2.*response"),
+    ("infinite", "(?s)inf, not a finite number.*response"),
     ("late", r"(?s)longer than 0\.2 s.*response"), ("nothing", "has no function 'nothing'")])
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
     with pytest.raises(ppo.UserError, match=message):
-        ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}", "--reward_timeout", "0.2",
-                       "--prompts_per_step", "8"))
+        ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}",
+                       "--reward_timeout", "0.2", "--prompts_per_step", "8"))
 
 
-# ------------------------------------------------------------------------------------------------ checkpoints in and out
-@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen2_5_vl tied", "qwen3_vl tied", "qwen2_5_vl tied twice",
-                                        "qwen2_5_vl module spelling"])
+# ------------------------------------------------------------------------------------------------ checkpoint folders
+@pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen2_5_vl tied", "qwen3_vl tied",
+                                        "qwen2_5_vl tied twice", "qwen2_5_vl module spelling"])
 def any_checkpoint(request, tmp_path_factory) -> Path:
     kind, _, variant = request.param.partition(" ")
     folder = tmp_path_factory.mktemp("checkpoint")
@@ -523,13 +534,14 @@ def any_checkpoint(request, tmp_path_factory) -> Path:
         values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
     else:                                                 # as the modules are called, not as hub files spell it
         values = {k.replace("visual.", "model.visual.") if k.startswith("visual.") else
-                  k.replace("model.", "model.language_model.") if k.startswith("model.") else k: v for k, v in values.items()}
+                  k.replace("model.", "model.language_model.") if k.startswith("model.") else k: v
+                  for k, v in values.items()}
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
 def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
-    env = start(any_checkpoint, picture_rows, "--actor_lr", "1e-2", "--advantage", "grpo", "--samples_per_prompt", "4")
+    env = start(any_checkpoint, picture_rows, "--actor_lr", "1e-2", "--advantage", "grpo")
     optimizer = ppo.build_optimizer(env.actor, 1e-2, env.args)
     step = take(env)
     samples = hand_samples(env, step)
@@ -546,12 +558,14 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     for file in (tmp_path / "hf").glob("*.safetensors"):
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads((any_checkpoint / "config.json").read_text())
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", any_checkpoint)]
+    assert configs[0] == configs[1]
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected, image_id = [], env.processor.config.image_token_id
     for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
-        ids, pixels = torch.cat([env.prompts[group].input_ids, tokens])[None], ppo.load_pixels(env.prompts[group], env.processor)
+        ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
+        pixels = ppo.load_pixels(env.prompts[group], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         with torch.no_grad():
             logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
@@ -562,7 +576,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
 
     text = "how many circles are there?"
     assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == env.processor.tokenizer(text)
-    again = start(tmp_path / "hf", picture_rows, "--advantage", "grpo", "--samples_per_prompt", "4")      # trains on from there
+    again = start(tmp_path / "hf", picture_rows, "--advantage", "grpo")                        # trains on from there
     assert all(torch.equal(x.input_ids, y.input_ids) and x.grids == y.grids for x, y in zip(again.prompts, env.prompts))
     assert torch.equal(ppo.score_tokens(again.run, again.actor, take_features(again), samples), trained)
 
@@ -576,7 +590,7 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     before, after = tensors(source), tensors(tmp_path / "hf")
     assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")                                      # again, over the first
+    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")                               # again, over the first
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
@@ -601,12 +615,14 @@ def test_tied_weights_stay_one_parameter(qwen25, picture_rows, tmp_path):
 RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
     "gae": ("qwen2_5_vl", "--steps 5 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
             "--eval_every 2 --lr_schedule linear --warmup_steps 1"),
-    "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --kl_target 0.01 "
-             "--loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 --clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
-    "rloo": ("qwen2_5_vl", "--steps 2 --prompts_per_step 3 --advantage rloo --no-share_prompts --gradient_checkpointing "
-             "--recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 --epochs 3 --eval_every 0"),
-    "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 --eval_samples 2 "
-                    "--loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),                # rank 1 has no prompt
+    "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
+             "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
+             "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
+    "rloo": ("qwen2_5_vl", "--steps 2 --prompts_per_step 3 --advantage rloo --no-share_prompts "
+             "--gradient_checkpointing --recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
+             "--epochs 3 --eval_every 0"),
+    "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
+                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),             # rank 1 has no prompt
     "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
 }
 FAILURES = {
@@ -622,8 +638,10 @@ def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], ta
 
 def launch(ranks: int, plan: Path) -> None:
     """Run this file as a program on so many ranks."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__, str(plan)]
+    clean = {key: value for key, value in os.environ.items()
+             if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__,
+               str(plan)]
     result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
 
@@ -700,11 +718,12 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 
 def test_eight_ranks(qwen25, task, tmp_path):
     """More ranks than prompts, and shards without rows: the same run as on one rank."""
-    run = lambda out: flags(qwen25, task, out, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",  # noqa: E731
-                            "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
-    (tmp_path / "plan.json").write_text(json.dumps([run(tmp_path / "eight")]))
+    eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
+                        "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
+                  for name in ("eight", "one"))
+    (tmp_path / "plan.json").write_text(json.dumps([eight]))
     launch(8, tmp_path / "plan.json")
-    ppo.main(run(tmp_path / "one"))
+    ppo.main(one)
     assert_same_run(tmp_path / "one", tmp_path / "eight")
 
 
