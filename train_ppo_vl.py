@@ -739,7 +739,10 @@ class PromptLoader:
 
     def take(self, index: int) -> StepPrompts:
         """The prompts of a step, decoded."""
-        return self.collect(*self.pending.pop(index))
+        prompts = self.collect(*self.pending.pop(index))
+        if len(prompts.dropped) == len(prompts.prompts):
+            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others decodes")
+        return prompts
 
     def collect(self, prompts: list[Prompt], draws: list[int], futures: dict) -> StepPrompts:
         """Wait for the pictures.
@@ -758,8 +761,6 @@ class PromptLoader:
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.run.args.data.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
-        if len(problems) == len(prompts):
-            raise UserError("no prompt is left in this step, no picture decodes:\n" + "\n".join(list(problems.values())[:5]))
         self.dropped += len(problems)
         owners = [i % self.run.world for i in range(len(prompts))]
         return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
@@ -1279,7 +1280,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
             records += sample_records(processor, prompts, samples)
         dropped = loader.dropped
     if not records:
-        raise UserError("evaluation: no held-out prompt is left; all pictures failed to decode")
+        raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     for record in records:                                     # every rank has all records: these sums need no reduction
         for name in ("reward", "response_length", "truncated", *(f"{name}_reward" for name in record["components"])):
             value = record["components"].get(name.removesuffix("_reward"), record.get(name))
@@ -1982,11 +1983,25 @@ def run_main(program: Callable[[], Any]) -> None:
     try:
         program()
     except UserError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)          # torchrun ends the others as soon as one of them has exited
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        speak_first()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.exit(2)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def speak_first() -> None:
+    """Wait until rank 0 has printed its message: a faster rank that exits would have it killed while it still imports."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=timedelta(seconds=60))
+        if int(os.environ["RANK"]) == 0:
+            store.set("rank 0 has spoken", "yes")
+        store.wait(["rank 0 has spoken"])
 
 
 if __name__ == "__main__":

@@ -236,7 +236,7 @@ def torchrun(ranks: int, flags: list[str], **environment: str) -> subprocess.Com
 
 
 def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
-    """torchrun adds a log of its own, with the launcher's traceback: the script's share is one line, and exit code 2."""
+    """torchrun adds a log of its own, with the launcher's traceback: the script's share is one line and exit code 2."""
     lines = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1 and ours in lines[0], result.stderr
     assert SCRIPT.name + '", line' not in result.stderr

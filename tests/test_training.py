@@ -137,7 +137,8 @@ def hand_samples(env, prompts) -> Samples:
     return samples
 
 
-HAND_FLAGS = "--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2".split()
+HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 "
+              "--min_new_tokens 2").split()
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +209,8 @@ def test_gradient_equals_naive_oracle(env, qwen25):
     twin = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")      # the critic's body
     head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
     samples, image_id, total = env.samples, env.processor.config.image_token_id, len(env.samples.tokens)
-    columns = [samples.split(x) for x in (samples.tokens, samples.old_logprobs, samples.ref_logprobs, samples.advantages,
-                                          samples.values, samples.returns)]
+    columns = [samples.split(getattr(samples, name))
+               for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
     for group, tokens, old, ref, adv, old_value, target in zip(samples.group.tolist(), *columns):
         prompt = env.prompts[group]
         pixels = ppo.load_pixels(prompt, env.processor)
@@ -503,7 +504,8 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
     with pytest.raises(ppo.UserError, match="no prompt is left"):
         train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", "--eval_data", str(task / "bad.jsonl"), "--eval_only", *one))
+    bad = ("--eval_data", str(task / "bad.jsonl"), "--eval_only")
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", *bad, *one))
     assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
     with pytest.raises(ppo.UserError, match="no held-out prompt is left"):
@@ -622,7 +624,7 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
              "--gradient_checkpointing --recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
              "--epochs 3 --eval_every 0"),
     "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
-                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),             # rank 1 has no prompt
+                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),  # rank 1 has no prompt
     "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
 }
 FAILURES = {
