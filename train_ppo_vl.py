@@ -298,7 +298,7 @@ class CheckpointArgs:
                               ("unrestricted", "single_node", "single_process", "single_thread"))
     save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
     max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
-    export_every: int = flag(-1, "steps between exports of the actor's weights; -1: only the last step, 0: never", low=-1)
+    export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
     resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
                                "never: --out must be new; or the path of a checkpoint")
     resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
@@ -627,7 +627,8 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     try:
         folder = resolve_folder(args.model.model)
         model = skeleton(processor.config)
-        model.model.visual.to(run.dtype).requires_grad_(False)  # replicated and outside the mixed-precision policy
+        for parameter in model.model.visual.requires_grad_(False).parameters():
+            parameter.data = parameter.data.to(run.dtype)      # replicated, outside the mixed-precision policy; buffers stay float32
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":

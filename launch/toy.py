@@ -6,6 +6,9 @@
     <out>/model/        config.json, model.safetensors, tokenizer files with a chat template, preprocessor_config.json
     <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
     <out>/args.json     flags of train_ppo_vl.py that suit them (TRAINER_ARGS below), for its --config
+    <out>/judge_train.jsonl, judge_eval.jsonl    judgements about the pictures of train.jsonl and eval.jsonl: right and wrong
+                        answers, pairs of answers, pairs of pictures
+    <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
 
 The task. A picture is a 2 x 2 board that holds one to four copies of one coloured shape. Three kinds of question (the
 label of a row) ask for the colour, the shape or the number. Every question text has all its answers equally often, so
@@ -46,6 +49,22 @@ TRAINER_ARGS = {
     "max_tokens_per_pack": 4096,
     "prefill_tokens": 4096,
     "eval_every": 10,
+}
+
+# Flags of train_grm_vl.py with which the judgements are learned. The templates are short because the tokenizer knows few
+# words: any other takes a token per letter.
+JUDGE_ARGS = {
+    "prompts_per_step": 128,
+    "max_epochs": 6,
+    "lr": 2e-3,
+    "warmup_steps": 20,
+    "max_tokens": 256,
+    "max_tokens_per_pack": 8192,
+    "eval_max_new_tokens": 24,
+    "eval_batch": 128,
+    "correct_template": "{prompt} {response}?",
+    "answers_template": "{prompt} A: {response_a} B: {response_b}?",
+    "pictures_template": "A: <image> B: <image> {prompt}?",
 }
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 40),
@@ -154,13 +173,40 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> l
     return rows
 
 
+def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
+    """Rows of train_grm_vl.py about single boards of `rows`, whose "files" are written: by turns a right answer, a wrong one,
+    a pair of answers and a pair of pictures, one of which fits."""
+    boards = [row for row in rows if len(row["images"]) == 1]
+    judgements = []
+    for number, row in enumerate(boards):
+        values = {"colour": COLOURS, "shape": SHAPES, "count": COUNTS}
+        label, question, answer = row["label"], row["prompt"], row["answer"]
+        wrong = rng.choice([value for value in values[label] if value != answer])
+        if rng.random() < 0.25:                                     # an answer to another question, or to none
+            wrong = rng.choice([value for other in values if other != label for value in values[other]] + ["", f"{answer} {wrong}"])
+        right = rng.random() < 0.5
+        judgements.append({"question": question, "images": row["files"], "response": answer if right else wrong, "correct": right})
+        if number % 2 == 0:
+            first = rng.random() < 0.5
+            judgements.append({"prompt": question, "images": row["files"], "responses": [answer, wrong][::1 if first else -1],
+                               "preferred": "A" if first else "B"})
+        else:
+            request = "{colour} {shape} {count}".format(**row["board"])
+            other = rng.choice([other for other in rng.sample(boards, min(len(boards), 40)) if other["board"] != row["board"]])
+            first = rng.random() < 0.5
+            judgements.append({"prompt": request, "images": [*row["files"], *other["files"]][::1 if first else -1],
+                               "preferred": "A" if first else "B"})
+    return judgements
+
+
 def write_rows(rows: list[dict], folder: Path, split: str) -> None:
-    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-<picture>].png."""
+    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-<picture>].png, whose names become the rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
         names = [f"images/{split}-{number:05d}{f'-{k}' if k else ''}.png" for k in range(len(row["images"]))]
         for name, image in zip(names, row["images"]):
             image.save(folder / name)
+        row["files"] = names
         lines.append(json.dumps({"prompt": row["prompt"], "images": names, "answer": row["answer"],
                                  "label": row["label"]}) + "\n")
     (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -344,6 +390,8 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
         rows = splits[split] + extra
         rng.shuffle(rows)
         write_rows(rows, folder, split)
+        judgements = judgement_rows(random.Random(f"{args.seed} judge {split}"), rows)
+        (folder / f"judge_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judgements), encoding="utf-8")
         print(f"toy: {split}.jsonl: {len(rows)} rows, {sum(len(row['images']) for row in rows)} pictures of "
               f"{2 * cell} x {2 * cell} pixels" + (" and larger" if args.mixed else ""), flush=True)
 
@@ -380,6 +428,9 @@ def main(argv: list[str] | None = None) -> None:
         trainer_args = {"model": str(out / "model"), "data": str(out / "train.jsonl"),
                         "eval_data": str(out / "eval.jsonl"), **TRAINER_ARGS}
         (folder / "args.json").write_text(json.dumps(trainer_args, indent=2) + "\n", encoding="utf-8")
+        judge_args = {"model": str(out / "model"), "data": str(out / "judge_train.jsonl"),
+                      "eval_data": str(out / "judge_eval.jsonl"), **JUDGE_ARGS}
+        (folder / "grm_args.json").write_text(json.dumps(judge_args, indent=2) + "\n", encoding="utf-8")
         folder.rename(out)
     print(f"toy: wrote {out}", flush=True)
 

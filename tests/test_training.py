@@ -624,7 +624,8 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
              "--gradient_checkpointing --recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
              "--epochs 3 --eval_every 0"),
     "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
-                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm --reward_workers 2"),  # rank 1 has no prompt
+                    "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
+                    "--reward_workers 2"),                                              # rank 1 has no prompt
     "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
 }
 FAILURES = {

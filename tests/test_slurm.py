@@ -1,0 +1,214 @@
+"""Many nodes: launch/ppo.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun agents
+without SLURM. All sockets are on the loopback interface; what was started is ended by its process id."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+from test_checkpoint import ALGORITHMS, REWARD, assert_bitwise, flags, lives, records, steps, task, undisturbed  # noqa: F401
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
+SLOW = '''
+
+def slow(*arguments):
+    """As above, but a step takes long enough to be interrupted."""
+    import time
+    time.sleep(0.7)
+    return letters(*arguments)
+'''
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NPROC": "1"}
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait_for(condition, seconds: float, what: str):
+    """Poll until ``condition()`` is true, and return its value."""
+    deadline = time.time() + seconds
+    while not (value := condition()):
+        assert time.time() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.1)
+    return value
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without the traces of the process group of this process; torchrun is that of this Python."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    return environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
+
+
+@pytest.fixture(scope="module")
+def slow_flags(flags, task):  # noqa: F811
+    """The GRPO run of test_checkpoint with slow steps; its metrics are the same."""
+    (task / "slow.py").write_text(REWARD + SLOW)
+    return lambda out: [*flags(out, ALGORITHMS["grpo"]), "--reward", f"{task / 'slow.py'}:slow"]
+
+
+# ------------------------------------------------------------------------------------------------ SLURM
+CONFIG = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+ReturnToService=2
+SchedulerParameters=sched_interval=2
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def install_slurm() -> None:
+    """By apt, as root; skips the test with the reason where that does not work."""
+    missing = [program for program in PROGRAMS if not shutil.which(program)]
+    if not missing:
+        return
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip(f"{', '.join(missing)} not installed, and only root can install them, by apt-get")
+    command = ["apt-get", "install", "-y", "--no-install-recommends", "slurmctld", "slurmd", "slurm-client", "munge"]
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for attempt in (command, ["apt-get", "update"], command):        # a fresh machine has no package lists
+        result = subprocess.run(attempt, capture_output=True, text=True, env=environment, timeout=120)
+        if attempt is command and result.returncode == 0:
+            return
+    pytest.skip(f"{' '.join(command)} failed: {result.stderr.strip()[-300:]}")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Environment of a client of a running cluster with the nodes n1 and n2."""
+    install_slurm()
+    if os.geteuid() != 0:
+        pytest.skip("slurmd starts jobs for users only as root")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "state").mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
+    environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), **LOOPBACK)
+    munge = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"),
+                                                               ("log-file", "log"), ("seed-file", "seed"))]
+    commands = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"],
+                ["slurmd", "-D", "-N", "n2"]]
+    daemons = []
+    try:
+        for command in commands:
+            with open(folder / f"{command[0]}-{command[-1]}.log".replace("/", "_")[-60:], "w") as log:
+                daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+            if command[0] == "munged":
+                wait_for((folder / "munge.socket").exists, 10, "munge socket")
+        idle = lambda: subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True,  # noqa: E731
+                                      text=True).stdout.strip() == "idle 2"
+        wait_for(idle, 30, "idle nodes")
+        yield environment
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+        for daemon in daemons:
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+
+
+def ask(environment: dict[str, str], *command: str) -> str:
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tmp_path):  # noqa: F811
+    """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an undisturbed run's."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
+    out = tmp_path / "run"
+    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path), str(ROOT / "launch" / "ppo.slurm"),
+              *slow_flags(out)).strip()
+    told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))  # noqa: E731
+    state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
+    try:
+        wait_for(lambda: steps(out), 60, f"checkpoint: {told()}")
+        assert "NodeList=n[1-2]" in state() and "NumNodes=2" in state()
+        ask(cluster, "scancel", "--signal=USR1", job)
+        wait_for(lambda: "Restarts=1" in state(), 40, "requeue")
+        stopped = records(out)[-1]["step"]
+        assert 1 <= stopped < 6 and steps(out)[0] == stopped
+        ask(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")      # a requeued job else waits two minutes
+        wait_for(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), 60, "end of the job")
+    finally:
+        subprocess.run(["scancel", job], env=cluster)
+    assert "JobState=COMPLETED" in state(), told()
+    first, second = ((tmp_path / "logs" / f"ppo-{job}-{life}.log").read_text() for life in (0, 1))
+    assert "2 x cpu" in first and f"stopped by a signal after step {stopped}" in first
+    assert re.search(r"exitcode *: 75 ", first) and f"resuming from {out}/checkpoints/step-{stopped}" in second
+    assert f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"ppo-{job}.out").read_text()
+    assert_bitwise(out, undisturbed("grpo", 2))
+
+
+# ------------------------------------------------------------------------------------------------ two agents, no SLURM
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F811
+    """The node that does not host the rendezvous dies, agent and worker; its agent is started again and the run goes on."""
+    out, port = tmp_path / "run", free_ports(1)[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--max_restarts", "3",
+               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "test",
+               "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=2", str(ROOT / "train_ppo_vl.py"), *slow_flags(out)]
+    environment = clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    agents = []
+
+    def start(name: str) -> subprocess.Popen:
+        with open(tmp_path / f"{name}.log", "w") as log:
+            agents.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+        return agents[-1]
+
+    def told() -> str:
+        return "".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in tmp_path.glob("*.log"))
+
+    try:
+        host = start("host")
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 30, "rendezvous")
+        other = start("other")
+        wait_for(lambda: steps(out), 60, "checkpoint")
+        for pid in [other.pid, *children(other.pid)]:
+            os.kill(pid, signal.SIGKILL)
+        other.wait(10)
+        again = start("again")
+        for agent in (host, again):
+            assert agent.wait(90) == 0, told()
+    finally:
+        for agent in agents:
+            for pid in [*children(agent.pid), agent.pid] if agent.poll() is None else []:
+                os.kill(pid, signal.SIGKILL)
+    assert "resuming from" in told()
+    assert_bitwise(out, undisturbed("grpo", 2))
