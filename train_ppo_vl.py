@@ -249,7 +249,7 @@ class AlgorithmArgs:
     kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
                                  ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
-    clip_low: float = flag(0.2, "ratio clip below 1", low=0)
+    clip_low: float = flag(0.2, "ratio clip below 1", low=0, high=1)
     clip_high: float = flag(0.2, "ratio clip above 1; larger than --clip_low is clip-higher", low=0)
     dual_clip: float = flag(3.0, "ratio bound for negative advantages, above 1; 0: off")
     value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
@@ -485,7 +485,7 @@ def check_args(args: Args) -> None:
 
 
 def flags_of(args: Args) -> dict[str, Any]:
-    """Arguments as flags, JSON-ready, existing paths absolute: what --config reads back from any folder."""
+    """Arguments as flags, JSON-ready, paths of models and data absolute: what --config reads back from any folder."""
     flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     for name in ("model", "critic_model", "reference_model", "data", "eval_data"):
@@ -1271,11 +1271,11 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
     started = time.perf_counter()
     with PromptLoader(run, processor, actor, rows) as loader:
         chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        pending = loader.submit([rows[i] for i in chunks[0]], list(chunks[0]))
+        pending = loader.submit([rows[i] for i in chunks[0]], [rows[i].index for i in chunks[0]])
         for n, chunk in enumerate(chunks):
             prompts = loader.collect(*pending)
             if n + 1 < len(chunks):                                   # decode the next pictures while the model answers
-                pending = loader.submit([rows[i] for i in chunks[n + 1]], list(chunks[n + 1]))
+                pending = loader.submit([rows[i] for i in chunks[n + 1]], [rows[i].index for i in chunks[n + 1]])
             samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
             samples = score_rewards(run, processor, reward, prompts, samples)
             records += sample_records(processor, prompts, samples)
