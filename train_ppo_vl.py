@@ -55,7 +55,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -180,6 +180,7 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
+    init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, start it")
     reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
@@ -408,7 +409,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     groups = {field.name: field.type for field in dataclasses.fields(Args)}
     given = vars(build_parser(groups, __doc__).parse_args(argv))
     config = given.pop("config", None)
-    idle = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & set(given)
+    idle = {"critic_model", "init_critic_from", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & set(given)
     if config is None and "model" not in given:
         config = str(embedded_toy("args.json"))
     values = (read_config(config, groups) if config else {}) | given
@@ -488,7 +489,7 @@ def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, JSON-ready, paths of models and data absolute: what --config reads back from any folder."""
     flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    for name in ("model", "critic_model", "reference_model", "data", "eval_data"):
+    for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
         flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
     return flags
 
@@ -1698,6 +1699,8 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
                        + ". Choose another --out, or --resume_changed_args allow")
     fail_together(problem)
     if path is None:
+        if args.model.init_critic_from:
+            load_critic_weights(Path(args.model.init_critic_from), models["critic"][0])
         if run.rank == 0:
             print(f"starting from step 0: no complete checkpoint in {checkpoints.folder}", flush=True)
     else:
@@ -1708,6 +1711,17 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
                     newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
     return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
+
+
+def load_critic_weights(path: Path, critic: Critic) -> None:
+    """Start a critic from the critic of another run's checkpoint: weights only, its optimizer starts fresh."""
+    if path not in [found for _, found in complete_checkpoints(path.parent)]:
+        raise UserError(f"--init_critic_from {path}: not a complete checkpoint")
+    weights = {f"critic.model.{name}": value for name, value in get_model_state_dict(critic).items()}
+    try:
+        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(path)))
+    except dcp.api.CheckpointException as error:
+        raise UserError(f"--init_critic_from {path}: {describe_failure(error)}") from error
 
 
 STOP_SIGNALS: list[int] = []  # what arrived; looked at by all ranks together after each step
