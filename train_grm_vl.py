@@ -1,28 +1,26 @@
-"""The generative reward model: a vision-language model that judges pictures and answers in words, ending with a verdict.
+"""The generative reward model: a vision-language model that judges pictures and answers in words and ends with a verdict.
 
-    torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data judge.jsonl --eval_data held_out.jsonl
-    torchrun --nproc_per_node 2 train_grm_vl.py                 # no flags: the embedded toy (launch/toy.py), also on a CPU
-    python train_grm_vl.py --help                               # every flag with its default and unit
+    torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data judge.jsonl --eval_data held.jsonl
+    torchrun --nproc_per_node 2 train_grm_vl.py         # no flags: the embedded toy (launch/toy.py), also on a CPU
+    python train_grm_vl.py --help                       # every flag with its default and unit
 
-One step, as `main` names it:
+One step: prompts + images + targets -> packed rows -> update by next-token loss on the targets -> log / evaluate / checkpoint
 
-    prompts + images + targets -> packed rows -> update by next-token loss on the targets -> log / evaluate / checkpoint
+A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file, "source" is optional:
 
-A row of --data is one JSON object; its fields say of which kind it is. `images` are paths relative to the file.
-
-    response   {"prompt": "... or chat messages", "images": [], "response": "what to say, such as <answer>yes</answer>"}
+    response   {"prompt": "or messages": [...], "images": ["x.png"], "response": "It is red. <answer>yes</answer>"}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A", "critique": "{A} is red."}
     answers    {"prompt": "what is this?", "images": ["x.png"], "responses": ["a cat", "a dog"], "preferred": "tie"}
     correct    {"question": "what is this?", "images": ["x.png"], "response": "a cat", "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
-Pairs are shown in both orders (--orders); {A} and {B} in their critique become the names of that order. Templates turn a row
-into a question, and judge.json in the exported folder holds them, so that the judge is asked in the way it was trained.
+Pairs are shown in both orders (--orders); {A} and {B} in a critique become the names in that order. A template makes a
+question of a row, and judge.json of an exported folder holds all templates: who uses a judge asks as it was trained.
 
-Shapes: S targets of the step, N tokens of all of them, L tokens of a packed row, T target tokens of that row, M image tokens,
-P prompt tokens, H hidden size, V vocabulary. Invariants, each with a test: labels are the target's tokens and its first end
-token; a loss does not depend on packs, ranks or order; noise and data order are functions of (seed, counters). Functions that
-also stand in train_ppo_vl.py are the same there (tests/test_twins.py); the rest is short.
+Shapes: S targets of the step, N tokens of all of them, L tokens of a packed row, T target tokens of that row, M image
+tokens, P prompt tokens, H hidden size. Invariants, each with a test: labels are the target's tokens and its first end
+token, nothing else; no value depends on packs or ranks; data order is a function of (seed, counters). What also stands
+in train_ppo_vl.py is the same there (tests/test_twins.py).
 """
 
 import argparse
@@ -64,9 +62,9 @@ from torch.distributed.tensor import DTensor
 from common import losses
 from common.buffers import Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks, make_packs
 from common.logging import RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, choose_attention, image_features, image_list,
-                        language_hidden, load_pixels, load_rows, load_weights, make_prompt, materialize, prompt_positions,
-                        read_image, resolve_folder, skeleton, use_attention)
+from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, choose_attention, image_features,
+                        image_list, language_hidden, load_pixels, load_rows, load_weights, make_prompt, materialize,
+                        prompt_positions, read_image, resolve_folder, skeleton, use_attention)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
@@ -81,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = run.args = plan_steps(run.args, rows)
     judge = build_judge(run, processor)
     models = {"judge": (judge, build_optimizer(judge, args.update.lr, args))}
-    fresh = {"step": 0, "metrics": {}, "loss_mean": 0.0, "dropped_prompts": 0, "best": {}}
+    fresh = {"step": 0, "metrics": {}, "loss_mean": None, "dropped_prompts": 0, "best": {}}
     state = resume(run, checkpoints, models, fresh, rows)
     log = open_log(run, rows, held_out, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, judge, held_out, log)
@@ -94,47 +92,49 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed})
         return metrics
 
-    metrics = state["metrics"]
-    recorded = all_gather_json(log.last_step)[0] >= state["step"]
-    if args.eval.eval_only or (state["step"] == 0 and held_out and args.eval.eval_every != 0):
-        metrics = evaluate_at(state["step"])
+    metrics, first, last = state["metrics"], state["step"], args.update.steps
+    recorded = all_gather_json(log.last_step)[0] >= first
+    if args.eval.eval_only or (first == 0 and held_out and args.eval.eval_every != 0):
+        metrics = evaluate_at(first)
         if not recorded:
-            log.log(state["step"], metrics)
-    elif state["step"] and not recorded:                       # killed between the save of this step and its record
-        metrics = end_step(state["step"], metrics)
+            log.log(first, metrics)
+    elif first and not recorded:                               # killed between the save of this step and its record
+        metrics = end_step(first, metrics)
     catch_signals()
 
     with PromptLoader(run, processor, datasets, weights, state["dropped_prompts"]) as loader:
-        first = args.update.steps if args.eval.eval_only else state["step"]
         loader.prefetch(first)
-        for step in range(first + 1, args.update.steps + 1):
+        for step in range(first + 1, 0 if args.eval.eval_only else last + 1):
             run.timer.reset()
             with run.timer("data"):
-                examples, prompts = loader.examples, loader.take(step - 1)
+                examples, prompts = loader.examples.pop(step - 1), loader.take(step - 1)
                 loader.prefetch(step)
+            samples = as_samples([[] if g in prompts.dropped else [example.target for example in group]
+                                  for g, group in enumerate(examples)])
             with run.timer("update"):
-                metrics, logprobs = update(run, *models["judge"], prompts, samples := as_samples(
-                    [[] if g in prompts.dropped else [e.target for e in group] for g, group in enumerate(examples)]), step)
-            state["loss_mean"] = metrics["train/loss"] if step == 1 else 0.9 * state["loss_mean"] + 0.1 * metrics["train/loss"]
+                metrics, logprobs = update(run, *models["judge"], prompts, samples, step)
+            loss, mean = metrics["train/loss"], state["loss_mean"]
+            state["loss_mean"] = loss if mean is None else 0.9 * mean + 0.1 * loss
             metrics |= {"train/loss_mean": state["loss_mean"], "train/dropped_prompts": loader.dropped,
                         "train/epoch": step * args.update.prompts_per_step / rows} | perf_metrics(run, prompts, samples)
             log_samples(run, log, step, metrics, examples, samples, logprobs)
             state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped}
             stop = stop_requested()
-            if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
+            if stop or falls_due(step, args.checkpoint.save_every, last):
                 checkpoints.save(step, training_state(models), state)
             checkpoints.finish()
             metrics = end_step(step, metrics)
-            if falls_due(step, args.checkpoint.export_every, args.update.steps):
+            if falls_due(step, args.checkpoint.export_every, last):
                 export(run, judge, processor, args.run.out / "export" / f"step-{step}")
             if stop:
                 break
     checkpoints.finish(wait=True)
-    preempted = state["step"] < args.update.steps and not args.eval.eval_only
+    preempted = state["step"] < last and not args.eval.eval_only
     if preempted and checkpoints.failed:
         raise UserError(f"stopped by a signal after step {state['step']}, and its checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             f"done: metrics in {args.run.out}/metrics.jsonl, judgements in {args.run.out}/eval, weights in {args.run.out}/export")
+             f"done: metrics in {args.run.out}/metrics.jsonl, judgements in {args.run.out}/eval, weights in "
+             f"{args.run.out}/export")
     log.close()
     checkpoints.close()
     if preempted:
@@ -166,19 +166,22 @@ class ModelArgs:
 
 @dataclass(frozen=True)
 class DataArgs:
-    """data (a text flag takes the text itself, or the name of a file that holds it; empty: judge.json's of --model, if any)"""
-    data: str = flag("", "training rows: JSONL files with weights, as a.jsonl:0.7,b.jsonl:0.3; no weights: by their sizes")
-    eval_data: str = flag("", "held-out rows, JSONL files as in a.jsonl,b.jsonl; empty: no evaluation")
-    system_instruction: str = flag("", "text of a system message; {prompt} in it becomes the row's prompt")
-    pictures_template: str = flag("", "text that asks which of two pictures is better: {prompt} and two <image>")
-    answers_template: str = flag("", "text that asks which of two answers is better: {prompt}, {response_a}, {response_b}")
-    correct_template: str = flag("", "text that asks whether an answer is correct: {prompt}, {response}")
-    score_template: str = flag("", "text that asks for the score of an answer: {prompt}, {response}")
+    """data (a template or instruction: a text or the name of a text file; empty: judge.json's of --model, else built in)"""
+    data: str = flag("", "training rows: JSONL files, as a.jsonl,b.jsonl or with weights: a.jsonl:0.7,b.jsonl:0.3")
+    eval_data: str = flag("", "held-out rows: JSONL files, as a.jsonl,b.jsonl; empty: no evaluation")
+    system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
+    pictures_template: str = flag("", "asks which of two pictures is better: {prompt} and two <image>")
+    answers_template: str = flag("", "asks which of two answers is better: {prompt}, {response_a}, {response_b}")
+    correct_template: str = flag("", "asks whether an answer is correct: {prompt}, {response}")
+    score_template: str = flag("", "asks for the score of an answer: {prompt}, {response}")
+    verdict: str = flag("auto", "which <answer> of a judgement is its verdict. auto: judge.json's, else the last",
+                        ("auto", "last", "first"))
     orders: str = flag("both", "orders in which pairs are shown, in training and evaluation", ("both", "given"))
     max_tokens: int = flag(4096, "longest example, tokens with image tokens and target; longer ones are bad rows", low=1)
     min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0)
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
-    on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
+    on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it",
+                           ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
     max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
     max_eval_rows: int = flag(0, "evaluate on the first rows of each file only; 0: all", low=0)
@@ -207,19 +210,19 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never", low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
+                           low=-1)
     eval_only: bool = flag(False, "evaluate the model and stop")
     eval_batch: int = flag(32, "judgements generated together per rank", low=1)
     eval_max_new_tokens: int = flag(1024, "longest generated judgement, tokens", low=1)
     eval_temperature: float = flag(0.0, "sampling temperature; 0: greedy. Samples depend on batches and ranks", low=0)
     eval_top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off", low=1e-6, high=1)
-    verdict: str = flag("last", "which <answer> of a judgement is its verdict", ("last", "first"))
 
 
 @dataclass(frozen=True)
 class CheckpointArgs:
     """checkpoints"""
-    save_every: int = flag(-1, "steps between checkpoints; -1: only the last step, 0: never", low=-1)
+    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never", low=-1)
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
@@ -329,17 +332,21 @@ def parse_args(argv: list[str] | None = None) -> Args:
     for name in ("system_instruction", *(f"{kind}_template" for kind in KINDS)):
         if os.path.isfile(values.get(name, "")):
             values[name] = Path(values[name]).read_text(encoding="utf-8").strip("\n")
-    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values})
-                   for name, group in groups.items()})
-    problems = out_of_bounds(args)
+    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)
+                                  if field.name in values}) for name, group in groups.items()})
+    problems, update = out_of_bounds(args), args.update
     rules = {
-        "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
-        f"--max_tokens_per_pack {args.update.max_tokens_per_pack} must hold one example: --max_tokens {args.data.max_tokens}":
-            args.update.max_tokens_per_pack >= args.data.max_tokens,
+        "--model and --data are needed together": bool(args.model.model and (args.data.data or args.eval.eval_only)),
+        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens {args.data.max_tokens}":
+            update.max_tokens_per_pack >= args.data.max_tokens,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
+    try:
+        parse_datasets(args.data.data), parse_datasets(args.data.eval_data)
+    except ValueError as error:
+        problems.append(str(error))
     if problems:
         raise UserError("\n".join(problems))
     return args
@@ -371,9 +378,10 @@ def out_of_bounds(args: Args) -> list[str]:
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; no weights: None. Raises ValueError."""
     found = [re.fullmatch(r"(.+?)(?::([\d.eE+-]+))?", part.strip()) for part in spec.split(",") if part.strip()]
-    sets = [(match[1], None if match[2] is None else finite_float(match[2])) for match in found]
-    if len({weight is None for _, weight in sets}) > 1 or any(weight is not None and weight <= 0 for _, weight in sets):
-        raise ValueError(f"{spec}: give all of the files a weight above 0, or none of them")
+    sets = [(match[1], None if match[2] is None else float(match[2])) for match in found]
+    given = [weight for _, weight in sets if weight is not None]
+    if (spec and not sets) or len(given) not in (0, len(sets)) or not all(0 < weight < math.inf for weight in given):
+        raise ValueError(f"{spec}: expected files separated by commas, all of them or none with a weight above 0")
     return sets
 
 
@@ -383,8 +391,8 @@ def flags_of(args: Args) -> dict[str, Any]:
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     flags["model"] = str(Path(flags["model"]).resolve()) if Path(flags["model"]).exists() else flags["model"]
     for name in ("data", "eval_data"):
-        sets = parse_datasets(flags[name])
-        flags[name] = ",".join(str(Path(path).resolve()) + (f":{weight!r}" if weight else "") for path, weight in sets)
+        flags[name] = ",".join(f"{Path(path).resolve()}" + (f":{weight!r}" if weight else "")
+                               for path, weight in parse_datasets(flags[name]))
     return flags
 
 
@@ -398,23 +406,24 @@ def plan_steps(args: Args, rows: int) -> Args:
 # Judgements: rows to questions, targets and verdicts. judge.json holds what is needed to ask in the same way.
 # ---------------------------------------------------------------------------------------------------------------------
 
-# kind: (template, verdicts, what the template must hold). The verdicts of scores are those of the training rows.
+# kind: (template, verdicts, what a template must hold). The verdicts of scores are those of the training rows.
 KINDS = {
-    "pictures": ("Request: {prompt}\nPicture A: <image>\nPicture B: <image>\nWhich picture fits the request better? End with "
-                 "<answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.", ["A", "B", "tie"], ["{prompt}", "<image>"]),
+    "pictures": ("Request: {prompt}\nPicture A: <image>\nPicture B: <image>\nWhich picture fits the request better? End "
+                 "with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.", ["A", "B", "tie"], ["{prompt}"]),
     "answers": ("Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\nWhich answer is better? End with "
                 "<answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.", ["A", "B", "tie"],
                 ["{prompt}", "{response_a}", "{response_b}"]),
     "correct": ("Question: {prompt}\nAnswer: {response}\nIs the answer correct? End with <answer>yes</answer> or "
                 "<answer>no</answer>.", ["yes", "no"], ["{prompt}", "{response}"]),
-    "score": ("Question: {prompt}\nAnswer: {response}\nHow good is the answer? End with its score: <answer>score</answer>.", [],
+    "score": ("Question: {prompt}\nAnswer: {response}\nHow good is the answer? End with <answer>its score</answer>.", [],
               ["{prompt}", "{response}"]),
 }
 ANSWER = "<answer>{verdict}</answer>"
-FIELDS = {"score": {"question", "response", "score", "critique"}, "correct": {"question", "response", "correct", "critique"},
-          "responses": {"responses", "preferred", "critique"}, "preferred": {"preferred", "critique"},
-          "response": {"messages", "response"}}  # by the field that tells the kind, in this order
 SWAPPED = {"A": "B", "B": "A"}
+# The field that tells a row's kind (the first that is there), the kind, and further fields beside prompt, images, source.
+MARKS = {"score": ("score", {"question", "response", "critique"}), "correct": ("correct", {"question", "response", "critique"}),
+         "responses": ("answers", {"preferred", "critique"}), "preferred": ("pictures", {"critique"}),
+         "response": ("response", {"messages"})}
 
 
 @dataclass(frozen=True, eq=False)
@@ -449,74 +458,88 @@ def parse_verdict(text: str, which: str, words: list[str] | None) -> str | None:
     return (said or None) if words is None else {spell(word): word for word in words}.get(spell(said))
 
 
-def judge_settings(args: Args, saved: dict) -> dict:
-    """What judge.json shall hold: from the flags, else from the ``saved`` file of --model, else built in. Raises ValueError."""
+def judge_settings(args: DataArgs, saved: dict) -> dict:
+    """Content of judge.json: from flags, else from the ``saved`` one of --model, else built in. Raises ValueError."""
     kinds = {}
     for kind, (template, words, needed) in KINDS.items():
         old = saved.get("kinds", {}).get(kind, {})
-        text = getattr(args.data, f"{kind}_template") or old.get("template") or template
-        if [part for part in needed if part not in text] or text.count("<image>") != 2 * (kind == "pictures"):
-            raise ValueError(f"--{kind}_template must hold {', '.join(needed)}" + " twice" * (kind == "pictures") + f": {text!r:.200}")
+        text, pictures = getattr(args, f"{kind}_template") or old.get("template") or template, 2 * (kind == "pictures")
+        if not all(part in text for part in needed) or text.count("<image>") != pictures:
+            raise ValueError(f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>, not {text!r:.200}")
         kinds[kind] = {"template": text, "verdicts": old.get("verdicts") or words, "examples": 0, "critiques": 0}
-    return {"system_instruction": args.data.system_instruction or saved.get("system_instruction", ""),
-            "answer": ANSWER, "which_answer": args.eval.verdict, "kinds": kinds}
+    which = args.verdict if args.verdict != "auto" else saved.get("which_answer", "last")
+    return {"system_instruction": args.system_instruction or saved.get("system_instruction", ""), "answer": ANSWER,
+            "which_answer": which, "kinds": kinds}
+
+
+def check_row(row: dict) -> tuple[str, str]:
+    """The field that tells the kind of a row, and the kind. Raises ValueError: unknown fields, missing or wrong values."""
+    mark = next((field for field in MARKS if field in row), None)
+    if mark is None:
+        raise ValueError("a row needs a target: one of the fields response, preferred, correct and score")
+    kind, extra = MARKS[mark]
+    known = {mark, "prompt", "images", "source"} | extra
+    if unknown := sorted(set(row) - known):
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are {', '.join(sorted(known))}")
+    prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
+    pair = row.get("responses", ["", ""])
+    number = type(row.get("score", 0)) in (int, float) and math.isfinite(row.get("score", 0))
+    rules = {
+        "one prompt": len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str),
+        "texts as response, critique and source": all(isinstance(row.get(field) or "", str) for field in (
+            "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
+        "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
+        "two texts as responses": isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair),
+        "two images or two responses": kind != "pictures" or len(image_list(row.get("images"), "images")) == 2,
+        "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
+        "true or false as correct": isinstance(row.get("correct", True), bool),
+        "a finite number as score": number,
+    }
+    if wrong := [need for need, holds in rules.items() if not holds]:
+        raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}")
+    return mark, kind
 
 
 def read_row(row: dict, judge: dict, orders: str) -> list[dict]:
-    """The examples of a row: kind, system (text of {prompt}), question, images, text, verdict, order. Raises ValueError."""
-    mark = next((field for field in FIELDS if field in row), None)
-    if mark is None:
-        raise ValueError("a row needs a target: one of the fields response, preferred, correct and score")
-    if unknown := sorted(set(row) - FIELDS[mark] - {"prompt", "images", "source"}):
-        raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
-                         f"{', '.join(sorted(FIELDS[mark] | {'prompt', 'images', 'source'}))}")
-    kind = {"responses": "answers", "preferred": "pictures"}.get(mark, mark)
-    prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
+    """What a row asks and wants to hear, once per order: kind, order, prompt (for the system instruction), question,
+    images, text, verdict. Raises ValueError."""
+    mark, kind = check_row(row)
+    prompt = next(row[field] for field in ("prompt", "question", "messages") if field in row)
     images, critique = image_list(row.get("images"), "images"), row.get("critique") or ""
-    valid = {"exactly one prompt, as text": len(prompts) == 1 and isinstance(prompts[0], str | (list if mark == "response" else str)),
-             "critique and source, if any, as text": isinstance(critique, str) and isinstance(row.get("source", ""), str),
-             "a response, as text": isinstance(row.get("response", ""), str) and ("responses" in FIELDS[mark] or mark == "preferred" or "response" in row),
-             "a target that is not empty": mark != "response" or bool(str(row["response"]).strip()),
-             "two responses, as text": mark != "responses" or (isinstance(row[mark], list) and [type(x) for x in row[mark]] == [str, str]),
-             "two images or two responses": mark != "preferred" or len(images) == 2,
-             "preferred A, B or tie": kind not in ("answers", "pictures") or row.get("preferred") in ("A", "B", "tie"),
-             "correct true or false": mark != "correct" or isinstance(row[mark], bool),
-             "a finite number as score": mark != "score" or (type(row[mark]) in (int, float) and math.isfinite(row[mark]))}
-    if wrong := [need for need, holds in valid.items() if not holds]:
-        raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}")
-    prompt = prompts[0]
-    if mark == "response":
-        return [{"kind": kind, "system": prompt if isinstance(prompt, str) else user_text(prompt), "question": prompt, "images": images,
-                 "text": row["response"], "verdict": parse_verdict(row["response"], judge["which_answer"], None), "order": "given"}]
-    pair = kind in ("answers", "pictures")
-    if pair and orders == "both" and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
-        raise ValueError(f"the critique names A or B, which change places in the other order: write {{A}} and {{B}}: {critique!r:.120}")
+    if kind == "response":
+        verdict = parse_verdict(row["response"], judge["which_answer"], None)
+        return [{"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images,
+                 "text": row["response"], "verdict": verdict}]
+    pair = kind in ("pictures", "answers")
+    both = pair and orders == "both"
+    if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
+        raise ValueError(f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}")
     examples = []
-    for order in ("given", "swapped")[:2 if pair and orders == "both" else 1]:
-        turn = -1 if order == "swapped" else 1
+    for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
         first, second = row.get("responses", ["", ""])[::turn]
-        verdict = row["preferred"] if pair else f"{row[mark]:g}" if kind == "score" else "yes" if row[mark] else "no"
-        verdict = SWAPPED.get(verdict, verdict) if order == "swapped" else verdict
-        said = fill(critique, **dict(zip("AB", "AB"[::turn])) if pair else {})
-        examples.append({
-            "kind": kind, "system": prompt, "images": images[::turn] if kind == "pictures" else images, "verdict": verdict, "order": order,
-            "question": fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""), response_a=first,
-                             response_b=second),
-            "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
+        verdict = row[mark] if kind == "pictures" else row.get("preferred") or (
+            f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
+        verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
+        said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
+        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
+                        response_a=first, response_b=second)
+        examples.append({"kind": kind, "order": order, "prompt": prompt, "question": question, "verdict": verdict,
+                         "images": images[::turn] if kind == "pictures" else images,
+                         "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
     return examples
 
 
 def answer_frame(processor: Processor) -> tuple[str, int]:
-    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the first end token behind it."""
+    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token behind it."""
     tokenizer, mark = processor.tokenizer, "(the answer)"
-    for form in (str, lambda text: [{"type": "text", "text": text}]):                        # some templates know only one
-        chat = [{"role": "user", "content": form("(the question)")}, {"role": "assistant", "content": form(mark)}]
+    for form in (str, lambda text: [{"type": "text", "text": text}]):                    # some templates know only one
+        chat = [{"role": "user", "content": form("(a question)")}, {"role": "assistant", "content": form(mark)}]
         head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
         before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)
         if found:
             break
     ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in processor.stop_ids]
-    return before.removeprefix(head) if before.startswith(head) else "", (ends + [tokenizer.eos_token_id])[0]
+    return before.removeprefix(head) if before.startswith(head) else "", [*ends, tokenizer.eos_token_id][0]
 
 
 def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> torch.Tensor:
@@ -534,12 +557,16 @@ def load_examples(path: str, dataset: int, args: Args, processor: Processor, lim
     def build(index: int, source: str, row: dict) -> list[Example]:
         examples = []
         for ask in read_row(row, judge, args.data.orders):
+            system = judge["system_instruction"]
+            if "{prompt}" in system:
+                system = fill(system, prompt=ask["prompt"] if isinstance(ask["prompt"], str) else user_text(ask["prompt"]))
             prompt = make_prompt(processor, index, source, ask["question"], ask["images"], folder=folder,
-                                 system_prompt=fill(judge["system_instruction"], prompt=ask["system"]),
-                                 max_prompt_tokens=args.data.max_tokens, verify_images=args.data.verify_images)
+                                 system_prompt=system, max_prompt_tokens=args.data.max_tokens,
+                                 verify_images=args.data.verify_images)
             target = encode_target(processor, frame, ask["text"])
             if (size := len(prompt.input_ids) + len(target)) > args.data.max_tokens:
-                raise ValueError(f"example too long: {size} tokens, {len(target)} of them target; the limit is {args.data.max_tokens}")
+                raise ValueError(f"example too long: {size} tokens, {len(target)} of them target; the limit is "
+                                 f"{args.data.max_tokens}")
             examples.append(Example(prompt, ask["kind"], target, ask["text"], ask["verdict"], ask["order"], dataset,
                                     row.get("source") or os.path.basename(path)))
         return examples
@@ -578,12 +605,12 @@ def start_run(args: Args) -> Run:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
-        backend = choose_attention(args.model.attention, device)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
+    try:
+        backend = choose_attention(args.model.attention, device, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
@@ -601,8 +628,8 @@ def fail_together(problem: str | None) -> None:
 
 
 def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[float], list[Example]]:
-    """Processor with judge.json's content, the training sets as lists of prompts (each a list of examples) and their weights,
-    and the held-out examples; the same on every rank.
+    """Processor (its files["judge"] is what judge.json will hold), training sets as lists of prompts (each a list of
+    examples) and their weights, and the held-out examples; the same on every rank.
 
     Raises:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
@@ -610,7 +637,7 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     args, problem, loaded, weights = run.args, None, {"data": [], "eval_data": []}, []
     try:
         processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
-        judge = processor.files["judge"] = judge_settings(args, processor.files["judge"])
+        processor.files["judge"] = judge_settings(args.data, processor.files["judge"])
         for name, limit in (("data", args.data.max_rows), ("eval_data", args.data.max_eval_rows)):
             for k, (path, weight) in enumerate(parse_datasets(getattr(args.data, name))):
                 examples, skipped = load_examples(path, k, args, processor, limit)
@@ -618,25 +645,30 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
                 weights += [weight] if name == "data" else []
                 if skipped and run.rank == 0:
                     print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
-        examples = [example for part in loaded["data"] for example in part]
-        for kind, settings in judge["kinds"].items():
-            own = [example for example in examples if example.kind == kind]
-            settings |= {"examples": len(own), "critiques": sum(example.text != fill(judge["answer"], verdict=example.verdict) for example in own)}
-        if scores := {example.verdict for example in examples if example.kind == "score"}:
-            judge["kinds"]["score"]["verdicts"] = sorted(scores, key=float)
-        if len(scores) > 32:
-            raise ValueError(f"--data: {len(scores)} different scores; round them to at most 32")
-    except (ValueError, argparse.ArgumentTypeError) as error:
+        count_judgements(processor.files["judge"], [example for part in loaded["data"] for example in part])
+    except ValueError as error:
         problem = str(error)
     fail_together(problem)
     datasets = []
     for part in loaded["data"]:
         groups: dict[tuple, list[Example]] = {}
-        for example in part:                                      # targets of one prompt share its copy in a packed row
+        for example in part:                                  # the targets of a prompt share its copy in a packed row
             groups.setdefault((example.prompt.text, example.prompt.images), []).append(example)
         datasets.append(list(groups.values()))
     weights = [float(len(part)) if weight is None else weight for part, weight in zip(datasets, weights)]
     return processor, datasets, weights, [example for part in loaded["eval_data"] for example in part]
+
+
+def count_judgements(judge: dict, examples: list[Example]) -> None:
+    """Note in judge.json's content what the judge was trained on. Raises ValueError: too many different scores."""
+    for kind, settings in judge["kinds"].items():
+        own = [example for example in examples if example.kind == kind]
+        bare = sum(example.text == fill(judge["answer"], verdict=example.verdict) for example in own)
+        settings |= {"examples": len(own), "critiques": len(own) - bare}
+        if kind == "score" and own:
+            settings["verdicts"] = sorted({example.verdict for example in own}, key=float)
+            if len(settings["verdicts"]) > 32:
+                raise ValueError(f"--data: {len(settings['verdicts'])} different scores; round them to at most 32")
 
 
 class Judge(nn.Module):
@@ -693,7 +725,12 @@ def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.Ada
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
               {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(args.update.adam_beta1, args.update.adam_beta2))
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
+                                  betas=(args.update.adam_beta1, args.update.adam_beta2))
+    for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                                      "exp_avg_sq": torch.zeros_like(parameter)}
+    return optimizer
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
@@ -744,23 +781,26 @@ def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
 class PromptLoader:
     """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
 
-    def __init__(self, run: Run, processor: Processor, datasets: list[list[list[Example]]], weights: list[float], dropped: int = 0):
+    def __init__(self, run: Run, processor: Processor, datasets: list[list[list[Example]]], weights: list[float],
+                 dropped: int = 0):
         self.run, self.processor, self.datasets = run, processor, datasets
         self.which, self.number = mix(weights, run.args.update.steps * run.args.update.prompts_per_step)
         self.pool = ThreadPoolExecutor(run.args.data.data_threads, thread_name_prefix="pictures")
         self.pending: dict[int, tuple] = {}
-        self.examples: list[list[Example]] = []                                     # of the prompts prefetched last
+        self.examples: dict[int, list[list[Example]]] = {}                          # of the pending steps, by prompt
         self.dropped = dropped                                                      # prompts since the start of the run
 
     def prefetch(self, index: int) -> None:
         """Start decoding this rank's pictures of the 0-based step ``index``."""
-        size = self.run.args.update.prompts_per_step
-        draws = range(index * size, (index + 1) * size)
+        size, seed = self.run.args.update.prompts_per_step, self.run.args.run.seed
+        draws = range(len(self.which))[index * size:(index + 1) * size]
         which, number = self.which[draws.start:draws.stop], self.number[draws.start:draws.stop]
-        picks = {k: iter(data_order(range(number[which == k][0], number[which == k][-1] + 1), len(self.datasets[k]), self.run.args.run.seed))
-                 for k in set(which.tolist())}
-        self.examples = [self.datasets[k][next(picks[k])] for k in which.tolist()]
-        self.pending[index] = self.submit([group[0].prompt for group in self.examples], list(draws))
+        picks = {}
+        for k in set(which.tolist()):
+            own = number[which == k]                                                     # consecutive
+            picks[k] = iter(data_order(range(own[0], own[-1] + 1), len(self.datasets[k]), seed))
+        self.examples[index] = [self.datasets[k][next(picks[k])] for k in which.tolist()]
+        self.pending[index] = self.submit([group[0].prompt for group in self.examples[index]], list(draws))
 
     def __enter__(self) -> "PromptLoader":
         return self
@@ -867,24 +907,22 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
 
 def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
            step: int) -> tuple[dict[str, float], torch.Tensor]:
-    """One optimizer step: the mean over all target tokens of the step, on all ranks, of -log p. Also returns logp (N,)."""
+    """One optimizer step on the mean of -log p over all target tokens of all ranks. Also returns logp (N,)."""
     lr, tokens = run.args.update.lr * lr_factor(step, run.args.update), max(1, len(samples.tokens))
-    logprobs = torch.zeros(len(samples.tokens))
     judge.train()
     compute_features(run, judge, prompts)
-    done = []
+    done, logprobs = [], torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, judge.model, prompts, samples):
         logp = judge(row, attention)                                                                           # (T,)
-        (-logp.sum() * (run.world / tokens)).backward()                           # FSDP averages gradients over ranks
+        (-logp.sum() * (run.world / tokens)).backward()                       # FSDP averages gradients over ranks
         done.append((row.flat, logp.detach()))
-    for flat, logp in done:                                                       # behind the loop: .cpu() waits for the device
+    for flat, logp in done:                                              # not above: .cpu() waits for the device
         logprobs[flat] = logp.cpu()
     dist.all_reduce(logprobs)
     norm, applied = apply_gradients(run, judge, optimizer, lr)
+    # JSON has no NaN; a step without a finite loss is skipped and counted.
     loss = -float(logprobs.double().sum()) / tokens
-    if not math.isfinite(loss) and applied:
-        raise UserError(f"step {step}: the loss is {loss}")
-    return {"train/loss": loss if applied else 0.0, "train/lr": lr, "train/grad_norm": norm if applied else 0.0,
+    return {"train/loss": loss if math.isfinite(loss) else 0.0, "train/lr": lr, "train/grad_norm": norm if applied else 0.0,
             "train/skipped": float(not applied), "train/tokens": len(samples.tokens), "train/examples": len(samples)}, logprobs
 
 
@@ -920,58 +958,72 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 
 
 @torch.no_grad()
-def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Example], log: RunLogger, step: int) -> dict[str, float]:
-    """Judge every held-out example once over all ranks, in words and by the likelihood of each verdict; write
+def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Example], log: RunLogger,
+             step: int) -> dict[str, float]:
+    """Judge every held-out example once over all ranks, in words and by the likelihood of every verdict; write
     <out>/eval/eval_result_{step}.json; return the eval/ metrics."""
-    size, started, records, settings = run.args.update.prompts_per_step, time.perf_counter(), [], processor.files["judge"]
-    frame = answer_frame(processor)
-    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of similar length
+    started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
+    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))     # batches of similar length
     with PromptLoader(run, processor, [], []) as loader:
-        for start in range(0, len(order), size):
-            chunk = order[start:start + size]
+        for start in range(0, len(order), run.args.update.prompts_per_step):
+            chunk = order[start:start + run.args.update.prompts_per_step]
             prompts = loader.collect(*loader.submit([examples[i].prompt for i in chunk], chunk))
-            texts = {int(g): text for part in all_gather_json(generate(run, processor, judge, prompts, step)) for g, text in part.items()}
-            words = [settings["kinds"].get(examples[i].kind, {"verdicts": []})["verdicts"] for i in chunk]
-            samples = as_samples([[] if g in prompts.dropped else [examples[i].target, *(
-                encode_target(processor, frame, fill(settings["answer"], verdict=word)) for word in words[g])] for g, i in enumerate(chunk)])
-            compute_features(run, judge, prompts)
-            scores = iter([float(part.double().sum()) for part in samples.split(score_tokens(run, judge, prompts, samples))])
-            for g, i in enumerate(chunk):
-                if g not in prompts.dropped:
-                    loss = -next(scores)
-                    chances = torch.tensor([next(scores) for _ in words[g]], dtype=torch.float64).softmax(dim=0).tolist()
-                    records.append(judgement_record(settings, i, examples[i], texts[g], loss, dict(zip(words[g], chances))))
+            own = generate(run, processor, judge, prompts, step)
+            texts = {int(g): text for part in all_gather_json(own) for g, text in part.items()}
+            scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)
+            records += [judgement_record(processor.files["judge"], chunk[g], examples[chunk[g]], texts[g], *scores[g])
+                        for g in sorted(scores)]
         dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
-    summary = summarise(records) | {"step": step, "dropped": dropped}
+    summary = {"step": step, "dropped": dropped} | summarise(records)
     if run.rank == 0:
-        (run.args.run.out / "eval").mkdir(parents=True, exist_ok=True)
-        result = json.dumps({"summary": summary, "records": records}, indent=1)
-        write_durably(run.args.run.out / "eval" / f"eval_result_{step}.json", result)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_durably(folder / f"eval_result_{step}.json", json.dumps({"summary": summary, "records": records}, indent=1))
     metrics = {f"eval/{name}": value for name, value in summary.items() if isinstance(value, float)}
-    for name in ("source", "order", "kind"):
-        metrics |= {f"eval/accuracy_{name}/{key}": value for key, value in summary[f"accuracy_per_{name}"].items()}
-    metrics |= {"eval/num_examples": len(records), "eval/dropped_prompts": dropped, "eval/seconds": time.perf_counter() - started}
-    shown = records[::max(1, len(records) // max(1, run.args.run.log_samples))][:run.args.run.log_samples]
-    log.samples(step, records, [draw_sample([read_image(path) for path in record["info"]["images"]], record["info"]["question"],
-                                            record["generated_text"], f"verdict: {record['predicted_answer']}   right: {record['gt_answer']}")
-                                for record in shown] if run.rank == 0 else [], stem="eval")
+    for name in ("source", "kind", "order"):
+        metrics |= {f"eval/{name}/{key}": value for key, value in summary[f"accuracy_per_{name}"].items()}
+    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+                "eval/seconds": time.perf_counter() - started}
+    count = run.args.run.log_samples
+    shown = records[::max(1, len(records) // max(1, count))][:count] if run.rank == 0 else []
+    log.samples(step, records, [draw_sample([read_image(path) for path in record["info"]["images"]],
+                                            record["info"]["question"], record["generated_text"],
+                                            f"verdict: {record['predicted_answer']}   right: {record['gt_answer']}")
+                                for record in shown], stem="eval")
     log.line(f"eval  step {step:5d}  " + "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items()))
     return metrics
 
 
+def score_verdicts(run: Run, processor: Processor, judge: Judge, examples: list[Example],
+                   prompts: StepPrompts) -> dict[int, tuple[float, dict[str, float]]]:
+    """Of every example whose pictures decode: its loss, summed over the target's tokens, and the probability of each
+    verdict given the bare prompt: a softmax over the verdicts' log-probs. One packed forward."""
+    settings, frame = processor.files["judge"], answer_frame(processor)
+    words = [settings["kinds"].get(example.kind, {"verdicts": []})["verdicts"] for example in examples]
+    compute_features(run, judge, prompts)
+    samples = as_samples([[] if g in prompts.dropped else [example.target, *(
+        encode_target(processor, frame, fill(settings["answer"], verdict=word)) for word in words[g])]
+        for g, example in enumerate(examples)])
+    logprobs = score_tokens(run, judge, prompts, samples)
+    sums: dict[int, list[float]] = {}
+    for group, part in zip(samples.group.tolist(), samples.split(logprobs.double())):
+        sums.setdefault(group, []).append(float(part.sum()))
+    return {g: (-own[0], dict(zip(words[g], torch.tensor(own[1:], dtype=torch.float64).softmax(dim=0).tolist())))
+            for g, own in sums.items()}
+
+
 def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts, step: int) -> dict[int, str]:
-    """Judgements of this rank's prompts, in words, by Hugging Face's `generate` in batches padded on the left."""
-    args, model, tokenizer, device = run.args.eval, judge.model, processor.tokenizer, run.device
+    """This rank's judgements in words, by Hugging Face's `generate` in batches padded on the left."""
+    args, model, tokenizer = run.args.eval, judge.model, processor.tokenizer
     own = [g for g, owner in enumerate(prompts.owners) if owner == run.rank and g not in prompts.dropped]
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else processor.stop_ids[0]
-    sampling = {"do_sample": True, "temperature": args.eval_temperature, "top_p": args.eval_top_p} if args.eval_temperature else \
-        {"do_sample": False, "temperature": None, "top_p": None}
-    texts = {}
+    greedy = args.eval_temperature == 0
+    sampling = {} if greedy else {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": 0}
+    texts: dict[int, str] = {}
     judge.eval()
-    torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)           # read by sampling alone
+    torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     with unsharded(judge), plain_attention(model):
         for start in range(0, len(own), args.eval_batch):
             batch = own[start:start + args.eval_batch]
@@ -980,12 +1032,14 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
             for k, g in enumerate(batch):
                 ids[k, longest - prompts.lengths[g]:] = prompts.prompts[g].input_ids
                 mask[k, longest - prompts.lengths[g]:] = 1
-            pictures = [prompts.patches[g] for g in batch if g in prompts.patches]
-            inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
-            inputs |= dict(zip(("pixel_values", "image_grid_thw"), map(torch.cat, zip(*pictures)))) if pictures else {}
-            tokens = model.generate(**{name: value.to(device) for name, value in inputs.items()}, **sampling, top_k=None,
-                                    max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,
-                                    suppress_tokens=list(processor.banned_ids), use_cache=True, synced_gpus=False)
+            inputs = {"input_ids": ids, "attention_mask": mask,
+                      "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+            if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
+                inputs |= zip(("pixel_values", "image_grid_thw"), map(torch.cat, zip(*pictures)))
+            tokens = model.generate(
+                **{name: value.to(run.device) for name, value in inputs.items()}, do_sample=not greedy, **sampling,
+                max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,
+                suppress_tokens=list(processor.banned_ids), use_cache=True, synced_gpus=False)
             texts |= zip(batch, tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True))
     return texts
 
@@ -1018,46 +1072,51 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
     return result
 
 
-def judgement_record(settings: dict, index: int, example: Example, text: str, loss: float, chances: dict[str, float]) -> dict:
-    """One JSON-ready record of the evaluation; ``loss`` is the sum over the target's tokens."""
-    words = None if example.kind == "response" else settings["kinds"][example.kind]["verdicts"]
-    return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source, "kind": example.kind,
-                     "images": list(example.prompt.images), "question": user_text(example.prompt.messages)},
-            "generated_text": text, "response_text": example.text, "predicted_answer": parse_verdict(text, settings["which_answer"], words),
-            "gt_answer": example.verdict, "index": index, "order": example.order, "loss": loss, "tokens": len(example.target),
-            "probabilities": chances}
+def judgement_record(judge: dict, index: int, example: Example, text: str, loss: float, chances: dict[str, float]) -> dict:
+    """One JSON-ready record of the evaluation."""
+    words = None if example.kind == "response" else judge["kinds"][example.kind]["verdicts"]
+    return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source,
+                     "kind": example.kind, "images": list(example.prompt.images),
+                     "question": user_text(example.prompt.messages)},
+            "generated_text": text, "response_text": example.text, "gt_answer": example.verdict,
+            "predicted_answer": parse_verdict(text, judge["which_answer"], words), "index": index,
+            "order": example.order, "loss": loss, "tokens": len(example.target), "probabilities": chances}
 
 
 def summarise(records: list[dict]) -> dict[str, Any]:
-    """Accuracy and its relatives over the records with a verdict. What is not parsed is wrong, and consistent with nothing."""
-    mean = lambda values: float(np.mean(values))  # noqa: E731
-    graded = [r for r in records if r["gt_answer"] is not None]
-    right = lambda some: mean([r["predicted_answer"] == r["gt_answer"] for r in some])  # noqa: E731
+    """Accuracy and its relatives over the records with a verdict. What is not parsed is wrong, and agrees with nothing."""
+    graded = [record for record in records if record["gt_answer"] is not None]
+    likely = [record for record in graded if record["probabilities"]]
+    pairs: dict[tuple, list[str | None]] = {}
+    confusion: dict[str, dict[str, dict[str, int]]] = {}
+    parts: dict[str, dict[str, list[bool]]] = {"source": {}, "kind": {}, "order": {}}
+    for record in graded:
+        info, said, order = record["info"], record["predicted_answer"], record["order"]
+        for name, key in (("source", info["source"]), ("kind", info["kind"]), ("order", order)):
+            parts[name].setdefault(key, []).append(said == record["gt_answer"])
+        row = confusion.setdefault(info["kind"], {}).setdefault(record["gt_answer"], {})
+        row[said or "unparsable"] = row.get(said or "unparsable", 0) + 1
+        if info["kind"] in ("pictures", "answers"):
+            said = SWAPPED.get(said, said) if order == "swapped" else said
+            pairs.setdefault((info["dataset"], info["row"]), []).append(said)
+    both = [pair for pair in pairs.values() if len(pair) == 2]
     summary: dict[str, Any] = {"loss": sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)}
     if graded:
-        summary |= {"accuracy": right(graded), "parse_rate": mean([r["predicted_answer"] is not None for r in graded])}
-    pairs: dict[tuple, dict[str, dict]] = {}
-    for record in records:
-        if record["info"]["kind"] in ("pictures", "answers"):
-            pairs.setdefault((record["info"]["dataset"], record["info"]["row"]), {})[record["order"]] = record
-    both = [(pair["given"], pair["swapped"]) for pair in pairs.values() if len(pair) == 2]
+        summary["accuracy"] = float(np.mean([r["predicted_answer"] == r["gt_answer"] for r in graded]))
+        summary["parse_rate"] = float(np.mean([r["predicted_answer"] is not None for r in graded]))
     if both:
-        back = lambda r: SWAPPED.get(r["predicted_answer"], r["predicted_answer"])  # noqa: E731
-        summary["position_consistency"] = mean([a["predicted_answer"] is not None and a["predicted_answer"] == back(b) for a, b in both])
-    if likely := [r for r in graded if r["probabilities"]]:
+        summary["position_consistency"] = float(np.mean([a is not None and a == b for a, b in both]))
+    if likely:
         best = [max(r["probabilities"], key=r["probabilities"].get) for r in likely]
-        sure = np.array([max(r["probabilities"].values()) for r in likely])
+        sure = np.array([r["probabilities"][word] for word, r in zip(best, likely)])
         hits = np.array([word == r["gt_answer"] for word, r in zip(best, likely)], dtype=float)
-        bins = np.minimum((sure * 10).astype(int), 9)                        # expected calibration error (Guo et al. 2017)
-        gaps = [abs(hits[bins == b].sum() - sure[bins == b].sum()) for b in range(10)]
-        summary |= {"likelihood_accuracy": mean(hits), "likelihood_ece": float(sum(gaps) / len(likely))}
-    for name, key in (("source", lambda r: r["info"]["source"]), ("kind", lambda r: r["info"]["kind"]), ("order", lambda r: r["order"])):
-        summary[f"accuracy_per_{name}"] = {k: right([r for r in graded if key(r) == k]) for k in sorted({key(r) for r in graded})}
-    confusion: dict[str, dict] = {}
-    for r in graded:
-        row = confusion.setdefault(r["info"]["kind"], {}).setdefault(r["gt_answer"], {})
-        row[r["predicted_answer"] or "unparsable"] = row.get(r["predicted_answer"] or "unparsable", 0) + 1
-    return summary | {"confusion": confusion, "counts": {"examples": len(records), "graded": len(graded), "pairs_in_both_orders": len(both)}}
+        bins = np.minimum((sure * 10).astype(int), 9)                # expected calibration error (Guo et al. 2017)
+        gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
+        summary |= {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
+    summary |= {f"accuracy_per_{name}": {key: float(np.mean(hits)) for key, hits in sorted(part.items())}
+                for name, part in parts.items()}
+    return summary | {"confusion": confusion,
+                      "counts": {"examples": len(records), "graded": len(graded), "pairs_in_both_orders": len(both)}}
 
 
 def user_text(messages: list[dict]) -> str:
@@ -1079,30 +1138,33 @@ def perf_metrics(run: Run, prompts: StepPrompts, samples: Samples) -> dict[str, 
 
 def open_log(run: Run, rows: int, held_out: list[Example], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
-    args, flags = run.args, flags_of(run.args)
+    args, flags, update = run.args, flags_of(run.args), run.args.update
     if run.rank == 0:
         (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, args.update.steps, first_step)
-    log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {args.update.steps} steps of {args.update.prompts_per_step} "
-             f"prompts = {args.update.steps * args.update.prompts_per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
+    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of {update.prompts_per_step} "
+             f"prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; output: {args.run.out}")
     return log
 
 
-def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], examples: list[list[Example]], samples: Samples,
-                logprobs: torch.Tensor) -> None:
+def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], examples: list[list[Example]],
+                samples: Samples, logprobs: torch.Tensor) -> None:
     """One line, the bar, and every so often the targets with their likelihood."""
     every, loss = run.args.run.log_samples_every, f"{metrics['train/loss']:.4f}"
-    log.line(f"step {step:5d}  loss {loss}  grad_norm {metrics['train/grad_norm']:.3f}  tokens/s {metrics['perf/tokens_per_second']:.0f}")
+    log.line(f"step {step:5d}  loss {loss}  grad_norm {metrics['train/grad_norm']:.3f}  "
+             f"tokens/s {metrics['perf/tokens_per_second']:.0f}")
     log.update(step, {"loss": loss})
-    if not every or not (step % every == 0 or step == run.args.update.steps) or run.rank:
+    if run.rank or not every or (step % every and step != run.args.update.steps):
         return
-    records = []
+    records, pictures = [], []
     for group, number, logp in zip(samples.group.tolist(), samples.number.tolist(), samples.split(logprobs)):
-        example = examples[group][number]
-        records.append({"row": example.prompt.source, "order": example.order, "question": user_text(example.prompt.messages),
-                        "images": list(example.prompt.images), "target": example.text, "loss": -float(logp.mean())})
-    log.samples(step, records, [draw_sample([read_image(path) for path in record["images"]], record["question"], record["target"],
-                                            f"{record['loss']:.3f} nats per token") for record in records[:run.args.run.log_samples]])
+        prompt, target = examples[group][number].prompt, examples[group][number].text
+        records.append({"row": prompt.source, "order": examples[group][number].order, "images": list(prompt.images),
+                        "question": user_text(prompt.messages), "target": target, "loss": -float(logp.mean())})
+    for record in records[:run.args.run.log_samples]:
+        pictures.append(draw_sample([read_image(path) for path in record["images"]], record["question"],
+                                    record["target"], f"{record['loss']:.3f} nats per token"))
+    log.samples(step, records, pictures)
 
 
 @torch.no_grad()
@@ -1121,9 +1183,7 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
         files[-1].append(name)
         size += n_bytes
     aside = folder.with_name(f".{folder.name}.tmp")
-    if run.rank == 0:
-        aside.mkdir(parents=True, exist_ok=True)
-    index = {}
+    index, problem = {}, None
     for k, names in enumerate(files):
         file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         shard = {}
@@ -1133,19 +1193,30 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
             if run.rank == 0:
                 shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
-        if run.rank == 0:
-            save_file(shard, aside / file, metadata={"format": "pt"})
-    if run.rank == 0:
-        if len(files) > 1:
-            table = {"metadata": {}, "weight_map": index}
-            (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
-        processor.config.save_pretrained(aside)
-        processor.save(str(aside))
-        if folder.exists():
-            folder.rename(folder.with_name(f".{folder.name}.old-{time.time_ns()}"))
-        aside.rename(folder)
-        write_pointer(folder.parent / "latest", folder.name)
-    dist.barrier()
+        if run.rank == 0 and not problem:
+            try:
+                aside.mkdir(parents=True, exist_ok=True)
+                save_file(shard, aside / file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
+                problem = str(error)
+    if run.rank == 0 and not problem:
+        try:
+            if len(files) > 1:
+                table = {"metadata": {}, "weight_map": index}
+                (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+            processor.config.save_pretrained(aside)
+            processor.save(str(aside))
+            for path in aside.iterdir():
+                sync_folder(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            write_pointer(folder.parent / "latest", folder.name)
+        except OSError as error:
+            problem = str(error)
+    problem = all_gather_json(problem)[0]
+    if problem and run.rank == 0:
+        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1263,8 +1334,11 @@ class Checkpoints:
         best = self.best_step()
         for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
             if old_step != best:
-                old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
-                shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+                try:
+                    old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
+                    shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+                except OSError as error:
+                    print(f"warning: the old checkpoint {old} was not deleted: {error}", flush=True)
 
     def best_step(self) -> int | None:
         """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
@@ -1285,11 +1359,18 @@ class Checkpoints:
         if self.failed >= self.args.max_failed_saves:
             raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
 
-    def note_quality(self, step: int, metrics: dict[str, float], state: dict) -> None:
-        """Raises UserError if the evaluation has no metric of the name of --keep_best."""
+    def check_quality(self, metrics: dict[str, float]) -> None:
+        """Raises UserError if an evaluation has no metric of the name of --keep_best."""
         name = self.args.keep_best
         if name and name not in metrics:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None or issubclass(kind, UserError):        # which all ranks raise together: what was written counts
+            self.finish(wait=True)
 
 
 def kill_point(name: str) -> None:
@@ -1405,7 +1486,7 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
     else:
         load_training_state(Path(path), models)
         if run.rank == 0:
-            for step, newer in complete_checkpoints(checkpoints.folder):     # else the next start would take them for ours
+            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():     # else the next start would take them for ours
                 if step > state["step"]:
                     newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)

@@ -53,6 +53,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
@@ -66,7 +67,7 @@ from common.buffers import (Row, Samples, all_gather_json, build_row, data_order
 from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
                         image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
-                        read_image, resolve_folder, skeleton, use_attention)
+                        read_image, resolve_folder, skeleton, use_attention, with_same_tower)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
@@ -87,6 +88,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0}
     state = resume(run, checkpoints, models, fresh, len(train_prompts))
+    if args.model.init_critic_from and not state["step"]:
+        load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
     log = open_log(run, train_prompts, eval_prompts, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
@@ -95,13 +98,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
         if evaluation_due(args, step, len(train_prompts)):
             metrics = metrics | evaluate_at(step)
-            checkpoints.note_quality(step, metrics, state)
+            checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed})
         return metrics
 
     recorded = all_gather_json(log.last_step)[0] >= state["step"]
     if args.eval.eval_only or (state["step"] == 0 and eval_prompts and args.eval.eval_every != 0):
         metrics = evaluate_at(state["step"])
+        checkpoints.check_quality(metrics)
         if not recorded:
             log.log(state["step"], metrics)
         if args.eval.eval_only:
@@ -110,19 +114,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             return metrics
     elif state["step"] and not recorded:                       # killed between the save of this step and its record
         end_step(state["step"], state["metrics"])
+    if state["step"]:
+        export_if_due(run, actor, processor, state["step"])    # or between the save and the export
     catch_signals()
     metrics = state["metrics"]
 
-    with PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
+    with checkpoints, PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
         loader.prefetch(state["step"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
+            if run.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             with run.timer("data"):
                 prompts = loader.take(step - 1)
                 loader.prefetch(step)
             with profiled(run, step):
                 with run.timer("rollout"):
                     samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
+                checkpoints.finish()                           # commit what has been written meanwhile
                 with run.timer("reward"):
                     samples = score_rewards(run, processor, reward, prompts, samples)
                 with run.timer("score"):
@@ -144,16 +153,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
-            checkpoints.finish()
-            metrics = end_step(step, metrics)
-            if falls_due(step, args.checkpoint.export_every, args.update.steps):
-                export(run, actor, processor, args.run.out / "export" / f"step-{step}")
-            if stop:
+            checkpoints.finish(wait=stop)
+            if stop and step < args.update.steps:              # the next start evaluates, records and exports this step
                 break
-    checkpoints.finish(wait=True)
+            metrics = end_step(step, metrics)
+            export_if_due(run, actor, processor, step)
     preempted = state["step"] < args.update.steps
-    if preempted and checkpoints.failed:
-        raise UserError(f"stopped by a signal after step {state['step']}, and its checkpoint could not be saved")
+    if checkpoints.failed:
+        raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
              f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
              f"{args.run.out}/samples, weights in {args.run.out}/export")
@@ -292,7 +299,7 @@ class EvalArgs:
 @dataclass(frozen=True)
 class CheckpointArgs:
     """checkpoints"""
-    save_every: int = flag(-1, "steps between checkpoints; -1: only the last step, 0: never", low=-1)
+    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never", low=-1)
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
@@ -470,6 +477,8 @@ def check_args(args: Args) -> None:
         f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
         f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
+        "--keep_best needs --eval_data and evaluations (--eval_every)":
+            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
@@ -486,11 +495,14 @@ def check_args(args: Args) -> None:
 
 
 def flags_of(args: Args) -> dict[str, Any]:
-    """Arguments as flags, JSON-ready, paths of models and data absolute: what --config reads back from any folder."""
+    """Arguments as flags, JSON-ready, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
         flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+    program, colon, function = flags["reward"].rpartition(":")
+    if colon and Path(program).exists():
+        flags["reward"] = f"{Path(program).resolve()}:{function}"
     return flags
 
 
@@ -524,12 +536,12 @@ def start_run(args: Args) -> Run:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    try:
-        backend = choose_attention(args.model.attention, device)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
+    try:
+        backend = choose_attention(args.model.attention, device, dtype)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
@@ -634,10 +646,10 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
             critic = Critic(skeleton(processor.config, vision=False, head=False))
-            load_sharded(run, critic, resolve_folder(args.model.critic_model or args.model.model))
+            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder))
         if args.algorithm.kl_coef > 0:
             reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False)
-            load_sharded(run, reference, resolve_folder(args.model.reference_model or args.model.model))
+            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder))
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
@@ -672,7 +684,12 @@ def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.Ada
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
               {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(args.update.adam_beta1, args.update.adam_beta2))
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
+                                  betas=(args.update.adam_beta1, args.update.adam_beta2))
+    for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
+        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
+                                      "exp_avg_sq": torch.zeros_like(parameter)}
+    return optimizer
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
@@ -1019,7 +1036,10 @@ def score_rewards(run: Run, processor: Processor, reward: Callable, prompts: Ste
         except RewardError as error:
             problem = str(error)
     fail_together(problem)
-    names = sorted({name for part in all_gather_json(sorted(components)) for name in part})   # a rank may have no samples
+    parts = [part for part in all_gather_json(sorted(components) if rows else None) if part is not None]
+    names = parts[0] if parts else []                                                         # a rank may have no samples
+    if any(part != names for part in parts):
+        raise UserError(f"--reward {run.args.reward.reward}: components differ between calls: {parts}")
     local.scores = torch.tensor(scores, dtype=torch.float32)
     local.components = {name: torch.tensor(components.get(name, []), dtype=torch.float32) for name in names}
     return gather_samples(local)
@@ -1358,10 +1378,13 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  
 def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
     args, update = run.args, run.args.update
-    flags = flags_of(args)
+    flags, folder = flags_of(args), args.run.out
+    if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
+        folder, first_step = folder / f"evaluation-step-{first_step}", 0
     if run.rank == 0:
-        (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+    log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step = args.rollout.prompts_per_step
     log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
@@ -1403,6 +1426,13 @@ def profiled(run: Run, step: int):
     trace.export_chrome_trace(str(folder / f"step-{step}-rank-{run.rank}.json"))
 
 
+def export_if_due(run: Run, actor: Policy, processor: Processor, step: int) -> None:
+    """Export the actor after ``step`` if --export_every says so and it has not been done."""
+    folder = run.args.run.out / "export" / f"step-{step}"
+    if falls_due(step, run.args.checkpoint.export_every, run.args.update.steps) and not all_gather_json(folder.exists())[0]:
+        export(run, actor, processor, folder)
+
+
 @torch.no_grad()
 def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
@@ -1419,9 +1449,7 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
         files[-1].append(name)
         size += n_bytes
     aside = folder.with_name(f".{folder.name}.tmp")
-    if run.rank == 0:
-        aside.mkdir(parents=True, exist_ok=True)
-    index = {}
+    index, problem = {}, None
     for k, names in enumerate(files):
         file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         shard = {}
@@ -1431,19 +1459,30 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
             if run.rank == 0:
                 shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
-        if run.rank == 0:
-            save_file(shard, aside / file, metadata={"format": "pt"})
-    if run.rank == 0:
-        if len(files) > 1:
-            table = {"metadata": {}, "weight_map": index}
-            (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
-        processor.config.save_pretrained(aside)
-        processor.save(str(aside))
-        if folder.exists():
-            folder.rename(folder.with_name(f".{folder.name}.old-{time.time_ns()}"))
-        aside.rename(folder)
-        write_pointer(folder.parent / "latest", folder.name)
-    dist.barrier()
+        if run.rank == 0 and not problem:
+            try:
+                aside.mkdir(parents=True, exist_ok=True)
+                save_file(shard, aside / file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
+                problem = str(error)
+    if run.rank == 0 and not problem:
+        try:
+            if len(files) > 1:
+                table = {"metadata": {}, "weight_map": index}
+                (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+            processor.config.save_pretrained(aside)
+            processor.save(str(aside))
+            for path in aside.iterdir():
+                sync_folder(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            write_pointer(folder.parent / "latest", folder.name)
+        except OSError as error:
+            problem = str(error)
+    problem = all_gather_json(problem)[0]
+    if problem and run.rank == 0:
+        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1561,8 +1600,11 @@ class Checkpoints:
         best = self.best_step()
         for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
             if old_step != best:
-                old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
-                shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+                try:
+                    old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
+                    shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+                except OSError as error:
+                    print(f"warning: the old checkpoint {old} was not deleted: {error}", flush=True)
 
     def best_step(self) -> int | None:
         """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
@@ -1583,11 +1625,18 @@ class Checkpoints:
         if self.failed >= self.args.max_failed_saves:
             raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
 
-    def note_quality(self, step: int, metrics: dict[str, float], state: dict) -> None:
-        """Raises UserError if the evaluation has no metric of the name of --keep_best."""
+    def check_quality(self, metrics: dict[str, float]) -> None:
+        """Raises UserError if an evaluation has no metric of the name of --keep_best."""
         name = self.args.keep_best
         if name and name not in metrics:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None or issubclass(kind, UserError):        # which all ranks raise together: what was written counts
+            self.finish(wait=True)
 
 
 def kill_point(name: str) -> None:
@@ -1699,14 +1748,12 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
                        + ". Choose another --out, or --resume_changed_args allow")
     fail_together(problem)
     if path is None:
-        if args.model.init_critic_from:
-            load_critic_weights(Path(args.model.init_critic_from), models["critic"][0])
         if run.rank == 0:
             print(f"starting from step 0: no complete checkpoint in {checkpoints.folder}", flush=True)
     else:
         load_training_state(Path(path), models)
         if run.rank == 0:
-            for step, newer in complete_checkpoints(checkpoints.folder):     # else the next start would take them for ours
+            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():     # else the next start would take them for ours
                 if step > state["step"]:
                     newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
@@ -1959,8 +2006,9 @@ class RolloutEngine:
         """Number of tokens up to the one that completes a stop string, or None."""
         if not self.stop_strings:
             return None
+        window = 8 + 2 * max(len(stop.encode()) for stop in self.stop_strings)        # a token holds at least one byte
         for n in range(self.searched[slot] + 1, len(tokens) + 1):
-            text = self.tokenizer.decode(tokens[:n], skip_special_tokens=True)
+            text = self.tokenizer.decode(tokens[max(0, n - window):n], skip_special_tokens=True)
             if any(stop in text for stop in self.stop_strings):
                 return n
         self.searched[slot] = len(tokens)

@@ -118,6 +118,10 @@ class RunLogger:
         (self.out / "samples").mkdir(parents=True, exist_ok=True)
         path, last = self.out / "metrics.jsonl", first_step if first_step > 0 else -1
         records = [record for record in read_records(path) if record.get("step", -1) <= last] if path.exists() else []
+        if first_step == 0 and path.exists():                  # a run without a checkpoint starts over: its records stay
+            path.rename(old := path.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
+            self.line(f"the records of an earlier run in this folder are now in {old}")
+            records = []
         self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         records.append({"type": "header", "first_step": first_step, "environment": environment()} | header)
         _write(path.with_suffix(".tmp"), records)

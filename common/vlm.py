@@ -12,6 +12,7 @@ A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
 import copy
+import functools
 import importlib.util
 import inspect
 import json
@@ -348,12 +349,12 @@ def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, tor
 # ---------------------------------------------------------------------------------------------------------------------
 
 ATTENTION_NAME = "packed_rows"           # registered for the language model
-VISION_ATTENTION_NAME = "packed_flash"   # transformers hands cu_seqlens only to names containing "flash"
+VISION_ATTENTION_NAME = "packed_flash_"  # and the back-end: transformers hands cu_seqlens only to names containing "flash"
 BACKENDS = ("flash_attn", "varlen", "sdpa")
 FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
-def choose_attention(requested: str, device: torch.device) -> str:
+def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
     """Resolve ``--attention auto`` to a back-end that can run here.
 
     Raises:
@@ -361,11 +362,13 @@ def choose_attention(requested: str, device: torch.device) -> str:
     """
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if requested == "auto":
-        return "sdpa" if device.type != "cuda" else "flash_attn" if has_flash else "varlen"
+        return "sdpa" if device.type != "cuda" or dtype == torch.float32 else "flash_attn" if has_flash else "varlen"
     if requested not in BACKENDS:
         raise ValueError(f"--attention {requested}: expected auto or one of {', '.join(BACKENDS)}")
     if requested != "sdpa" and device.type != "cuda":
         raise ValueError(f"--attention {requested} needs a CUDA device and this run is on {device.type}; use sdpa")
+    if requested != "sdpa" and dtype == torch.float32:
+        raise ValueError(f"--attention {requested} computes in bfloat16 only, and --dtype is float32; use sdpa")
     if requested == "flash_attn" and not has_flash:
         raise ValueError(f"--attention flash_attn: the package is not installed; build it with: {FLASH_ATTN_INSTALL}")
     return requested
@@ -550,17 +553,17 @@ def _language_attention(module, query, key, value, attention_mask, scaling=None,
 
 
 def _vision_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
-                      max_length_q=None, max_length_k=None, **_):
+                      max_length_q=None, max_length_k=None, *, backend: str, **_):
     """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per window."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     cu_q, cu_k = cu_seq_lens_q.int(), cu_seq_lens_k.int()
-    backend = "flash_attn" if importlib.util.find_spec("flash_attn") else "varlen"
     return varlen_attention(q, k, v, cu_q, cu_k, int(max_length_q), int(max_length_k), scaling, False, backend)[None], None
 
 
 # Registered without a mask function on purpose: transformers then builds no (N, N) mask and hands over None.
 AttentionInterface.register(ATTENTION_NAME, _language_attention)
-AttentionInterface.register(VISION_ATTENTION_NAME, _vision_attention)
+for _backend in ("flash_attn", "varlen"):
+    AttentionInterface.register(VISION_ATTENTION_NAME + _backend, functools.partial(_vision_attention, backend=_backend))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -635,12 +638,42 @@ def resolve_folder(name: str) -> Path:
         raise ValueError(f"--model {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
 
+def with_same_tower(name: str, actor_folder: Path) -> Path:
+    """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Roles use the actor's image features.
+
+    Raises:
+        ValueError: the checkpoint's vision tower is not the actor's, so its language model expects other features.
+    """
+    if not name:
+        return actor_folder
+    folder = resolve_folder(name)
+    ours, theirs = vision_tensors(actor_folder), vision_tensors(folder)
+    different = [key for key in ours | theirs if key not in theirs or key not in ours or not torch.equal(ours[key](), theirs[key]())]
+    if different:
+        raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such as "
+                         f"{different[0]}); critic and reference work on the image features of the actor")
+    return folder
+
+
+def vision_tensors(folder: Path) -> dict[str, Any]:
+    """name -> function that reads the weight, for the vision tower in a folder's safetensors files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as tensors:
+            for key in tensors.keys():
+                if key.removeprefix("model.").startswith("visual."):
+                    found[key.removeprefix("model.")] = functools.partial(safe_open(path, "pt").get_tensor, key)
+    return found
+
+
 def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
     """The checkpoint's model with parameters on the meta device and real buffers.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
     """
+    if "sliding_attention" in (getattr(config.text_config, "layer_types", None) or []):
+        raise ValueError("the checkpoint's text model has sliding-window layers, which packed rows do not support")
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -665,7 +698,7 @@ def use_attention(model: nn.Module, backend: str) -> None:
     model.config.text_config._attn_implementation = ATTENTION_NAME
     model.model.language_model.config._attn_implementation = ATTENTION_NAME
     # The name must be set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
-    vision = VISION_ATTENTION_NAME if backend != "sdpa" else "sdpa"
+    vision = VISION_ATTENTION_NAME + backend if backend != "sdpa" else "sdpa"
     model.config.vision_config._attn_implementation = vision
     if model.model.visual is not None:
         model.model.visual.config._attn_implementation = vision

@@ -1,7 +1,8 @@
 """Checkpoints: killed at any instant, on any rank, a run goes on as if nothing had happened.
 
-Run as a program (`test_checkpoint.py serve`), this file imports the script once and then forks one process per rank and life
-of a run, so that real processes get real SIGKILLs at a tenth of the price of a launch. HOOKS are what a life may suffer.
+Run as a program (`test_checkpoint.py serve`), this file imports the script once and then forks one process per rank and
+life of a run, so that real processes get real SIGKILLs at a tenth of the price of a launch. HOOKS are what a life may
+suffer.
 """
 
 import gc
@@ -20,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, write_checkpoint
+from conftest import ROOT
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -43,14 +44,14 @@ def planned(prompts, responses, references, labels, images):
     return [float(os.environ["SCORES"].split()[len(CALLS) - 1])] * len(responses)
 '''
 ALGORITHMS = {
-    "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 --eval_every 2 "
-           "--on_bad_row skip --data damaged.jsonl",
-    "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear --warmup_steps 2 "
-            "--eval_every 0",
+    "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
+           "--eval_every 2 --on_bad_row skip --data damaged.jsonl",
+    "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
+            "--warmup_steps 2 --eval_every 0",
 }
 
 
-# ------------------------------------------------------------------------------------------------ what a life may suffer
+# ----------------------------------------------------------------------------- what a life may suffer
 def die(function: str, call: int, ranks: list[int] | None = None) -> None:
     """SIGKILL of this process at the given call (1-based) of a function of the script."""
     original, calls = getattr(ppo, function), []
@@ -118,7 +119,27 @@ def hang(call: int, rank: int) -> None:
     stop_at("update_actor", call, rank, signal.SIGSTOP)
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang)}
+def time_saves(log: str) -> None:
+    """Write down the seconds that rank 0's training spends in save() and finish(), each with the step it belongs to."""
+    depth, step = [], [0]
+
+    def timed(original):
+        def call(self, *arguments, **named):
+            step[0] = arguments[0] if original.__name__ == "save" else step[0]
+            depth.append(time.perf_counter())
+            try:
+                return original(self, *arguments, **named)
+            finally:
+                seconds = time.perf_counter() - depth.pop()
+                if not depth and os.environ["RANK"] == "0":                 # save() calls finish(): count it once
+                    with open(log, "a") as file:
+                        file.write(json.dumps([step[0], seconds]) + "\n")
+        return call
+
+    ppo.Checkpoints.save, ppo.Checkpoints.finish = timed(ppo.Checkpoints.save), timed(ppo.Checkpoints.finish)
+
+
+HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang, time_saves)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -169,14 +190,19 @@ def serve() -> None:
         print(json.dumps(answer), flush=True)
 
 
+def clean_environment(**more: str) -> dict[str, str]:
+    """Without the traces of this process's own process group."""
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in own} | more
+
+
 class Lives:
     """Starts lives of runs through one server process."""
 
     def __init__(self, folder: Path):
-        environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
         self.folder, self.count = folder, 0
-        self.server = subprocess.Popen([sys.executable, __file__, "serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                       env=environment)
+        self.server = subprocess.Popen([sys.executable, __file__, "serve"], stdin=subprocess.PIPE,
+                                       stdout=subprocess.PIPE, text=True, env=clean_environment())
 
     def ask(self, order: dict) -> list:
         self.server.stdin.write(json.dumps(order) + "\n")
@@ -194,7 +220,7 @@ class Lives:
         return SimpleNamespace(pids=pids, log=log)
 
     def wait(self, life: SimpleNamespace, seconds: float = 60) -> SimpleNamespace:
-        """Exit codes, negative for signals, and what all ranks printed. A rank still alive after that time is a failure."""
+        """Exit codes, negative for signals, and what all ranks printed. A rank still alive then is a failure."""
         codes = self.ask({"pids": life.pids, "seconds": seconds})
         for pid, code in zip(life.pids, codes):
             if code is None:
@@ -203,14 +229,15 @@ class Lives:
         assert None not in codes, f"still alive after {seconds} s: {output[-3000:]}"
         return SimpleNamespace(codes=codes, output=output)
 
-    def __call__(self, argv: list[str], world: int = 1, hooks: list | None = None, codes: list[int] | None = None, **env: str) -> str:
+    def __call__(self, argv: list[str], world: int = 1, hooks: list | None = None, codes: list[int] | None = None,
+                 **env: str) -> str:
         """A whole life; its output."""
         life = self.wait(self.start(argv, world, hooks, **env))
         assert life.codes == (codes or [0] * world), life.output[-4000:]
         return life.output
 
 
-# ------------------------------------------------------------------------------------------------ set-up
+# ----------------------------------------------------------------------------- set-up
 @pytest.fixture(scope="module")
 def lives(tmp_path_factory):
     lives = Lives(tmp_path_factory.mktemp("lives"))
@@ -227,8 +254,10 @@ def task(tmp_path_factory) -> Path:
     for i in range(4):
         Image.fromarray(rng.integers(0, 255, (56, 56 + 28 * (i % 2), 3), dtype=np.uint8)).save(folder / f"{i}.png")
     (folder / "damaged.png").write_bytes((folder / "0.png").read_bytes()[:2000])
-    rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"} for i in range(4)]
-    files = {"rows": rows, "more": rows + rows[:1], "damaged": [*rows, {"prompt": "row 4", "images": ["damaged.png"], "answer": "1"}],
+    rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"}
+            for i in range(4)]
+    damaged = {"prompt": "row 4", "images": ["damaged.png"], "answer": "1"}
+    files = {"rows": rows, "more": rows + rows[:1], "damaged": [*rows, damaged],
              "eval": [row | {"prompt": "held out " + row["prompt"]} for row in rows[:3]]}
     for name, lines in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
@@ -239,12 +268,14 @@ def task(tmp_path_factory) -> Path:
 def flags(qwen25, task):
     """flags(out, "--more flags"): a run of a second or so."""
     def build(out: Path, more: str = "") -> list[str]:
-        words = [str(task / word) if word.endswith(".jsonl") or word.startswith("reward.py") else word for word in more.split()]
+        words = [str(task / word) if word.endswith(".jsonl") or word.startswith("reward.py") else word
+                 for word in more.split()]
         return ["--model", str(qwen25), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "eval.jsonl"),
                 "--reward", f"{task / 'reward.py'}:letters", "--out", str(out), "--max_prompt_tokens", "256",
-                "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens", "400", "--prompts_per_step", "4",
-                "--samples_per_prompt", "2", "--actor_lr", "1e-3", "--steps", "2", "--eval_every", "0", "--save_every", "1",
-                "--log_samples", "0", "--timeout", "60", "--keep_last", "9", *words]
+                "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens", "400",
+                "--prompts_per_step", "4", "--samples_per_prompt", "2", "--actor_lr", "1e-3", "--steps", "2",
+                "--eval_every", "0", "--save_every", "1", "--log_samples", "0", "--timeout", "60", "--keep_last", "9",
+                *words]
     return build
 
 
@@ -267,7 +298,8 @@ def records(out: Path) -> list[dict]:
 
 
 def reproducible(record: dict) -> dict:
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and not name.endswith("seconds")}
+    return {name: value for name, value in record.items()
+            if not name.startswith("perf/") and not name.endswith("seconds")}
 
 
 def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
@@ -326,11 +358,11 @@ def copy(finished, tmp_path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
-# ------------------------------------------------------------------------------------------------ bitwise resume
+# ----------------------------------------------------------------------------- bitwise resume
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_six_steps_are_three_and_three(lives, flags, undisturbed, tmp_path, name, world):
-    """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: metrics and weights equal an undisturbed run's bit for bit."""
+    """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an undisturbed run."""
     argv = flags(tmp_path / "run", ALGORITHMS[name] + " --save_every 3")
     lives([*argv, "--save_blocking"], world, [["die", "update_actor", 4]], codes=[-signal.SIGKILL] * world)
     assert steps(tmp_path / "run") == [3] and records(tmp_path / "run")[-1]["step"] == 3
@@ -338,7 +370,7 @@ def test_six_steps_are_three_and_three(lives, flags, undisturbed, tmp_path, name
     assert_bitwise(tmp_path / "run", undisturbed(name, world))
     if name == "gae":
         last = records(tmp_path / "run")[-1]
-        assert last["rollout/dropped_prompts"] > 1 and last["train/kl_coef"] != 0.1        # counters and KL weight were state
+        assert last["rollout/dropped_prompts"] > 1 and last["train/kl_coef"] != 0.1   # counters and KL weight are state
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
@@ -368,6 +400,15 @@ def test_killed_between_save_and_record(lives, flags, undisturbed, tmp_path):
     assert_bitwise(tmp_path / "run", undisturbed("gae", 1))
 
 
+def test_killed_between_save_and_export(lives, flags, finished, tmp_path):
+    """The weights that the last step owes are exported by the next life."""
+    argv = flags(tmp_path / "run", "--save_blocking")
+    lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
+    assert steps(tmp_path / "run") == [2, 1] and not (tmp_path / "run" / "export" / "step-2").exists()
+    lives(argv)
+    assert_bitwise(tmp_path / "run", finished, step=2)
+
+
 def test_half_a_record_is_no_record(lives, flags, undisturbed, tmp_path):
     """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
     out = Path(shutil.copytree(undisturbed("grpo", 1), tmp_path / "run"))
@@ -379,11 +420,12 @@ def test_half_a_record_is_no_record(lives, flags, undisturbed, tmp_path):
     assert_bitwise(out, undisturbed("grpo", 1))
 
 
-# ------------------------------------------------------------------------------------------------ killed while saving
-@pytest.mark.parametrize("point, rank, survives", [("before-write", 0, 2), ("before-write", 1, 2), ("before-commit", 0, 2),
-                                                   ("before-rename", 0, 2), ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
+# ----------------------------------------------------------------------------- killed while saving
+@pytest.mark.parametrize("point, rank, survives", [
+    ("before-write", 0, 2), ("before-write", 1, 2), ("before-commit", 0, 2), ("before-rename", 0, 2),
+    ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
 def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, rank, survives):
-    """The other rank ends too; earlier checkpoints are as they were; the next life starts from the newest complete one."""
+    """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest complete one."""
     out = tmp_path / "run"
     shutil.copytree(undisturbed("grpo", 2), out)
     for step in (3, 4, 5, 6):
@@ -420,12 +462,13 @@ def test_killed_at_random_instants(lives, flags, undisturbed, tmp_path):
     assert_bitwise(out, undisturbed("gae", 2))
 
 
-# ------------------------------------------------------------------------------------------------ failed saves
+# ----------------------------------------------------------------------------- failed saves
 def test_write_error_on_one_rank(lives, flags, tmp_path):
     """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
     out = tmp_path / "run"
     output = lives(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, [["change_writes", 1, [2, 4]]])
-    assert re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output) == [("2", "1"), ("4", "1")]
+    told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
+    assert told == [("2", "1"), ("4", "1")]
     assert "OSError on rank 1" in output and "Input/output error" in output
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
     assert [record.get("perf/failed_saves") for record in records(out)] == [0, 1, 0, 1, 0]
@@ -434,7 +477,8 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
 
 def test_too_many_write_errors(lives, flags, tmp_path):
     out = tmp_path / "run"
-    output = lives(flags(out, "--steps 6 --max_failed_saves 2"), 2, [["change_writes", 1, [2, 3, 4, 5, 6]]], codes=[2, 2])
+    hooks = [["change_writes", 1, [2, 3, 4, 5, 6]]]
+    output = lives(flags(out, "--steps 6 --max_failed_saves 2"), 2, hooks, codes=[2, 2])
     assert "error: 2 checkpoints in a row could not be saved" in output and "Traceback" not in output
     assert steps(out) == [1] and pointer(out) == "step-1"
 
@@ -444,7 +488,8 @@ def small_disk(tmp_path):
     """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
     folder = tmp_path / "run" / "checkpoints"
     folder.mkdir(parents=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)], capture_output=True, text=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)]
+    mounted = subprocess.run(command, capture_output=True, text=True)
     if mounted.returncode:
         pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
     yield tmp_path / "run"
@@ -465,14 +510,16 @@ def test_full_disk(lives, flags, small_disk):
     assert steps(small_disk) == [6]
 
 
-# ------------------------------------------------------------------------------------------------ damaged checkpoints
+# ----------------------------------------------------------------------------- damaged checkpoints
 def committed(folder: Path, **changes) -> None:
     old = json.loads((folder / "COMMITTED.json").read_text())
     (folder / "COMMITTED.json").write_text(json.dumps(old | changes))
 
 
-def files_with(folder: Path, name: str, path: Path) -> dict[str, int]:
-    return json.loads((folder / "COMMITTED.json").read_text())["files"] | {name: path.stat().st_size}
+def files_with(folder: Path, *names: str) -> dict[str, int]:
+    """The committed files and further ones, by their true sizes."""
+    files = json.loads((folder / "COMMITTED.json").read_text())["files"]
+    return files | {name: (folder / name).stat().st_size for name in names}
 
 
 def truncate(folder: Path) -> None:
@@ -485,15 +532,15 @@ DAMAGES = {
     "deleted shard": lambda folder: next(folder.glob("*.safetensors")).unlink(),
     "deleted state": lambda folder: (folder / "state.json").unlink(),
     "no commit": lambda folder: (folder / "COMMITTED.json").unlink(),
-    "half a commit": lambda folder: (folder / "COMMITTED.json").write_text((folder / "COMMITTED.json").read_text()[:40]),
+    "half a commit": lambda folder: os.truncate(folder / "COMMITTED.json", 40),
     "another json": lambda folder: (folder / "COMMITTED.json").write_text("[1, 2]"),
     "no text": lambda folder: (folder / "COMMITTED.json").write_bytes(b"\xff\xfe\x00"),
     "empty list of files": lambda folder: committed(folder, files={}),
     "wrong step": lambda folder: committed(folder, step=1),
     "step as text": lambda folder: committed(folder, step="2"),
-    "size as text": lambda folder: committed(folder, files=dict.fromkeys(files_with(folder, "state.json", folder / "state.json"), "1")),
-    "path upwards": lambda folder: committed(folder, files=files_with(folder, "../latest", folder / "../latest")),
-    "absolute path": lambda folder: committed(folder, files=files_with(folder, str(folder / "state.json"), folder / "state.json")),
+    "size as text": lambda folder: committed(folder, files=dict.fromkeys(files_with(folder), "1")),
+    "path upwards": lambda folder: committed(folder, files=files_with(folder, "../latest")),
+    "absolute path": lambda folder: committed(folder, files=files_with(folder, str(folder / "state.json"))),
 }
 
 
@@ -519,9 +566,9 @@ def test_damaged_pointer_is_not_believed(flags, finished, copy, text, capfd):
 
 
 def test_stale_temporary_folders_are_cleaned(flags, copy):
-    for stale in (copy / "checkpoints" / ".tmp-step-3", copy / "checkpoints" / ".tmp-old-step-1", copy / "export" / ".step-2.tmp"):
-        stale.mkdir()
-        (stale / "junk").write_text("half")
+    for stale in ("checkpoints/.tmp-step-3", "checkpoints/.tmp-old-step-1", "export/.step-2.tmp"):
+        (copy / stale).mkdir()
+        (copy / stale / "junk").write_text("half")
     train(flags(copy))
     left = [path.name for folder in ("checkpoints", "export") for path in (copy / folder).iterdir()]
     assert sorted(left) == ["latest", "latest", "step-1", "step-2", "step-2"]
@@ -542,7 +589,7 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
     assert [record["step"] for record in records(copy)] == [1, 2, 3] and not (copy / "executed").exists()
 
 
-# ------------------------------------------------------------------------------------------------ --resume
+# ----------------------------------------------------------------------------- --resume
 def test_resume_choices(flags, copy, tmp_path, capfd):
     refused(flags(copy, "--resume never"), "--resume never", str(copy))
     refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
@@ -559,7 +606,8 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
 def test_changed_flags(flags, copy, capfd):
     """Flags that alter the result are refused with both values; the others are listed and accepted."""
     altered = "--gamma 0.5 --samples_per_prompt 3 --seed 7"
-    refused(flags(copy, altered + " --keep_last 5"), "--gamma 1.0 -> 0.5; --seed", "--samples_per_prompt 2 -> 3", "--seed 0 -> 7. ")
+    refused(flags(copy, altered + " --keep_last 5"),
+            "--samples_per_prompt 2 -> 3", "--gamma 1.0 -> 0.5; --seed 0 -> 7. ")
     refused(flags(copy, "--steps 3 --lr_schedule cosine"), "--steps 2 -> 3", "--lr_schedule")
     capfd.readouterr()
     train(flags(copy, "--steps 3 --slots 2 --save_every 3"))
@@ -571,7 +619,7 @@ def test_changed_flags(flags, copy, capfd):
 
 
 def test_going_back(flags, copy, tmp_path, capfd):
-    """--resume PATH of the run's own folder: what came after is neither taken for the run's, nor kept in its place, nor lost."""
+    """--resume PATH of the run's own folder: what came after is set aside, neither lost nor taken for the run's own."""
     path = copy / "checkpoints" / "step-1"
     train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
     assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1]
@@ -606,7 +654,8 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     head = torch.randn(1, json.loads((qwen25 / "config.json").read_text())["text_config"]["hidden_size"])
     weights = load_file(critic / "model.safetensors")
     name = next(key for key in weights if "layers.0.mlp.up_proj" in key)
-    save_file(weights | {name: weights[name] + 1, "value_head.weight": head}, critic / "model.safetensors", metadata={"format": "pt"})
+    changed = {name: weights[name] + 1, "value_head.weight": head}
+    save_file(weights | changed, critic / "model.safetensors", metadata={"format": "pt"})
     env = start(qwen25, picture_rows, "--critic_model", str(critic))
     inner = next(p for key, p in env.critic.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
@@ -614,10 +663,10 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
 
 
-# ------------------------------------------------------------------------------------------------ what is kept, how it is written
+# ----------------------------------------------------------------------------- what is kept, how it is written
 def test_intervals(flags, finished, tmp_path):
     assert steps(finished) == [2, 1]
-    assert [path.name for path in (finished / "export").iterdir() if path.is_dir()] == ["step-2"]      # -1: the last step
+    assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
     train(flags(tmp_path / "run", "--save_every 0 --export_every 1"))
     assert steps(tmp_path / "run") == []
     assert sorted(path.name for path in (tmp_path / "run" / "export").iterdir()) == ["latest", "step-1", "step-2"]
@@ -637,18 +686,19 @@ def test_keep_last(flags, tmp_path):
     assert steps(tmp_path / "run") == [4, 3] and pointer(tmp_path / "run") == "step-4"
 
 
+KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned"
+
+
 @pytest.mark.parametrize("scores, save_every, kept", [
     ("9 1 5 2 3 4 0", 1, [6, 2]),      # 9 is of step 0, which has no checkpoint
     ("9 7 5 8 3 7 0", 2, [6, 2])])     # neither have steps 1, 3 and 5
 def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
-    more = f"--steps 6 --eval_every 1 --save_every {save_every} --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned"
-    lives(flags(tmp_path / "run", more), SCORES=scores)
+    lives(flags(tmp_path / "run", f"{KEEP_BEST} --steps 6 --save_every {save_every}"), SCORES=scores)
     assert steps(tmp_path / "run") == kept
 
 
 def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):
-    more = "--steps 5 --eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned --save_blocking"
-    argv = flags(tmp_path / "run", more)
+    argv = flags(tmp_path / "run", f"{KEEP_BEST} --steps 5 --save_blocking")
     lives(argv, 1, [["die", "update_actor", 3]], codes=[-signal.SIGKILL], SCORES="0 1 5")
     assert "step-2" in lives(argv, SCORES="2 3 4")
     assert steps(tmp_path / "run") == [5, 2]
@@ -658,7 +708,8 @@ def test_save_strategies(lives, flags, tmp_path):
     """Who writes at the same time; what is written does not depend on it."""
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
         log = tmp_path / f"{strategy}.jsonl"
-        lives(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, [["change_writes", -1, [], 0.4, "", str(log)]])
+        hooks = [["change_writes", -1, [], 0.4, "", str(log)]]
+        lives(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
         assert_equal_tensors(*(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted")))
         (_, _, end), (_, start, _) = sorted(map(json.loads, log.read_text().splitlines()), key=lambda line: line[1])
         assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
@@ -666,7 +717,7 @@ def test_save_strategies(lives, flags, tmp_path):
     assert [record["step"] for record in records(tmp_path / "single_process")] == [1, 2]
 
 
-# ------------------------------------------------------------------------------------------------ one run per folder, signals
+# ----------------------------------------------------------------------------- one run per folder, signals
 def test_one_live_run_per_folder(lives, flags, copy):
     """A second run is refused; the lock of a dead one is no obstacle."""
     argv = flags(copy, "--steps 3")
@@ -684,7 +735,7 @@ def test_one_live_run_per_folder(lives, flags, copy):
 
 @pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
 def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
-    """A signal to one rank: all ranks finish the step, save and exit with the documented code; the next life goes on."""
+    """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
     output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[ppo.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output
@@ -704,12 +755,12 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(lives, flags, tmp_path):
 
 
 def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
-    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and nobody has to do anything."""
+    """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no one's attention."""
     out = tmp_path / "run"
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "1",
-               str(ROOT / "train_ppo_vl.py"), *flags(out, ALGORITHMS["grpo"])]
-    clean["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"   # else new workers find the addresses of the dead (pytorch issue 135712)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               "--max_restarts", "1", str(ROOT / "train_ppo_vl.py"), *flags(out, ALGORITHMS["grpo"])]
+    # Without it new workers find the addresses of the dead ones (pytorch issue 135712).
+    clean = clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with open(tmp_path / "log", "w") as log:
         job = subprocess.Popen(command, env=clean, stdout=log, stderr=subprocess.STDOUT)
     deadline = time.time() + 60

@@ -1,5 +1,5 @@
-"""Many nodes: launch/ppo.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun agents
-without SLURM. All sockets are on the loopback interface; what was started is ended by its process id."""
+"""Many nodes: launch/ppo.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
+agents without SLURM. Everything talks over the loopback interface; what was started is ended by its process id."""
 
 import os
 import re
@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_checkpoint import ALGORITHMS, REWARD, assert_bitwise, flags, lives, records, steps, task, undisturbed  # noqa: F401
+from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, lives,  # noqa: F401
+                             records, steps, task, undisturbed)
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
 SLOW = '''
@@ -46,12 +47,6 @@ def wait_for(condition, seconds: float, what: str):
     return value
 
 
-def clean_environment(**more: str) -> dict[str, str]:
-    """Without the traces of the process group of this process; torchrun is that of this Python."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
-
-
 @pytest.fixture(scope="module")
 def slow_flags(flags, task):  # noqa: F811
     """The GRPO run of test_checkpoint with slow steps; its metrics are the same."""
@@ -59,7 +54,7 @@ def slow_flags(flags, task):  # noqa: F811
     return lambda out: [*flags(out, ALGORITHMS["grpo"]), "--reward", f"{task / 'slow.py'}:slow"]
 
 
-# ------------------------------------------------------------------------------------------------ SLURM
+# ----------------------------------------------------------------------------- SLURM
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -110,24 +105,23 @@ def cluster(tmp_path_factory):
         pytest.skip("slurmd starts jobs for users only as root")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "state").mkdir()
-    (folder / "munge.key").write_bytes(os.urandom(128))
-    (folder / "munge.key").chmod(0o400)
+    (folder / "munge.key-file").write_bytes(os.urandom(128))
+    (folder / "munge.key-file").chmod(0o400)
     (folder / "slurm.conf").write_text(CONFIG.format(host=socket.gethostname(), folder=folder, ports=free_ports(3)))
-    environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), **LOOPBACK)
-    munge = [f"--{name}={folder}/munge.{end}" for name, end in (("key-file", "key"), ("socket", "socket"), ("pid-file", "pid"),
-                                                               ("log-file", "log"), ("seed-file", "seed"))]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"                  # the torchrun of this Python
+    environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK)
+    munge = [f"--{name}={folder}/munge.{name}" for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")]
     commands = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"],
                 ["slurmd", "-D", "-N", "n2"]]
     daemons = []
     try:
-        for command in commands:
-            with open(folder / f"{command[0]}-{command[-1]}.log".replace("/", "_")[-60:], "w") as log:
+        for number, command in enumerate(commands):
+            with open(folder / f"daemon-{number}.log", "w") as log:
                 daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists, 10, "munge socket")
-        idle = lambda: subprocess.run(["sinfo", "-h", "-o", "%T %D"], env=environment, capture_output=True,  # noqa: E731
-                                      text=True).stdout.strip() == "idle 2"
-        wait_for(idle, 30, "idle nodes")
+        sinfo = ["sinfo", "-h", "-o", "%T %D"]
+        wait_for(lambda: ask(environment, *sinfo) == "idle 2\n", 30, "idle nodes")
         yield environment
     finally:
         for daemon in reversed(daemons):
@@ -150,10 +144,18 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     (tmp_path / "logs").mkdir()
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
-    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path), str(ROOT / "launch" / "ppo.slurm"),
-              *slow_flags(out)).strip()
+    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
+              str(ROOT / "launch" / "ppo.slurm"), *slow_flags(out)).strip()
     told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))  # noqa: E731
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
+
+    def ended() -> bool:
+        told = state()
+        if "JobState=PENDING" in told:                              # SLURM lets a requeued job wait for two minutes
+            subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, capture_output=True)
+            time.sleep(1)
+        return "JobState=COMPLETED" in told or "JobState=FAILED" in told
+
     try:
         wait_for(lambda: steps(out), 60, f"checkpoint: {told()}")
         assert "NodeList=n[1-2]" in state() and "NumNodes=2" in state()
@@ -161,8 +163,7 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
         wait_for(lambda: "Restarts=1" in state(), 40, "requeue")
         stopped = records(out)[-1]["step"]
         assert 1 <= stopped < 6 and steps(out)[0] == stopped
-        ask(cluster, "scontrol", "update", f"JobId={job}", "StartTime=now")      # a requeued job else waits two minutes
-        wait_for(lambda: "JobState=COMPLETED" in state() or "JobState=FAILED" in state(), 60, "end of the job")
+        wait_for(ended, 90, "end of the job")
     finally:
         subprocess.run(["scancel", job], env=cluster)
     assert "JobState=COMPLETED" in state(), told()
@@ -173,17 +174,23 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-# ------------------------------------------------------------------------------------------------ two agents, no SLURM
+# ----------------------------------------------------------------------------- two agents, no SLURM
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F811
-    """The node that does not host the rendezvous dies, agent and worker; its agent is started again and the run goes on."""
+    """The node that does not host the rendezvous dies, agent and worker; its agent is started again: it goes on."""
     out, port = tmp_path / "run", free_ports(1)[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--max_restarts", "3",
-               "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}", "--rdzv_id", "test",
-               "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=2", str(ROOT / "train_ppo_vl.py"), *slow_flags(out)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
+               "--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}",
+               "--rdzv_id", "test", "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=2",
+               str(ROOT / "train_ppo_vl.py"), *slow_flags(out)]
     environment = clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     agents = []
 
@@ -197,7 +204,7 @@ def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F81
 
     try:
         host = start("host")
-        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0, 30, "rendezvous")
+        wait_for(lambda: listens(port), 30, "rendezvous")
         other = start("other")
         wait_for(lambda: steps(out), 60, "checkpoint")
         for pid in [other.pid, *children(other.pid)]:
