@@ -52,6 +52,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -79,7 +80,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = run.args = plan_steps(run.args, rows)
     judge = build_judge(run, processor)
     models = {"judge": (judge, build_optimizer(judge, args.update.lr, args))}
-    fresh = {"step": 0, "metrics": {}, "loss_mean": None, "dropped_prompts": 0, "best": {}}
+    fresh = {"step": 0, "metrics": {}, "loss_mean": None, "dropped_prompts": 0}
     state = resume(run, checkpoints, models, fresh, rows)
     log = open_log(run, rows, held_out, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, judge, held_out, log)
@@ -88,7 +89,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
         if evaluation_due(args, step, rows):
             metrics = metrics | evaluate_at(step)
-            checkpoints.note_quality(step, metrics, state)
+            checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed})
         return metrics
 
@@ -96,16 +97,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     recorded = all_gather_json(log.last_step)[0] >= first
     if args.eval.eval_only or (first == 0 and held_out and args.eval.eval_every != 0):
         metrics = evaluate_at(first)
+        checkpoints.check_quality(metrics)
         if not recorded:
             log.log(first, metrics)
     elif first and not recorded:                               # killed between the save of this step and its record
         metrics = end_step(first, metrics)
+    if first:
+        export_if_due(run, judge, processor, first)            # or between the save and the export
     catch_signals()
 
-    with PromptLoader(run, processor, datasets, weights, state["dropped_prompts"]) as loader:
+    with checkpoints, PromptLoader(run, processor, datasets, weights, state["dropped_prompts"]) as loader:
         loader.prefetch(first)
         for step in range(first + 1, 0 if args.eval.eval_only else last + 1):
             run.timer.reset()
+            if run.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
             with run.timer("data"):
                 examples, prompts = loader.examples.pop(step - 1), loader.take(step - 1)
                 loader.prefetch(step)
@@ -122,16 +128,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, last):
                 checkpoints.save(step, training_state(models), state)
-            checkpoints.finish()
-            metrics = end_step(step, metrics)
-            if falls_due(step, args.checkpoint.export_every, last):
-                export(run, judge, processor, args.run.out / "export" / f"step-{step}")
-            if stop:
+            checkpoints.finish(wait=stop)
+            if stop and step < last:                           # the next start evaluates, records and exports this step
                 break
-    checkpoints.finish(wait=True)
+            metrics = end_step(step, metrics)
+            export_if_due(run, judge, processor, step)
     preempted = state["step"] < last and not args.eval.eval_only
-    if preempted and checkpoints.failed:
-        raise UserError(f"stopped by a signal after step {state['step']}, and its checkpoint could not be saved")
+    if checkpoints.failed:
+        raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
              f"done: metrics in {args.run.out}/metrics.jsonl, judgements in {args.run.out}/eval, weights in "
              f"{args.run.out}/export")
@@ -1165,6 +1169,13 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
         pictures.append(draw_sample([read_image(path) for path in record["images"]], record["question"],
                                     record["target"], f"{record['loss']:.3f} nats per token"))
     log.samples(step, records, pictures)
+
+
+def export_if_due(run: Run, module: nn.Module, processor: Processor, step: int) -> None:
+    """Export the model after ``step`` if --export_every says so and it has not been done."""
+    folder = run.args.run.out / "export" / f"step-{step}"
+    if falls_due(step, run.args.checkpoint.export_every, run.args.update.steps) and not all_gather_json(folder.exists())[0]:
+        export(run, module, processor, folder)
 
 
 @torch.no_grad()

@@ -1426,11 +1426,11 @@ def profiled(run: Run, step: int):
     trace.export_chrome_trace(str(folder / f"step-{step}-rank-{run.rank}.json"))
 
 
-def export_if_due(run: Run, actor: Policy, processor: Processor, step: int) -> None:
-    """Export the actor after ``step`` if --export_every says so and it has not been done."""
+def export_if_due(run: Run, module: nn.Module, processor: Processor, step: int) -> None:
+    """Export the model after ``step`` if --export_every says so and it has not been done."""
     folder = run.args.run.out / "export" / f"step-{step}"
     if falls_due(step, run.args.checkpoint.export_every, run.args.update.steps) and not all_gather_json(folder.exists())[0]:
-        export(run, actor, processor, folder)
+        export(run, module, processor, folder)
 
 
 @torch.no_grad()

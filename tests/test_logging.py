@@ -135,7 +135,8 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
         log.log(step, {"x": 10.0 * step})
     log.close()
     assert steps(tmp_path) == list(range(7))
-    assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == [0, first_step]
+    assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == ([0, 3] if first_step else [0])
+    assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
     points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
     assert points == {step: step if step in kept else 10 * step for step in range(7)}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')

@@ -120,8 +120,8 @@ def cluster(tmp_path_factory):
                 daemons.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
             if command[0] == "munged":
                 wait_for((folder / "munge.socket").exists, 10, "munge socket")
-        sinfo = ["sinfo", "-h", "-o", "%T %D"]
-        wait_for(lambda: ask(environment, *sinfo) == "idle 2\n", 30, "idle nodes")
+        command, quiet = ["sinfo", "-h", "-o", "%T %D"], {"env": environment, "capture_output": True}
+        wait_for(lambda: subprocess.run(command, **quiet).stdout == b"idle 2\n", 30, "idle nodes")   # fails at first
         yield environment
     finally:
         for daemon in reversed(daemons):
