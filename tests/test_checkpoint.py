@@ -663,6 +663,32 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
 
 
+def full_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all trained parameters, unsharded."""
+    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+            for name, value in module.named_parameters() if value.requires_grad}
+
+
+def test_a_critic_from_another_run(flags, finished, qwen25, picture_rows, tmp_path):
+    """--init_critic_from takes the critic's weights out of a checkpoint, not its optimizer, not its actor."""
+    from conftest import start
+
+    folder = finished / "checkpoints" / "step-2"
+    saved = load_file(next(folder.glob("*.safetensors")))
+    env = start(qwen25, picture_rows)
+    before, own = full_tensors(env.actor), full_tensors(env.critic)
+    ppo.load_critic_weights(folder, env.critic)
+    loaded, prefix = full_tensors(env.critic), "critic.model."
+    weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
+    assert weights.keys() == own.keys() and not all(torch.equal(weights[name], own[name]) for name in own)
+    assert all(torch.equal(loaded[name], weights[name]) for name in own)
+    assert all(torch.equal(value, before[name]) for name, value in full_tensors(env.actor).items())
+    missing = finished / "checkpoints" / "step-7"
+    refused(flags(tmp_path / "run", f"--init_critic_from {missing}"), str(missing), "not a complete checkpoint")
+    train(flags(tmp_path / "new", f"--init_critic_from {folder} --steps 1"))
+    assert [record["step"] for record in records(tmp_path / "new")] == [1]
+
+
 # ----------------------------------------------------------------------------- what is kept, how it is written
 def test_intervals(flags, finished, tmp_path):
     assert steps(finished) == [2, 1]
@@ -739,7 +765,7 @@ def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
     output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[ppo.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output
-    assert steps(tmp_path / "run") == [2] and records(tmp_path / "run")[-1]["step"] == 2
+    assert steps(tmp_path / "run") == [2]                        # its record, and its evaluation, are the next life's
     lives(argv, 2)
     assert_bitwise(tmp_path / "run", undisturbed("grpo", 2))
 

@@ -1,0 +1,474 @@
+"""The generative reward model: what it learns from which row, that its loss is Hugging Face's, and that its evaluation counts
+every judgement once and only what was said.
+
+Run as a program under torchrun (`torchrun ... test_grm.py RUNS`), this file calls the script's `main` for every list of
+flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
+"""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+
+import train_grm_vl as grm
+from common.vlm import Processor, load_pixels
+
+CRITIQUE = "{A} is red and {B} is not.\nSo"
+ROWS = [
+    {"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"},
+    {"prompt": "what is this?", "images": ["0.png"], "response": "no idea"},
+    {"messages": [{"role": "user", "content": "hello"}], "response": "hi", "source": "chat"},
+    {"prompt": "red", "images": ["1.png", "2.png"], "preferred": "A", "critique": CRITIQUE},
+    {"prompt": "how many?", "images": ["2.png"], "responses": ["one {response_b}", "two"], "preferred": "B"},
+    {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie", "source": "texts"},
+    {"question": "how many?", "images": ["1.png"], "response": "", "correct": False},
+    {"question": "how many?", "images": ["0.png"], "response": "3", "correct": True, "critique": "there are 3"},
+    {"question": "how many?", "images": ["1.png"], "response": "3", "score": 4.0},
+    {"prompt": "how many?", "images": [], "response": "3", "score": -1.5},
+]
+# As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
+LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
+         "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"
+         "{% if message['role'] != 'assistant' %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}"
+         "{{ content['text'] + ' '}}{% endfor %}{% else %}{% for content in message['content'] | "
+         "selectattr('type', 'equalto', 'text') %}{% generation %}{{ content['text'] + ' '}}{% endgeneration %}{% endfor %}"
+         "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}")
+
+
+# ------------------------------------------------------------------------------------------------ set-up
+@pytest.fixture(scope="session")
+def task(tmp_path_factory) -> Path:
+    """rows.jsonl and eval.jsonl: ROWS; more.jsonl: six rows without pictures; three pictures."""
+    folder, rng = tmp_path_factory.mktemp("judgements"), np.random.default_rng(0)
+    for i, (width, height) in enumerate([(56, 56), (84, 56), (56, 112)]):
+        Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+    write(folder / "rows.jsonl", ROWS)
+    write(folder / "eval.jsonl", ROWS)
+    write(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
+    return folder
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(checkpoint), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "eval.jsonl"),
+            "--out", str(out), "--max_tokens", "600", "--max_tokens_per_pack", "700", "--prompts_per_step", "4", "--lr", "1e-3",
+            "--eval_max_new_tokens", "5", "--eval_batch", "2", "--log_samples_every", "2", *more]
+
+
+def start(checkpoint: Path, task: Path, out: Path, *more: str) -> SimpleNamespace:
+    """The script's own start-up in this process, as one rank."""
+    run = grm.start_run(grm.parse_args(flags(checkpoint, task, out, *more)))
+    processor, datasets, weights, held_out = grm.load_data(run)
+    run.args = grm.plan_steps(run.args, sum(map(len, datasets)))
+    return SimpleNamespace(run=run, processor=processor, datasets=datasets, weights=weights, held_out=held_out,
+                           judge=grm.build_judge(run, processor))
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, task, tmp_path_factory):
+    return start(qwen25, task, tmp_path_factory.mktemp("env"))
+
+
+def take(env, examples: list) -> grm.StepPrompts:
+    """The prompts of examples as one step, pictures decoded."""
+    with grm.PromptLoader(env.run, env.processor, [], []) as loader:
+        return loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+
+
+def records(out: Path) -> list[dict]:
+    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
+
+
+def evaluation(out: Path, step: int) -> dict:
+    return json.loads((out / "eval" / f"eval_result_{step}.json").read_text())
+
+
+def reproducible(record: dict) -> dict:
+    return {name: value for name, value in record.items() if not name.startswith("perf/") and not name.endswith("seconds")}
+
+
+def hugging_face(env, model, example, target: torch.Tensor) -> dict:
+    """Inputs of Hugging Face's own model for one unpacked sample; labels on the target only."""
+    ids = torch.cat([example.prompt.input_ids, target])[None]
+    labels = ids.clone()
+    labels[:, :len(example.prompt.input_ids)] = -100
+    inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+    pixels = load_pixels(example.prompt, env.processor)
+    return inputs | (dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {})
+
+
+@pytest.fixture(scope="module")
+def oracle(qwen25):
+    return AutoModelForImageTextToText.from_pretrained(qwen25, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+# ------------------------------------------------------------------------------------------------ labels
+def test_labels_are_the_answer_and_its_end(env):
+    """Token by token on the Qwen template: the conversation as rendered whole, its labels between header and template tail."""
+    tokenizer, end = env.processor.tokenizer, env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    examples = [example for group in env.datasets[0] for example in group]
+    assert grm.answer_frame(env.processor) == ("", end)
+    for example in examples:
+        chat = [*example.prompt.messages, {"role": "assistant", "content": example.text}]
+        whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+        prompt = tokenizer.encode(example.prompt.text, add_special_tokens=False)
+        assert prompt + example.target.tolist() + tokenizer.encode("\n") == whole
+        assert example.target.tolist().count(end) == 1 and int(example.target[-1]) == end
+    # In a packed row: every token of a target, and nothing else, is predicted, each by the token before it.
+    prompts = take(env, examples)
+    grm.compute_features(env.run, env.judge, prompts)
+    samples = grm.as_samples([[example.target] for example in examples])
+    predicted = 0
+    for row, _ in grm.packed_rows(env.run, env.judge.model, prompts, samples):
+        ids, labels = row.input_ids[0], torch.full_like(row.input_ids[0], -100)
+        for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], (len(ids),)]):
+            if prefix_end > prefix:
+                labels[start:stop] = ids[start:stop]
+        assert row.targets.tolist() == labels[labels != -100].tolist() and int((labels == end).sum()) == len(row.sample.unique())
+        firsts = row.step == 0
+        assert torch.equal(row.predict[~firsts] + 1, (labels != -100).nonzero()[:, 0][~firsts])
+        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in row.predict[firsts].tolist())
+        predicted += len(row.targets)
+    assert predicted == sum(len(example.target) for example in examples)
+
+
+def test_labels_on_the_llava_template(qwen25):
+    processor = Processor(qwen25)
+    processor.tokenizer.chat_template = LLAVA
+    frame = grm.answer_frame(processor)
+    assert frame == (" ", processor.tokenizer.eos_token_id)
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
+    text, ids = processor.encode(messages, ((1, 4, 4),))
+    target = grm.encode_target(processor, frame, "a circle")
+    assert text.endswith("what is it? ASSISTANT:") and processor.tokenizer.decode(target) == " a circle<|im_end|>"
+    whole = processor.tokenizer.apply_chat_template(
+        [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
+    assert whole == text + " a circle "
+
+
+# ------------------------------------------------------------------------------------------------ loss
+def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
+    """All kinds of rows in packed rows with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
+    caught = {}
+
+    def catch(run, module, optimizer, lr):
+        caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
+        module.zero_grad(set_to_none=True)
+        return 1.0, True
+
+    monkeypatch.setattr(grm, "apply_gradients", catch)
+    groups = env.datasets[0]
+    assert max(map(len, groups)) == 2                                  # two responses to one prompt: it stands once
+    samples = grm.as_samples([[example.target for example in group] for group in groups])
+    metrics, logprobs = grm.update(env.run, env.judge, None, take(env, [group[0] for group in groups]), samples, 1)
+    oracle.zero_grad(set_to_none=True)
+    total = 0.0
+    for example in (example for group in groups for example in group):
+        loss = oracle(**hugging_face(env, oracle, example, example.target), use_cache=False).loss
+        share = len(example.target) / len(samples.tokens)
+        (loss * share).backward()
+        total += float(loss) * share
+    assert metrics["train/loss"] == pytest.approx(total, rel=1e-5)
+    assert -float(logprobs.mean()) == pytest.approx(total, rel=1e-5)
+    expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if not name.startswith("model.visual")}
+    assert caught.keys() == expected.keys()
+    difference = sum(float((caught[name] - expected[name]).double().square().sum()) for name in expected)
+    assert (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5 < 1e-5
+
+
+def test_likelihood_is_that_of_single_samples(env, oracle):
+    examples = env.held_out
+    scores = grm.score_verdicts(env.run, env.processor, env.judge, examples, take(env, examples))
+    assert sorted(scores) == list(range(len(examples)))
+    for i, example in enumerate(examples):
+        loss, chances = scores[i]
+        with torch.no_grad():
+            direct = lambda target: float(oracle(**hugging_face(env, oracle, example, target)).loss) * len(target)  # noqa: E731
+            assert loss == pytest.approx(direct(example.target), rel=1e-4)
+            words = {"pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"],
+                     "score": ["-1.5", "4"], "response": []}[example.kind]
+            sums = [-direct(grm.encode_target(env.processor, grm.answer_frame(env.processor), f"<answer>{word}</answer>"))
+                    for word in words]
+        assert list(chances) == words
+        assert list(chances.values()) == pytest.approx(torch.tensor(sums).softmax(0).tolist(), abs=1e-4)
+
+
+def test_generation_does_not_depend_on_batches(env, oracle):
+    prompts = take(env, env.held_out)
+    texts = grm.generate(env.run, env.processor, env.judge, prompts, 0)
+    assert env.judge.model.config.text_config._attn_implementation == "packed_rows"
+    for i, example in enumerate(env.held_out):
+        inputs = hugging_face(env, oracle, example, torch.zeros(0, dtype=torch.int64))
+        inputs.pop("labels")
+        tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
+        said = env.processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+        assert texts[i] == said and said
+
+
+# ------------------------------------------------------------------------------------------------ rows
+def settings(**given: str) -> dict:
+    judge = grm.judge_settings(grm.DataArgs(**given), {})
+    return judge
+
+
+def test_a_pair_is_asked_in_both_orders(env):
+    judge = settings(answers_template="{prompt}|{response_a}|{response_b}", pictures_template="{prompt}<image>,<image>")
+    given, swapped = grm.read_row(ROWS[3], judge, "both")
+    assert (given["images"], given["verdict"], given["order"]) == (["1.png", "2.png"], "A", "given")
+    assert (swapped["images"], swapped["verdict"], swapped["order"]) == (["2.png", "1.png"], "B", "swapped")
+    assert given["text"] == "A is red and B is not.\nSo\n<answer>A</answer>"
+    assert swapped["text"] == "B is red and A is not.\nSo\n<answer>B</answer>"
+    given, swapped = grm.read_row(ROWS[4], judge, "both")
+    assert (given["question"], given["verdict"]) == ("how many?|one {response_b}|two", "B")        # filled in one pass
+    assert (swapped["question"], swapped["verdict"]) == ("how many?|two|one {response_b}", "A")
+    assert given["images"] == swapped["images"] == ["2.png"]
+    assert [ask["verdict"] for ask in grm.read_row(ROWS[5], judge, "both")] == ["tie", "tie"]
+    assert [ask["order"] for ask in grm.read_row(ROWS[5], judge, "given")] == ["given"]
+    assert len(grm.read_row(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
+
+
+def test_other_rows():
+    judge = settings(correct_template="{prompt} -> {response}")
+    assert [grm.read_row(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
+        "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
+    assert grm.read_row(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
+    assert [grm.read_row(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
+
+
+@pytest.mark.parametrize("row, message", {
+    "no target": ({"prompt": "a"}, "needs a target"),
+    "unknown": ({"prompt": "a", "response": "b", "answer": "c"}, "unknown field 'answer' beside 'response'"),
+    "empty": ({"prompt": "a", "response": " "}, "a response that is not empty"),
+    "no prompt": ({"response": "b"}, "one prompt"),
+    "two prompts": ({"prompt": "a", "question": "a", "response": "b", "correct": True}, "one prompt"),
+    "preferred": ({"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"}, "A, B or tie"),
+    "one image": ({"prompt": "a", "images": ["0.png"], "preferred": "A"}, "two images or two responses"),
+    "one response": ({"prompt": "a", "responses": ["b"], "preferred": "A"}, "two texts as responses"),
+    "correct": ({"prompt": "a", "response": "b", "correct": "yes"}, "true or false"),
+    "score": ({"prompt": "a", "response": "b", "score": True}, "a finite number"),
+    "names": ({"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}, "write {A} and {B}"),
+    "messages": ({"messages": ["a"], "response": "b"}, "prompt must be a string or messages"),
+    "no image": ({"prompt": "a", "images": ["none.png"], "response": "b"}, "no such image"),
+    "place": ({"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"}, "2 images for 3 places"),
+    "special": ({"prompt": "a", "response": "b<|im_end|>"}, "special token <|im_end|>"),
+    "long": ({"prompt": "a", "response": "b" * 700}, "example too long"),
+    "long prompt": ({"prompt": "b" * 700, "response": "b"}, "prompt too long"),
+}.values())
+def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, message):
+    path = write(tmp_path / "bad.jsonl", [ROWS[2], row])
+    for name in ("0.png", "1.png"):
+        (tmp_path / name).write_bytes((task / name).read_bytes())
+    with pytest.raises(ValueError) as error:
+        grm.load_examples(path, 0, env.run.args, env.processor, 0)
+    assert "bad.jsonl:2: " in str(error.value) and message in str(error.value)
+
+
+def test_templates_and_instruction(qwen25, task, tmp_path):
+    (tmp_path / "instruction.txt").write_text("judge: {prompt} {other}\n")
+    env = start(qwen25, task, tmp_path, "--system_instruction", str(tmp_path / "instruction.txt"),
+                "--correct_template", "{response}? {prompt}")
+    example = next(example for example in env.held_out if example.kind == "correct")
+    assert example.prompt.messages[0] == {"role": "system", "content": "judge: how many? {other}"}
+    assert grm.user_text(example.prompt.messages) == "? how many?"
+    with pytest.raises(ValueError, match="--answers_template must hold"):
+        settings(answers_template="{prompt} {response_a}")
+    with pytest.raises(ValueError, match="2 <image>"):
+        settings(pictures_template="{prompt} <image>")
+
+
+def test_mixture():
+    which, number = grm.mix([0.7, 0.3], 1000)
+    for n in (10, 100, 1000):
+        assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
+    for k in (0, 1):
+        assert number[which == k].tolist() == list(range(int((which == k).sum())))
+    longer = grm.mix([0.7, 0.3], 1500)
+    assert np.array_equal(longer[0][:1000], which) and np.array_equal(longer[1][:1000], number)
+    which, number = grm.mix([9.0, 6.0], 15)                            # sizes as weights: a pass has every prompt once
+    assert sorted(zip(which.tolist(), number.tolist())) == [(0, i) for i in range(9)] + [(1, i) for i in range(6)]
+    assert grm.parse_datasets("a.jsonl:0.7, b.jsonl:3e-1") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
+    assert grm.parse_datasets("a.jsonl") == [("a.jsonl", None)] and grm.parse_datasets("") == []
+    for spec in ("a.jsonl:1,b.jsonl", "a.jsonl:0", ","):
+        with pytest.raises(ValueError, match="files separated by commas"):
+            grm.parse_datasets(spec)
+
+
+def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
+    env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs", "1")
+    total = sum(map(len, env.datasets))
+    steps = env.run.args.update.steps
+    assert steps == -(-total // 4)
+    with grm.PromptLoader(env.run, env.processor, env.datasets, env.weights) as loader:
+        for step in range(steps):
+            loader.prefetch(step)
+            assert len(loader.take(step).prompts) == 4
+        taken = [id(group) for step in range(steps) for group in loader.examples[step]][:total]
+    assert sorted(taken) == sorted(id(group) for part in env.datasets for group in part)
+
+
+# ------------------------------------------------------------------------------------------------ verdicts
+def test_verdicts():
+    words = ["A", "B", "tie"]
+    assert grm.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
+    assert grm.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
+    for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
+        assert grm.parse_verdict(text, "last", words) is None, text
+    assert grm.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
+    assert grm.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
+
+
+def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
+    return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
+            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3}
+
+
+def test_summary_by_hand():
+    """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
+    summary = grm.summarise([
+        record("a:1", "pictures", "given", "A", "A", {"A": 0.9, "B": 0.1}), record("a:1", "pictures", "swapped", "B", "B", {"A": 0.2, "B": 0.8}),
+        record("a:2", "pictures", "given", "A", "A"), record("a:2", "pictures", "swapped", "B", "A"),
+        record("a:3", "pictures", "given", "A", None), record("a:3", "pictures", "swapped", "B", None),
+        record("b:1", "answers", "given", "tie", "tie"), record("b:1", "answers", "swapped", "tie", "tie"),
+        record("b:2", "correct", "given", "yes", "no", {"yes": 0.35, "no": 0.65}), record("b:3", "response", "given", None, None)])
+    assert summary["accuracy"] == pytest.approx(5 / 9) and summary["parse_rate"] == pytest.approx(7 / 9)
+    assert summary["position_consistency"] == pytest.approx(2 / 4) and summary["loss"] == 2.0
+    assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
+    assert summary["accuracy_per_source"] == {"a": pytest.approx(3 / 6), "b": pytest.approx(2 / 3)}
+    assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 5), "swapped": pytest.approx(2 / 4)}
+    assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
+    assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
+    assert summary["counts"] == {"examples": 10, "graded": 9, "pairs_in_both_orders": 4}
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+@pytest.fixture(scope="module")
+def one_rank(qwen25, task, tmp_path_factory) -> Path:
+    """A run of four steps with an evaluation at start, after step 2 and at the end."""
+    out = tmp_path_factory.mktemp("one") / "run"
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+    return out
+
+
+def test_evaluation_has_every_example_once(one_rank, env):
+    """13 examples in batches of 2 and chunks of 4."""
+    for step in (0, 2, 4):
+        result = evaluation(one_rank, step)
+        assert [entry["index"] for entry in result["records"]] == list(range(len(env.held_out))) and len(env.held_out) % 2
+        for entry, example in zip(result["records"], env.held_out):
+            assert entry["response_text"] == example.text and entry["gt_answer"] == example.verdict
+            assert entry["info"]["row"] == example.prompt.source and entry["order"] == example.order
+        assert result["summary"]["counts"]["pairs_in_both_orders"] == 3
+    assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 3, 4]
+    first, last = records(one_rank)[0], records(one_rank)[-1]
+    assert last["eval/loss"] < first["eval/loss"] and last["train/loss_mean"] > last["train/loss"] > 0
+    assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
+
+
+def test_two_ranks_are_one_rank(one_rank, qwen25, task, tmp_path):
+    runs = [flags(qwen25, task, tmp_path / "two", "--steps", "4", "--eval_every", "2", "--save_every", "0")]
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
+                             "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", __file__, str(tmp_path / "runs.json")],
+                            capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    for one, two in zip(records(one_rank), records(tmp_path / "two"), strict=True):
+        assert reproducible(one).keys() == reproducible(two).keys()
+        for name, value in reproducible(one).items():
+            assert two[name] == pytest.approx(value, rel=2e-4, abs=1e-5), (name, one["step"])
+    for step in (0, 4):
+        one, two = evaluation(one_rank, step)["records"], evaluation(tmp_path / "two", step)["records"]
+        assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
+
+
+def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
+    """Dies in step 4, goes on from step 2: records, evaluations and weights are those of the undisturbed run."""
+    argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
+    with monkeypatch.context() as patch:
+        update = grm.update
+        patch.setattr(grm, "update", lambda *args: update(*args) if args[-1] < 4 else 1 / 0)
+        try:
+            grm.main(argv)
+        except ZeroDivisionError:
+            pass
+    gc.collect()                                                                   # the dead run's lock
+    assert [entry["step"] for entry in records(tmp_path)] == [0, 1, 2, 3]
+    grm.main(argv)
+    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
+    assert evaluation(tmp_path, 4) == evaluation(one_rank, 4)
+    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, one_rank))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
+def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp_path, monkeypatch):
+    argv, update = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2"), grm.update
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return update(*args)
+
+    monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
+    monkeypatch.setattr(grm, "STOP_SIGNALS", [])
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
+        patch.setattr(grm, "update", interrupted)
+        grm.main(argv)
+    assert stop.value.code == grm.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 0
+    del stop
+    gc.collect()
+    grm.STOP_SIGNALS.clear()
+    grm.main(argv)
+    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
+
+
+def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
+    """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates as the trained one did."""
+    folder = one_rank / "export" / "step-4"
+    judge = json.loads((folder / "judge.json").read_text())
+    assert Processor(folder).files["judge"] == judge and judge["answer"] == "<answer>{verdict}</answer>"
+    assert {kind: (own["verdicts"], own["examples"], own["critiques"]) for kind, own in judge["kinds"].items()} == {
+        "pictures": (["A", "B", "tie"], 2, 2), "answers": (["A", "B", "tie"], 4, 0), "correct": (["yes", "no"], 2, 1),
+        "score": (["-1.5", "4"], 2, 0)}
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
+    assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
+    metrics = grm.main(flags(folder, task, tmp_path, "--eval_only"))
+    assert metrics["eval/accuracy"] == evaluation(one_rank, 4)["summary"]["accuracy"]
+    again, before = evaluation(tmp_path, 0)["records"], evaluation(one_rank, 4)["records"]
+    assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
+    # Templates of a judge are kept by who goes on from it, and can be replaced.
+    saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
+    kept = grm.judge_settings(grm.DataArgs(), saved)
+    assert kept["kinds"]["correct"]["template"] == "{prompt}{response}" and kept["kinds"]["score"]["verdicts"] == ["1"]
+    assert kept["which_answer"] == "first" and grm.judge_settings(grm.DataArgs(verdict="last"), saved)["which_answer"] == "last"
+
+
+def test_flags():
+    for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
+                          "--model m --data d --max_tokens 99999": "must hold one example", "--model m --data ,": "separated",
+                          "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
+        with pytest.raises(grm.UserError, match=message):
+            grm.parse_args((line if "--model" in line else "--model= " + line).split())
+
+
+if __name__ == "__main__":
+    for argv in json.loads(Path(sys.argv[1]).read_text()):
+        grm.main(argv)
+    grm.dist.destroy_process_group()
