@@ -235,7 +235,8 @@ class CheckpointArgs:
     max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
     export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
     resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
-                               "never: --out must be new; or the path of a checkpoint")
+                               "never: --out must be new; or the path of a checkpoint, "
+                               "from which an --out without checkpoints starts")
     resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
                                     ("refuse", "allow"))
 
@@ -621,6 +622,9 @@ def start_run(args: Args) -> Run:
     if rank == 0:
         install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
         print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)
+        if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            print("warning: restarted workers cannot connect through torchrun's own store; for --max_restarts set "
+                  "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun", flush=True)
     return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
 
 
@@ -1470,7 +1474,7 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
         UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
     """
     args, choice = run.args, run.args.checkpoint.resume
-    flags = flags_of(args) | {"rows of --data": rows}
+    flags = flags_of(args) | {"data (rows)": rows}
     found, parent = complete_checkpoints(checkpoints.folder), Path(choice).resolve().parent
     if choice not in ("auto", "must", "never") and (not found or parent == checkpoints.folder.resolve()):
         # With a path of another run, what --out already has goes first: a requeued job must not start over.
@@ -1589,6 +1593,13 @@ def run_main(program: Callable[[], Any]) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
         sys.exit(2)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        # The peers' own reasons stand above; this one only lost them.
+        print(f"error: rank {os.environ.get('RANK', 0)} lost contact with another rank, which died or did not answer within "
+              f"--timeout: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(1)                                            # no destructor may wait for the lost rank
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,7 +7,7 @@
     <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
     <out>/args.json     flags of train_ppo_vl.py that suit them (TRAINER_ARGS below), for its --config
     <out>/judge_train.jsonl, judge_eval.jsonl    judgements about the pictures of train.jsonl and eval.jsonl: right and wrong
-                        answers, pairs of answers, pairs of pictures
+                        answers, pairs of pictures
     <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
 
 The task. A picture is a 2 x 2 board that holds one to four copies of one coloured shape. Three kinds of question (the
@@ -54,17 +54,19 @@ TRAINER_ARGS = {
 # Flags of train_grm_vl.py with which the judgements are learned. The templates are short because the tokenizer knows few
 # words: any other takes a token per letter.
 JUDGE_ARGS = {
-    "prompts_per_step": 128,
-    "max_epochs": 6,
-    "lr": 2e-3,
+    "prompts_per_step": 32,
+    "steps": 1200,
+    "lr": 3e-3,
+    "lr_schedule": "linear",
     "warmup_steps": 20,
     "max_tokens": 256,
-    "max_tokens_per_pack": 8192,
+    "max_tokens_per_pack": 4096,
+    "eval_every": 300,
     "eval_max_new_tokens": 24,
     "eval_batch": 128,
-    "correct_template": "{prompt} {response}?",
-    "answers_template": "{prompt} A: {response_a} B: {response_b}?",
-    "pictures_template": "A: <image> B: <image> {prompt}?",
+    "log_samples_every": 300,
+    "correct_template": "{prompt}\n{response}\n",
+    "pictures_template": "A<image>B<image>\n{prompt}\n",
 }
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), "yellow": (240, 200, 40),
@@ -174,28 +176,23 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> l
 
 
 def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
-    """Rows of train_grm_vl.py about single boards of `rows`, whose "files" are written: by turns a right answer, a wrong one,
-    a pair of answers and a pair of pictures, one of which fits."""
-    boards = [row for row in rows if len(row["images"]) == 1]
-    judgements = []
+    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a
+    wrong answer to its question; for every fourth a pair of pictures, of which it fits a request and the other not at all."""
+    boards, judgements = [row for row in rows if len(row["images"]) == 1], []
+    values = {"colour": COLOURS, "shape": SHAPES, "count": COUNTS}
     for number, row in enumerate(boards):
-        values = {"colour": COLOURS, "shape": SHAPES, "count": COUNTS}
-        label, question, answer = row["label"], row["prompt"], row["answer"]
+        label, answer = row["label"], row["answer"]
         wrong = rng.choice([value for value in values[label] if value != answer])
-        if rng.random() < 0.25:                                     # an answer to another question, or to none
-            wrong = rng.choice([value for other in values if other != label for value in values[other]] + ["", f"{answer} {wrong}"])
-        right = rng.random() < 0.5
-        judgements.append({"question": question, "images": row["files"], "response": answer if right else wrong, "correct": right})
-        if number % 2 == 0:
-            first = rng.random() < 0.5
-            judgements.append({"prompt": question, "images": row["files"], "responses": [answer, wrong][::1 if first else -1],
-                               "preferred": "A" if first else "B"})
-        else:
-            request = "{colour} {shape} {count}".format(**row["board"])
-            other = rng.choice([other for other in rng.sample(boards, min(len(boards), 40)) if other["board"] != row["board"]])
-            first = rng.random() < 0.5
-            judgements.append({"prompt": request, "images": [*row["files"], *other["files"]][::1 if first else -1],
-                               "preferred": "A" if first else "B"})
+        if rng.random() < 0.25:                          # what a policy also tries: other kinds of words, none, or two
+            wrong = rng.choice([word for kind in values if kind != label for word in values[kind]] + ["", f"{answer} {wrong}"])
+        for response, correct in ((answer, True), (wrong, False)):
+            judgements.append({"question": row["prompt"], "images": row["files"], "response": response, "correct": correct})
+        others = [other for other in rng.sample(boards, min(len(boards), 60))
+                  if not set(other["board"].values()) & set(row["board"].values())]
+        if number % 4 == 0 and others:
+            files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
+            judgements.append({"prompt": "{colour} {shape} {count}".format(**row["board"]), "images": files[::order],
+                               "preferred": "A" if order > 0 else "B"})
     return judgements
 
 
