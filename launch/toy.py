@@ -55,7 +55,7 @@ TRAINER_ARGS = {
 # words: any other takes a token per letter.
 JUDGE_ARGS = {
     "prompts_per_step": 32,
-    "steps": 1200,
+    "steps": 1500,
     "lr": 3e-3,
     "lr_schedule": "linear",
     "warmup_steps": 20,
@@ -177,7 +177,7 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> l
 
 def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
     """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a
-    wrong answer to its question; for every fourth a pair of pictures, of which it fits a request and the other not at all."""
+    wrong answer to its question; for every second a pair of pictures, of which it fits a request and the other not at all."""
     boards, judgements = [row for row in rows if len(row["images"]) == 1], []
     values = {"colour": COLOURS, "shape": SHAPES, "count": COUNTS}
     for number, row in enumerate(boards):
@@ -189,7 +189,7 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
             judgements.append({"question": row["prompt"], "images": row["files"], "response": response, "correct": correct})
         others = [other for other in rng.sample(boards, min(len(boards), 60))
                   if not set(other["board"].values()) & set(row["board"].values())]
-        if number % 4 == 0 and others:
+        if number % 2 and others:
             files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
             judgements.append({"prompt": "{colour} {shape} {count}".format(**row["board"]), "images": files[::order],
                                "preferred": "A" if order > 0 else "B"})
