@@ -1,10 +1,10 @@
-"""The generative reward model: a vision-language model that judges pictures and answers in words and ends with a verdict.
+"""The generative reward model: a vision-language model that judges pictures and answers and ends with a verdict.
 
-    torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data judge.jsonl --eval_data held.jsonl
+    torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl --eval_data b.jsonl
     torchrun --nproc_per_node 2 train_grm_vl.py         # no flags: the embedded toy (launch/toy.py), also on a CPU
     python train_grm_vl.py --help                       # every flag with its default and unit
 
-One step: prompts + images + targets -> packed rows -> update by next-token loss on the targets -> log / evaluate / checkpoint
+One step: prompts + images + targets -> packed rows -> update by next-token loss on targets -> log, evaluate, checkpoint
 
 A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file, "source" is optional:
 
@@ -61,14 +61,15 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks, make_packs
+from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks,
+                            make_packs)
 from common.logging import RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, choose_attention, image_features,
                         image_list, language_hidden, load_pixels, load_rows, load_weights, make_prompt, materialize,
                         prompt_positions, read_image, resolve_folder, skeleton, use_attention)
 
 HERE = Path(__file__).resolve().parent
-EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
+EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (sysexits.h: EX_TEMPFAIL)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -119,10 +120,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                                   for g, group in enumerate(examples)])
             with run.timer("update"):
                 metrics, logprobs = update(run, *models["judge"], prompts, samples, step)
-            loss, mean = metrics["train/loss"], state["loss_mean"]
-            state["loss_mean"] = loss if mean is None else 0.9 * mean + 0.1 * loss
-            metrics |= {"train/loss_mean": state["loss_mean"], "train/dropped_prompts": loader.dropped,
-                        "train/epoch": step * args.update.prompts_per_step / rows} | perf_metrics(run, prompts, samples)
+            if "train/loss" in metrics:
+                mean = state["loss_mean"] if state["loss_mean"] is not None else metrics["train/loss"]
+                metrics["train/loss_mean"] = state["loss_mean"] = 0.9 * mean + 0.1 * metrics["train/loss"]
+            metrics |= {"train/dropped_prompts": loader.dropped,
+                        "train/epoch": step * args.update.prompts_per_step / rows}
+            metrics |= perf_metrics(run, prompts, samples)
             log_samples(run, log, step, metrics, examples, samples, logprobs)
             state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped}
             stop = stop_requested()
@@ -165,12 +168,12 @@ class ModelArgs:
                       ("auto", "float32", "bfloat16"))
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
-    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
+    gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, 30 % more time")
 
 
 @dataclass(frozen=True)
 class DataArgs:
-    """data (a template or instruction: a text or the name of a text file; empty: judge.json's of --model, else built in)"""
+    """data (a template or instruction: text, or name of a text file; empty: judge.json's of --model, else built in)"""
     data: str = flag("", "training rows: JSONL files, as a.jsonl,b.jsonl or with weights: a.jsonl:0.7,b.jsonl:0.3")
     eval_data: str = flag("", "held-out rows: JSONL files, as a.jsonl,b.jsonl; empty: no evaluation")
     system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
@@ -181,7 +184,7 @@ class DataArgs:
     verdict: str = flag("auto", "which <answer> of a judgement is its verdict. auto: judge.json's, else the last",
                         ("auto", "last", "first"))
     orders: str = flag("both", "orders in which pairs are shown, in training and evaluation", ("both", "given"))
-    max_tokens: int = flag(4096, "longest example, tokens with image tokens and target; longer ones are bad rows", low=1)
+    max_tokens: int = flag(4096, "longest example, tokens with images and target; longer ones are bad rows", low=1)
     min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0)
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it",
@@ -214,8 +217,7 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
-                           low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, 0: never", low=-1)
     eval_only: bool = flag(False, "evaluate the model and stop")
     eval_batch: int = flag(32, "judgements generated together per rank", low=1)
     eval_max_new_tokens: int = flag(1024, "longest generated judgement, tokens", low=1)
@@ -342,8 +344,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     problems, update = out_of_bounds(args), args.update
     rules = {
         "--model and --data are needed together": bool(args.model.model and (args.data.data or args.eval.eval_only)),
-        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens {args.data.max_tokens}":
-            update.max_tokens_per_pack >= args.data.max_tokens,
+        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens "
+        f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
@@ -392,7 +394,8 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 
 def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, JSON-ready, existing paths absolute: what --config reads back from any folder."""
-    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
+    flags = {field.name: getattr(group, field.name)
+             for group in vars(args).values() for field in dataclasses.fields(group)}
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
     flags["model"] = str(Path(flags["model"]).resolve()) if Path(flags["model"]).exists() else flags["model"]
     for name in ("data", "eval_data"):
@@ -413,20 +416,22 @@ def plan_steps(args: Args, rows: int) -> Args:
 
 # kind: (template, verdicts, what a template must hold). The verdicts of scores are those of the training rows.
 KINDS = {
-    "pictures": ("Request: {prompt}\nPicture A: <image>\nPicture B: <image>\nWhich picture fits the request better? End "
-                 "with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.", ["A", "B", "tie"], ["{prompt}"]),
+    "pictures": ("Request: {prompt}\nPicture A: <image>\nPicture B: <image>\nWhich picture fits the request better? "
+                 "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+                 ["A", "B", "tie"], ["{prompt}"]),
     "answers": ("Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\nWhich answer is better? End with "
-                "<answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.", ["A", "B", "tie"],
-                ["{prompt}", "{response_a}", "{response_b}"]),
+                "<answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+                ["A", "B", "tie"], ["{prompt}", "{response_a}", "{response_b}"]),
     "correct": ("Question: {prompt}\nAnswer: {response}\nIs the answer correct? End with <answer>yes</answer> or "
                 "<answer>no</answer>.", ["yes", "no"], ["{prompt}", "{response}"]),
-    "score": ("Question: {prompt}\nAnswer: {response}\nHow good is the answer? End with <answer>its score</answer>.", [],
-              ["{prompt}", "{response}"]),
+    "score": ("Question: {prompt}\nAnswer: {response}\nHow good is the answer? End with <answer>its score</answer>.",
+              [], ["{prompt}", "{response}"]),
 }
 ANSWER = "<answer>{verdict}</answer>"
 SWAPPED = {"A": "B", "B": "A"}
-# The field that tells a row's kind (the first that is there), the kind, and further fields beside prompt, images, source.
-MARKS = {"score": ("score", {"question", "response", "critique"}), "correct": ("correct", {"question", "response", "critique"}),
+# The field that tells a row's kind (the first that is there), the kind, further fields beside prompt, images, source.
+MARKS = {"score": ("score", {"question", "response", "critique"}),
+         "correct": ("correct", {"question", "response", "critique"}),
          "responses": ("answers", {"preferred", "critique"}), "preferred": ("pictures", {"critique"}),
          "response": ("response", {"messages"})}
 
@@ -470,7 +475,7 @@ def judge_settings(args: DataArgs, saved: dict) -> dict:
         old = saved.get("kinds", {}).get(kind, {})
         text, pictures = getattr(args, f"{kind}_template") or old.get("template") or template, 2 * (kind == "pictures")
         if not all(part in text for part in needed) or text.count("<image>") != pictures:
-            raise ValueError(f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>, not {text!r:.200}")
+            raise ValueError(f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>: {text!r:.200}")
         kinds[kind] = {"template": text, "verdicts": old.get("verdicts") or words, "examples": 0, "critiques": 0}
     which = args.verdict if args.verdict != "auto" else saved.get("which_answer", "last")
     return {"system_instruction": args.system_instruction or saved.get("system_instruction", ""), "answer": ANSWER,
@@ -478,14 +483,15 @@ def judge_settings(args: DataArgs, saved: dict) -> dict:
 
 
 def check_row(row: dict) -> tuple[str, str]:
-    """The field that tells the kind of a row, and the kind. Raises ValueError: unknown fields, missing or wrong values."""
+    """The field that tells the kind of a row, and the kind. Raises ValueError: unknown, missing or wrong fields."""
     mark = next((field for field in MARKS if field in row), None)
     if mark is None:
         raise ValueError("a row needs a target: one of the fields response, preferred, correct and score")
     kind, extra = MARKS[mark]
     known = {mark, "prompt", "images", "source"} | extra
     if unknown := sorted(set(row) - known):
-        raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are {', '.join(sorted(known))}")
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
+                         f"{', '.join(sorted(known))}")
     prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
     pair = row.get("responses", ["", ""])
     number = type(row.get("score", 0)) in (int, float) and math.isfinite(row.get("score", 0))
@@ -494,7 +500,7 @@ def check_row(row: dict) -> tuple[str, str]:
         "texts as response, critique and source": all(isinstance(row.get(field) or "", str) for field in (
             "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
         "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
-        "two texts as responses": isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair),
+        "two texts as responses": isinstance(pair, list) and [type(text) for text in pair] == [str, str],
         "two images or two responses": kind != "pictures" or len(image_list(row.get("images"), "images")) == 2,
         "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
         "true or false as correct": isinstance(row.get("correct", True), bool),
@@ -535,7 +541,7 @@ def read_row(row: dict, judge: dict, orders: str) -> list[dict]:
 
 
 def answer_frame(processor: Processor) -> tuple[str, int]:
-    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token behind it."""
+    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token after."""
     tokenizer, mark = processor.tokenizer, "(the answer)"
     for form in (str, lambda text: [{"type": "text", "text": text}]):                    # some templates know only one
         chat = [{"role": "user", "content": form("(a question)")}, {"role": "assistant", "content": form(mark)}]
@@ -555,16 +561,25 @@ def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> to
     return torch.tensor([*ids, frame[1]], dtype=torch.int64)
 
 
-def load_examples(path: str, dataset: int, args: Args, processor: Processor, limit: int) -> tuple[list[Example], list[str]]:
+def spoken(messages: list) -> str:
+    """What the user says in a row's messages, which nobody has checked yet. Raises ValueError."""
+    try:
+        return user_text(messages)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"messages need role and content, as text or parts ({error!r})") from error
+
+
+def load_examples(path: str, dataset: int, args: Args, processor: Processor,
+                  limit: int) -> tuple[list[Example], list[str]]:
     """Read one file: its examples, and what was wrong with the rows skipped. Raises ValueError with file and line."""
     judge, frame, folder = processor.files["judge"], answer_frame(processor), os.path.dirname(os.path.abspath(path))
 
     def build(index: int, source: str, row: dict) -> list[Example]:
         examples = []
         for ask in read_row(row, judge, args.data.orders):
-            system = judge["system_instruction"]
+            system, said = judge["system_instruction"], ask["prompt"]
             if "{prompt}" in system:
-                system = fill(system, prompt=ask["prompt"] if isinstance(ask["prompt"], str) else user_text(ask["prompt"]))
+                system = fill(system, prompt=said if isinstance(said, str) else spoken(said))
             prompt = make_prompt(processor, index, source, ask["question"], ask["images"], folder=folder,
                                  system_prompt=system, max_prompt_tokens=args.data.max_tokens,
                                  verify_images=args.data.verify_images)
@@ -882,8 +897,8 @@ def as_samples(targets: list[list[torch.Tensor]]) -> Samples:
     tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(target for *_, target in flat)])
     integers = lambda values: torch.tensor(list(values), dtype=torch.int64)  # noqa: E731
     return Samples(group=integers(group for group, *_ in flat), number=integers(number for _, number, _ in flat),
-                   lengths=integers(len(target) for *_, target in flat), truncated=torch.zeros(len(flat), dtype=torch.bool),
-                   tokens=tokens, logprobs=torch.zeros(len(tokens)))
+                   lengths=integers(len(target) for *_, target in flat), tokens=tokens,
+                   truncated=torch.zeros(len(flat), dtype=torch.bool), logprobs=torch.zeros(len(tokens)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -928,10 +943,10 @@ def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: St
         logprobs[flat] = logp.cpu()
     dist.all_reduce(logprobs)
     norm, applied = apply_gradients(run, judge, optimizer, lr)
-    # JSON has no NaN; a step without a finite loss is skipped and counted.
     loss = -float(logprobs.double().sum()) / tokens
-    return {"train/loss": loss if math.isfinite(loss) else 0.0, "train/lr": lr, "train/grad_norm": norm if applied else 0.0,
-            "train/skipped": float(not applied), "train/tokens": len(samples.tokens), "train/examples": len(samples)}, logprobs
+    metrics = {"train/lr": lr, "train/skipped": float(not applied), "train/tokens": len(samples.tokens),
+               "train/examples": len(samples), "train/grad_norm": norm if applied else 0.0}
+    return metrics | ({"train/loss": loss} if math.isfinite(loss) else {}), logprobs          # JSON has no NaN
 
 
 def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, bool]:
@@ -971,7 +986,7 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     """Judge every held-out example once over all ranks, in words and by the likelihood of every verdict; write
     <out>/eval/eval_result_{step}.json; return the eval/ metrics."""
     started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
-    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))     # batches of similar length
+    order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     with PromptLoader(run, processor, [], []) as loader:
         for start in range(0, len(order), run.args.update.prompts_per_step):
             chunk = order[start:start + run.args.update.prompts_per_step]
@@ -988,7 +1003,8 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     summary = {"step": step, "dropped": dropped} | summarise(records)
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / f"eval_result_{step}.json", json.dumps({"summary": summary, "records": records}, indent=1))
+        result = json.dumps({"summary": summary, "records": records}, indent=1)
+        write_durably(folder / f"eval_result_{step}.json", result)
     metrics = {f"eval/{name}": value for name, value in summary.items() if isinstance(value, float)}
     for name in ("source", "kind", "order"):
         metrics |= {f"eval/{name}/{key}": value for key, value in summary[f"accuracy_per_{name}"].items()}
@@ -1080,7 +1096,8 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
     return result
 
 
-def judgement_record(judge: dict, index: int, example: Example, text: str, loss: float, chances: dict[str, float]) -> dict:
+def judgement_record(judge: dict, index: int, example: Example, text: str, loss: float,
+                     chances: dict[str, float]) -> dict:
     """One JSON-ready record of the evaluation."""
     words = None if example.kind == "response" else judge["kinds"][example.kind]["verdicts"]
     return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source,
@@ -1092,7 +1109,7 @@ def judgement_record(judge: dict, index: int, example: Example, text: str, loss:
 
 
 def summarise(records: list[dict]) -> dict[str, Any]:
-    """Accuracy and its relatives over the records with a verdict. What is not parsed is wrong, and agrees with nothing."""
+    """Accuracy and its relatives over the records with a verdict. What is not parsed is wrong, like nothing."""
     graded = [record for record in records if record["gt_answer"] is not None]
     likely = [record for record in graded if record["probabilities"]]
     pairs: dict[tuple, list[str | None]] = {}
@@ -1137,7 +1154,8 @@ def user_text(messages: list[dict]) -> str:
 def perf_metrics(run: Run, prompts: StepPrompts, samples: Samples) -> dict[str, float]:
     """Seconds per stage, throughput and memory."""
     seconds = run.timer.seconds()
-    metrics = {f"perf/{name}_seconds": value for name, value in seconds.items()} | {"perf/step_seconds": sum(seconds.values())}
+    metrics = {f"perf/{name}_seconds": value for name, value in seconds.items()}
+    metrics["perf/step_seconds"] = sum(seconds.values())
     metrics["perf/tokens_per_second"] = (len(samples.tokens) + sum(prompts.lengths)) / seconds["update"]
     if run.device.type == "cuda":
         metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
@@ -1150,15 +1168,16 @@ def open_log(run: Run, rows: int, held_out: list[Example], first_step: int) -> R
     if run.rank == 0:
         (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
     log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
-    log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of {update.prompts_per_step} "
-             f"prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; output: {args.run.out}")
+    log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of "
+             f"{update.prompts_per_step} prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; "
+             f"output: {args.run.out}")
     return log
 
 
 def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], examples: list[list[Example]],
                 samples: Samples, logprobs: torch.Tensor) -> None:
     """One line, the bar, and every so often the targets with their likelihood."""
-    every, loss = run.args.run.log_samples_every, f"{metrics['train/loss']:.4f}"
+    every, loss = run.args.run.log_samples_every, f"{metrics.get('train/loss', math.nan):.4f}"
     log.line(f"step {step:5d}  loss {loss}  grad_norm {metrics['train/grad_norm']:.3f}  "
              f"tokens/s {metrics['perf/tokens_per_second']:.0f}")
     log.update(step, {"loss": loss})
@@ -1168,10 +1187,11 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
     for group, number, logp in zip(samples.group.tolist(), samples.number.tolist(), samples.split(logprobs)):
         prompt, target = examples[group][number].prompt, examples[group][number].text
         records.append({"row": prompt.source, "order": examples[group][number].order, "images": list(prompt.images),
-                        "question": user_text(prompt.messages), "target": target, "loss": -float(logp.mean())})
+                        "question": user_text(prompt.messages), "target": target,
+                        "nats_per_token": f"{-float(logp.mean()):.3f}"})
     for record in records[:run.args.run.log_samples]:
         pictures.append(draw_sample([read_image(path) for path in record["images"]], record["question"],
-                                    record["target"], f"{record['loss']:.3f} nats per token"))
+                                    record["target"], f"{record['nats_per_token']} nats per token"))
     log.samples(step, records, pictures)
 
 
@@ -1461,8 +1481,8 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 # Flags that change where, how fast or how visibly a run computes, but not what.
-NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "max_tokens_per_pack", "share_prompts",
-                 "head_chunk", "max_epochs", "eval_data", "max_eval_rows"} \
+NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "max_tokens_per_pack",
+                 "share_prompts", "head_chunk", "max_epochs", "eval_data", "max_eval_rows"} \
     | {field.name for group in (EvalArgs, CheckpointArgs, RunArgs) for field in dataclasses.fields(group)} - {"seed"}
 
 

@@ -61,10 +61,10 @@ JUDGE_ARGS = {
     "warmup_steps": 20,
     "max_tokens": 256,
     "max_tokens_per_pack": 4096,
-    "eval_every": 300,
+    "eval_every": 500,
     "eval_max_new_tokens": 24,
     "eval_batch": 128,
-    "log_samples_every": 300,
+    "log_samples_every": 500,
     "correct_template": "{prompt}\n{response}\n",
     "pictures_template": "A<image>B<image>\n{prompt}\n",
 }

@@ -642,7 +642,7 @@ def test_changed_rows(flags, task, tmp_path):
     argv = flags(tmp_path / "run") + ["--data", str(data)]
     train([*argv, "--steps", "1"])
     data.write_text((task / "more.jsonl").read_text())
-    refused(argv, "rows of --data", "4 -> 5")
+    refused(argv, "--data (rows)", "4 -> 5")
 
 
 def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):

@@ -183,13 +183,27 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
         loss = oracle(**hugging_face(env, oracle, example, example.target), use_cache=False).loss
         share = len(example.target) / len(samples.tokens)
         (loss * share).backward()
-        total += float(loss) * share
+        total += float(loss.detach()) * share
     assert metrics["train/loss"] == pytest.approx(total, rel=1e-5)
     assert -float(logprobs.mean()) == pytest.approx(total, rel=1e-5)
     expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if not name.startswith("model.visual")}
     assert caught.keys() == expected.keys()
     difference = sum(float((caught[name] - expected[name]).double().square().sum()) for name in expected)
     assert (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5 < 1e-5
+
+
+def test_a_step_that_is_not_finite_is_skipped(env):
+    groups, weight = env.datasets[0][:4], env.judge.model.lm_head.weight.to_local()
+    samples = grm.as_samples([[example.target for example in group] for group in groups])
+    optimizer = grm.build_optimizer(env.judge, 1e-3, env.run.args)
+    kept = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        weight[0, 0] = torch.inf
+    metrics, _ = grm.update(env.run, env.judge, optimizer, take(env, [group[0] for group in groups]), samples, 1)
+    with torch.no_grad():
+        weight[0, 0] = kept["model.lm_head.weight"][0, 0]
+    assert metrics["train/skipped"] == 1 and metrics["train/grad_norm"] == 0 and "train/loss" not in metrics
+    assert all(torch.equal(p.to_local(), kept[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
 
 
 def test_likelihood_is_that_of_single_samples(env, oracle):
@@ -286,6 +300,9 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     example = next(example for example in env.held_out if example.kind == "correct")
     assert example.prompt.messages[0] == {"role": "system", "content": "judge: how many? {other}"}
     assert grm.user_text(example.prompt.messages) == "? how many?"
+    path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
+    with pytest.raises(ValueError, match="bad.jsonl:1: messages need role and content"):
+        grm.load_examples(path, 0, env.run.args, env.processor, 0)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
     with pytest.raises(ValueError, match="2 <image>"):
@@ -458,6 +475,26 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     kept = grm.judge_settings(grm.DataArgs(), saved)
     assert kept["kinds"]["correct"]["template"] == "{prompt}{response}" and kept["kinds"]["score"]["verdicts"] == ["1"]
     assert kept["which_answer"] == "first" and grm.judge_settings(grm.DataArgs(verdict="last"), saved)["which_answer"] == "last"
+
+
+def test_the_toy_brings_judgements(tmp_path):
+    """Answers and pictures of the boards: right is right, every answer has its opposite, no row of eval is one of train."""
+    import toy
+
+    toy.main(["--out", str(tmp_path / "toy"), "--warm_start_steps", "0", "--train", "128", "--eval", "64", "--mixed"])
+    args = grm.parse_args(["--config", str(tmp_path / "toy" / "grm_args.json")])
+    read = lambda name: [json.loads(line) for line in (tmp_path / "toy" / name).read_text().splitlines()]  # noqa: E731
+    asked = {(row["prompt"], *row["images"]): row["answer"] for row in read("train.jsonl")}
+    rows = read("judge_train.jsonl")
+    for row in rows:
+        if "correct" in row:
+            assert (row["response"] == asked[row["question"], *row["images"]]) == row["correct"]
+    assert sum(row.get("correct") is True for row in rows) == sum(row.get("correct") is False for row in rows) == 128
+    assert {row["preferred"] for row in rows if "preferred" in row} == {"A", "B"}
+    assert not {image for row in rows for image in row["images"]} & {image for row in read("judge_eval.jsonl") for image in row["images"]}
+    run = SimpleNamespace(args=args, rank=0, world=1)
+    _, datasets, _, held_out = grm.load_data(run)
+    assert sum(map(len, datasets)) > 256 and len(held_out) > 128
 
 
 def test_flags():

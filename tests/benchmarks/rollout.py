@@ -1,0 +1,109 @@
+"""Rollouts against Hugging Face `generate`: useful tokens per process CPU second, one thread, alternated in one process.
+
+    python tests/benchmarks/rollout.py [--size tiny|20m] [--image_tokens 16|144] [--prompts 8] [--repeats 3]
+
+Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal table (mean about
+36, at most 128 tokens); a token counts if it lies within its sample's length. `generate` runs one batch with its dynamic cache
+until the longest response has ended, as trainers that sample with it do.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold on one thread only
+
+import numpy as np
+import torch
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+
+import toy
+import train_ppo_vl as ppo
+from transformers import AutoModelForImageTextToText
+
+SAMPLES, LONGEST = 8, 128
+SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
+
+
+def write_task(folder: Path, size: str, image_tokens: int, prompts: int) -> Path:
+    """A random checkpoint and a JSONL file of prompts with one square image each."""
+    tokenizer, side = toy.make_tokenizer(), round(image_tokens ** 0.5) * 28
+    model = toy.make_model("qwen2_5_vl", tokenizer, seed=0, **SIZES[size])
+    print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, {image_tokens} image tokens")
+    processor = toy.make_image_processor("qwen2_5_vl")
+    processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
+    for part in (model, tokenizer, processor):
+        part.save_pretrained(folder / "model")
+    rng, lines = np.random.default_rng(0), []
+    for i in range(prompts):
+        Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        lines.append(json.dumps({"prompt": "how many circles are there?", "images": [f"{i}.png"]}))
+    (folder / "rows.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=3)
+    flags = parser.parse_args()
+    folder = write_task(Path(tempfile.mkdtemp()), flags.size, flags.image_tokens, flags.prompts)
+    args = ppo.parse_args(["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--advantage", "grpo",
+                           "--max_new_tokens", str(LONGEST), "--max_prompt_tokens", "512", "--slots", str(flags.slots),
+                           "--out", str(folder / "run")])
+    run = ppo.start_run(args)
+    processor, rows, _ = ppo.load_data(run)
+    actor, _, _ = ppo.build_models(run, processor)
+    oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
+    lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (flags.prompts, SAMPLES)).clip(1, LONGEST).astype(int)
+    table, useful = torch.from_numpy(lengths), int(lengths.sum())
+
+    sample = ppo.RolloutEngine.sample
+
+    def sample_to_length(engine, hidden, slots):
+        """Ends a response where the table says, so that both sides have the same work."""
+        sample(engine, hidden, slots)
+        engine.done[slots] = engine.count[slots] >= table[engine.draw[slots], engine.number[slots]]
+
+    ppo.RolloutEngine.sample = sample_to_length
+    pixels = [ppo.load_pixels(row, processor) for row in rows]
+    ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+              "mm_token_type_ids": (ids == processor.image_token_id).int(),
+              "pixel_values": torch.cat([p for p, _ in pixels for _ in range(SAMPLES)]),
+              "image_grid_thw": torch.cat([g for _, g in pixels for _ in range(SAMPLES)])}
+
+    def ours() -> None:
+        prompts = ppo.StepPrompts(rows, list(range(len(rows))), [0] * len(rows), {}, dict(enumerate(pixels)), {}, [])
+        samples = ppo.rollout(run, processor, actor, prompts, SAMPLES, ppo.TRAIN)
+        assert samples.lengths.tolist() == lengths.flatten().tolist()
+
+    def theirs() -> None:
+        with torch.no_grad():
+            oracle.generate(**inputs, do_sample=True, max_new_tokens=int(lengths.max()), min_new_tokens=int(lengths.max()))
+
+    seconds: dict[str, list[float]] = {"ours": [], "generate": []}
+    for repeat in range(flags.repeats + 1):
+        for name, program in (("ours", ours), ("generate", theirs)):
+            start = time.process_time()
+            program()
+            if repeat:                                                                            # the first is a warm-up
+                seconds[name].append(time.process_time() - start)
+    for name, values in seconds.items():
+        print(f"{name:9s} {useful / min(values):8.0f} useful tokens per CPU second   (CPU seconds: {', '.join(f'{v:.2f}' for v in values)})")
+    print(f"ratio     {min(seconds['generate']) / min(seconds['ours']):8.2f}   {flags.prompts * SAMPLES} responses, mean length "
+          f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
