@@ -1117,14 +1117,15 @@ def summarise(records: list[dict]) -> dict[str, Any]:
     parts: dict[str, dict[str, list[bool]]] = {"source": {}, "kind": {}, "order": {}}
     for record in graded:
         info, said, order = record["info"], record["predicted_answer"], record["order"]
-        for name, key in (("source", info["source"]), ("kind", info["kind"]), ("order", order)):
+        pair = info["kind"] in ("pictures", "answers")
+        for name, key in (("source", info["source"]), ("kind", info["kind"]), *[("order", order)] * pair):
             parts[name].setdefault(key, []).append(said == record["gt_answer"])
         row = confusion.setdefault(info["kind"], {}).setdefault(record["gt_answer"], {})
         row[said or "unparsable"] = row.get(said or "unparsable", 0) + 1
-        if info["kind"] in ("pictures", "answers"):
+        if pair:
             said = SWAPPED.get(said, said) if order == "swapped" else said
             pairs.setdefault((info["dataset"], info["row"]), []).append(said)
-    both = [pair for pair in pairs.values() if len(pair) == 2]
+    both = [verdicts for verdicts in pairs.values() if len(verdicts) == 2]
     summary: dict[str, Any] = {"loss": sum(r["loss"] for r in records) / sum(r["tokens"] for r in records)}
     if graded:
         summary["accuracy"] = float(np.mean([r["predicted_answer"] == r["gt_answer"] for r in graded]))

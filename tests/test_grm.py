@@ -367,7 +367,7 @@ def test_summary_by_hand():
     assert summary["position_consistency"] == pytest.approx(2 / 4) and summary["loss"] == 2.0
     assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
     assert summary["accuracy_per_source"] == {"a": pytest.approx(3 / 6), "b": pytest.approx(2 / 3)}
-    assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 5), "swapped": pytest.approx(2 / 4)}
+    assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 4), "swapped": pytest.approx(2 / 4)}
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
     assert summary["counts"] == {"examples": 10, "graded": 9, "pairs_in_both_orders": 4}
