@@ -228,7 +228,8 @@ class EvalArgs:
 @dataclass(frozen=True)
 class CheckpointArgs:
     """checkpoints"""
-    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never", low=-1)
+    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never",
+                           low=-1)
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
@@ -315,8 +316,8 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     for name, value in config.items():
         field = known[name]
         accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
-        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool) or value in (math.inf, -math.inf) \
-                or value != value:
+        wrong_kind = not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool)
+        if wrong_kind or value != value or value in (math.inf, -math.inf):
             raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
         if field.metadata["choices"] and value not in field.metadata["choices"]:
             raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
@@ -378,7 +379,8 @@ def out_of_bounds(args: Args) -> list[str]:
         for field in dataclasses.fields(group):
             value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
             if field.type in (int, float) and not low <= value <= high:
-                problems.append(f"--{field.name} {value} must be at least {low:g}" + (f" and at most {high:g}" if high < math.inf else ""))
+                at_most = f" and at most {high:g}" if high < math.inf else ""
+                problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
     return problems
 
 
@@ -1522,7 +1524,8 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
     else:
         load_training_state(Path(path), models)
         if run.rank == 0:
-            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():     # else the next start would take them for ours
+            # Newer checkpoints than the one we go on from: the next start would take them for ours.
+            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():
                 if step > state["step"]:
                     newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)

@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     metrics |= update_critic(run, *models["critic"], prompts, samples, step) if critic else {}
                 with run.timer("update_actor"):
                     frozen = step <= args.update.freezing_actor_steps
-                    metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step, kl_controller.value)
+                    metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step,
+                                                              kl_controller.value)
             if "train/kl" in metrics and not frozen:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
@@ -188,7 +189,8 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, start it")
+    init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, "
+                                     "start it")
     reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
@@ -226,7 +228,8 @@ class RolloutArgs:
     min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
     temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
-    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too", low=1e-6, high=1)
+    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too",
+                        low=1e-6, high=1)
     stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
@@ -249,7 +252,8 @@ class AlgorithmArgs:
                           ("gae", "grpo", "rloo", "reinforce++"))
     gamma: float = flag(1.0, "discount per token (gae, reinforce++)", low=0, high=1)
     gae_lambda: float = flag(0.95, "lambda of gae", low=0, high=1)
-    advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae and reinforce++", ("auto", "on", "off"))
+    advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae and reinforce++",
+                                ("auto", "on", "off"))
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
     kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss",
@@ -292,7 +296,8 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never", low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
+                           low=-1)
     eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
     eval_only: bool = flag(False, "evaluate the model and stop")
 
@@ -300,7 +305,8 @@ class EvalArgs:
 @dataclass(frozen=True)
 class CheckpointArgs:
     """checkpoints"""
-    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never", low=-1)
+    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never",
+                           low=-1)
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
@@ -400,8 +406,8 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     for name, value in config.items():
         field = known[name]
         accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
-        if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool) or value in (math.inf, -math.inf) \
-                or value != value:
+        wrong_kind = not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool)
+        if wrong_kind or value != value or value in (math.inf, -math.inf):
             raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
         if field.metadata["choices"] and value not in field.metadata["choices"]:
             raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
@@ -422,8 +428,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if config is None and "model" not in given:
         config = str(embedded_toy("args.json"))
     values = (read_config(config, groups) if config else {}) | given
-    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group) if field.name in values})
-                   for name, group in groups.items()})
+    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)
+                                  if field.name in values}) for name, group in groups.items()})
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(sorted(idle))}")
     check_args(args)
@@ -449,7 +455,8 @@ def out_of_bounds(args: Args) -> list[str]:
         for field in dataclasses.fields(group):
             value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
             if field.type in (int, float) and not low <= value <= high:
-                problems.append(f"--{field.name} {value} must be at least {low:g}" + (f" and at most {high:g}" if high < math.inf else ""))
+                at_most = f" and at most {high:g}" if high < math.inf else ""
+                problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
     return problems
 
 
@@ -646,7 +653,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         folder = resolve_folder(args.model.model)
         model = skeleton(processor.config)
         for parameter in model.model.visual.requires_grad_(False).parameters():
-            parameter.data = parameter.data.to(run.dtype)      # replicated, outside the mixed-precision policy; buffers stay float32
+            parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
@@ -765,7 +772,8 @@ class PromptLoader:
         """The prompts of a step, decoded."""
         prompts = self.collect(*self.pending.pop(index))
         if len(prompts.dropped) == len(prompts.prompts):
-            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others decodes")
+            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others "
+                            "decodes")
         return prompts
 
     def collect(self, prompts: list[Prompt], draws: list[int], futures: dict) -> StepPrompts:
@@ -1116,7 +1124,8 @@ def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLContr
     else:
         rewards = losses.token_rewards(samples.scores, kl, mask, in_reward)
         if algorithm.advantage == "gae":
-            advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma, algorithm.gae_lambda)
+            advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma,
+                                             algorithm.gae_lambda)
         elif algorithm.advantage == "reinforce++":
             advantages = returns = losses.rewards_to_go(rewards, mask, algorithm.gamma)
         else:
@@ -1333,7 +1342,8 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
     for i, (group, response) in enumerate(zip(samples.group.tolist(), texts)):
         row = prompts.prompts[group]
         records.append({"index": row.index, "source": row.source, "sample": int(samples.number[i]), "prompt": row.text,
-                        "question": user_text(row.messages), "images": list(row.images), "response": response, "reference": row.reference, "label": row.label,
+                        "question": user_text(row.messages), "images": list(row.images), "response": response,
+                        "reference": row.reference, "label": row.label,
                         "reward": float(samples.scores[i]), "response_length": int(samples.lengths[i]),
                         "truncated": bool(samples.truncated[i]),
                         "components": {name: float(values[i]) for name, values in samples.components.items()}}
@@ -1406,8 +1416,8 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
     """One line, the bar, and every so often the samples themselves."""
     every = run.args.run.log_samples_every
     show = [("reward", "rollout/reward"), ("accuracy", "rollout/accuracy_reward"), ("length", "rollout/response_length"),
-            ("kl", "train/kl"), ("entropy", "train/entropy"), ("clip", "train/clipped_high"), ("ev", "train/explained_variance"),
-            ("s", "perf/step_seconds")]
+            ("kl", "train/kl"), ("entropy", "train/entropy"), ("clip", "train/clipped_high"),
+            ("ev", "train/explained_variance"), ("s", "perf/step_seconds")]
     short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
     log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
     log.update(step, {"reward": short["reward"]})
@@ -1717,7 +1727,8 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 # Flags that change where, how fast or how visibly a run computes, but not what.
-NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
+NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens",
+                 "poll_every",
                  "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk"} \
     | {field.name for group in (EvalArgs, CheckpointArgs, RunArgs) for field in dataclasses.fields(group)} - {"seed"} \
     | {"eval_data", "max_eval_rows"}
@@ -1758,7 +1769,8 @@ def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module
     else:
         load_training_state(Path(path), models)
         if run.rank == 0:
-            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():     # else the next start would take them for ours
+            # Newer checkpoints than the one we go on from: the next start would take them for ours.
+            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():
                 if step > state["step"]:
                     newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from conftest import start
 from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
@@ -100,3 +101,10 @@ def test_buckets_cover_every_segment_once():
             padded = len(members) * int(len_q[members].max()) * int(len_k[members].max())
             true = int((len_q[members] * len_k[members]).sum())
             assert padded <= max(1 << 14, 1.5 * true)
+
+
+def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
+    """Rounded to bfloat16, the tower's frequencies are off by 0.2 rad at patch 100; only its weights may be cast."""
+    actor = start(qwen25, picture_rows, "--dtype", "bfloat16").actor
+    assert {p.dtype for p in actor.model.model.visual.parameters()} == {torch.bfloat16}
+    assert {b.dtype for name, b in actor.named_buffers() if "inv_freq" in name} == {torch.float32}
