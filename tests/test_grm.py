@@ -435,6 +435,26 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_sigkill_and_resume_are_bitwise(qwen25, task, tmp_path, world):
+    """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
+    def launch(folder: Path, **environment: str) -> int:
+        argv = flags(qwen25, task, folder, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
+        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
+                               str(ROOT / "train_grm_vl.py"), *argv], env=clean | environment, cwd=ROOT, timeout=120,
+                              capture_output=True).returncode
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    assert launch(whole) == 0
+    assert launch(killed, KILL_AT="before-rotation") != 0
+    assert [path.name for path in (killed / "checkpoints").glob("step-*")] == ["step-2"]
+    assert launch(killed) == 0
+    assert list(map(reproducible, records(killed))) == list(map(reproducible, records(whole)))
+    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (killed, whole))
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp_path, monkeypatch):
     argv, update = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2"), grm.update
 

@@ -219,3 +219,11 @@ def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F81
                 os.kill(pid, signal.SIGKILL)
     assert "resuming from" in told()
     assert_bitwise(out, undisturbed("grpo", 2))
+
+
+def test_the_reward_models_job_script_is_the_same():
+    """launch/grm.slurm differs from launch/ppo.slurm, which the cluster above runs, in names only."""
+    ppo, grm = ((ROOT / "launch" / f"{name}.slurm").read_text().splitlines() for name in ("ppo", "grm"))
+    assert len(ppo) == len(grm)
+    program = [(a, b) for a, b in zip(ppo, grm) if a != b and not a.startswith("#")]
+    assert program == [('    train_ppo_vl.py "$@" || code=$?', '    train_grm_vl.py "$@" || code=$?')]
