@@ -154,6 +154,9 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
         if "JobState=PENDING" in told:                              # SLURM lets a requeued job wait for two minutes
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, capture_output=True)
             time.sleep(1)
+        if "JobState=FAILED" in told:                               # also for a moment while a job is being requeued
+            time.sleep(5)
+            told = state()
         return "JobState=COMPLETED" in told or "JobState=FAILED" in told
 
     try:
