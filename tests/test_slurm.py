@@ -151,7 +151,8 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
 
     def ended() -> bool:
         told = state()
-        if "JobState=PENDING" in told:                              # SLURM lets a requeued job wait for two minutes
+        if "JobState=PENDING" in told:                              # SLURM lets a requeued job wait for two minutes;
+            time.sleep(4)                                           # at once, the first life's end is taken for the second's
             subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], env=cluster, capture_output=True)
             time.sleep(1)
         if "JobState=FAILED" in told:                               # also for a moment while a job is being requeued
@@ -167,9 +168,10 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
         stopped = steps(out)[0]
         assert 1 <= stopped < 6
         wait_for(ended, 90, "end of the job")
+        final = state()
     finally:
         subprocess.run(["scancel", job], env=cluster)
-    assert "JobState=COMPLETED" in state(), told()
+    assert "JobState=COMPLETED" in final, f"{final}\n{told()}"
     first, second = ((tmp_path / "logs" / f"ppo-{job}-{life}.log").read_text() for life in (0, 1))
     assert "2 x cpu" in first and f"stopped by a signal after step {stopped}" in first
     assert re.search(r"exitcode *: 75 ", first) and f"resuming from {out}/checkpoints/step-{stopped}" in second
