@@ -2,7 +2,7 @@
 # Usage: source launch/setup.sh [further packages]
 find_python() {
     for candidate in python3.12 python3.11 python3 python; do
-        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
             echo "$candidate"
             return
         fi

@@ -179,6 +179,24 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
+def test_the_reward_model_trains_on_two_nodes(cluster, qwen25, tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
+    (tmp_path / "rows.jsonl").write_text("".join(
+        f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
+    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path), str(ROOT / "launch" / "grm.slurm"),
+              "--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--steps", "3", "--prompts_per_step", "1",
+              "--max_tokens", "128", "--max_tokens_per_pack", "256", "--out", str(tmp_path / "run")).strip()
+    state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
+    try:
+        wait_for(lambda: any(f"JobState={end}" in state() for end in ("COMPLETED", "FAILED")), 90, "end of the job")
+        log = "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))
+        assert "JobState=COMPLETED" in state() and "2 x cpu" in log, log
+    finally:
+        subprocess.run(["scancel", job], env=cluster)
+    assert (tmp_path / "run" / "export" / "step-3" / "judge.json").exists()
+
+
 # ----------------------------------------------------------------------------- two agents, no SLURM
 def listens(port: int) -> bool:
     with socket.socket() as client:
