@@ -3,10 +3,12 @@
 # Expected: held-out accuracy from about 0.3 to at least 0.9. Further flags are passed to train_ppo_vl.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+flags=("$@")
+set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
 [ -f toy/args.json ] || python launch/toy.py --out toy
 out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
-torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" "$@"
+torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" ${flags[@]+"${flags[@]}"}
 echo
 echo "metrics:          $out/metrics.jsonl"
 echo "TensorBoard:      tensorboard --logdir $out/tensorboard"
