@@ -8,7 +8,7 @@ from conftest import start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import losses
+from common import losses, vlm
 
 
 def generate(env, prompts, count: int, greedy: bool = False, stream: int = ppo.TRAIN):
@@ -25,7 +25,7 @@ def with_rollout(env, **changes):
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     prompts = take(env)
-    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts]
+    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts]
     samples, ours = generate(env, prompts, 1, greedy=True)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
@@ -84,7 +84,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     prompts = take(env, 2)
     samples, _ = generate(env, prompts, 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
-    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
+    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
     for group in range(2):
         ids = env.prompts[group].input_ids[None]
         images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
