@@ -47,14 +47,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, build_row, data_order, exchange_features, fail_together,
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features, fail_together,
                             make_blocks, make_packs)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
-from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VERDICT_FRAME, PackedAttention, Processor, Prompt, PromptLoader,
-                        StepPrompts, answer_frame, choose_attention, clear_forward_order, encode_target, fill,
-                        image_features, image_token_count, judge_prompt, language_hidden, load_rows, load_weights,
+from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, PackedAttention, Processor, Prompt, PromptLoader,
+                        StepPrompts, answer_frame, choose_attention, clear_forward_order, count_judgements, encode_target, fill,
+                        image_features, image_token_count, judge_prompt, judge_settings, language_hidden, load_rows, load_weights,
                         materialize, parse_verdict, positions_of, read_image, read_judgement, resolve_folder, skeleton,
                         unsharded, use_attention, user_text)
 
@@ -315,20 +315,6 @@ class Example:
     source: str                  # what evaluations tell apart: the row's own word, or its file
 
 
-def judge_settings(args: DataArgs, saved: dict) -> dict:
-    """Content of judge.json: from flags, else from the ``saved`` one of --model, else built in. Raises ValueError."""
-    kinds = {}
-    for kind, (template, words, needed) in JUDGEMENTS.items():
-        old = saved.get("kinds", {}).get(kind, {})
-        text, pictures = getattr(args, f"{kind}_template") or old.get("template") or template, 2 * (kind == "pictures")
-        if not all(part in text for part in needed) or text.count("<image>") != pictures:
-            raise ValueError(f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>: {text!r:.200}")
-        kinds[kind] = {"template": text, "verdicts": old.get("verdicts") or words, "examples": 0, "critiques": 0}
-    which = args.verdict if args.verdict != "auto" else saved.get("which_answer", "last")
-    return {"system_instruction": args.system_instruction or saved.get("system_instruction", ""), "answer": VERDICT_FRAME,
-            "which_answer": which, "kinds": kinds}
-
-
 def load_examples(path: str, dataset: int, args: Args, processor: Processor,
                   limit: int) -> tuple[list[Example], list[str]]:
     """Read one file: its examples, and what was wrong with the rows skipped. Raises ValueError with file and line."""
@@ -409,7 +395,9 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     args, problem, loaded, weights = run.args, None, {"data": [], "eval_data": []}, []
     try:
         processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
-        processor.files["judge"] = judge_settings(args.data, processor.files["judge"])
+        processor.files["judge"] = judge_settings(
+            processor.files["judge"], {kind: getattr(args.data, f"{kind}_template") for kind in JUDGEMENTS},
+            args.data.system_instruction, args.data.verdict)
         for name, limit in (("data", args.data.max_rows), ("eval_data", args.data.max_eval_rows)):
             for k, (path, weight) in enumerate(parse_datasets(getattr(args.data, name))):
                 examples, skipped = load_examples(path, k, args, processor, limit)
@@ -417,7 +405,9 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
                 weights += [weight] if name == "data" else []
                 if skipped and run.rank == 0:
                     print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
-        count_judgements(processor.files["judge"], [example for part in loaded["data"] for example in part])
+        judge = processor.files["judge"]
+        count_judgements(judge, [(example.kind, example.verdict, example.text == fill(judge["answer"], verdict=example.verdict))
+                                 for part in loaded["data"] for example in part if example.kind in JUDGEMENTS])
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
@@ -429,18 +419,6 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
         datasets.append(list(groups.values()))
     weights = [float(len(part)) if weight is None else weight for part, weight in zip(datasets, weights)]
     return processor, datasets, weights, [example for part in loaded["eval_data"] for example in part]
-
-
-def count_judgements(judge: dict, examples: list[Example]) -> None:
-    """Note in judge.json's content what the judge was trained on. Raises ValueError: too many different scores."""
-    for kind, settings in judge["kinds"].items():
-        own = [example for example in examples if example.kind == kind]
-        bare = sum(example.text == fill(judge["answer"], verdict=example.verdict) for example in own)
-        settings |= {"examples": len(own), "critiques": len(own) - bare}
-        if kind == "score" and own:
-            settings["verdicts"] = sorted({example.verdict for example in own}, key=float)
-            if len(settings["verdicts"]) > 32:
-                raise ValueError(f"--data: {len(settings['verdicts'])} different scores; round them to at most 32")
 
 
 class Judge(nn.Module):
@@ -559,16 +537,6 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
         counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
-
-
-def as_samples(targets: list[list[torch.Tensor]]) -> Samples:
-    """Targets by prompt, as the responses that packed rows are made of."""
-    flat = [(group, number, target) for group, part in enumerate(targets) for number, target in enumerate(part)]
-    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(target for *_, target in flat)])
-    integers = lambda values: torch.tensor(list(values), dtype=torch.int64)  # noqa: E731
-    return Samples(group=integers(group for group, *_ in flat), number=integers(number for _, number, _ in flat),
-                   lengths=integers(len(target) for *_, target in flat), tokens=tokens,
-                   truncated=torch.zeros(len(flat), dtype=torch.bool), logprobs=torch.zeros(len(tokens)))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -51,27 +51,30 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, build_row, data_order, exchange_features, fail_together,
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features, fail_together,
                             gather_samples, make_blocks, make_packs, minibatches)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
-from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader, SlotCache,
-                        StepPrompts, choose_attention, clear_forward_order, image_features, image_token_count,
-                        language_hidden, load_prompts, load_weights, materialize, positions_of, read_image, resolve_folder,
-                        skeleton, unsharded, use_attention, user_text, with_same_tower)
+from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
+                        SlotCache, StepPrompts, answer_frame, choose_attention, clear_forward_order, count_judgements,
+                        differing_tower, encode_target, fill, image_features, image_token_count, judge_prompt, judge_settings, language_hidden,
+                        load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict, positions_of,
+                        read_image, resolve_folder, skeleton, unsharded, use_attention, user_text, with_same_tower)
 
-TRAIN, EVAL = 0, 1   # streams of sampling noise: a prompt met in both gets unrelated samples
+TRAIN, EVAL, JUDGE = 0, 1, 2   # streams of sampling noise: a prompt met in both gets unrelated samples
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate. Returns the last metrics."""
     args = parse_args(argv)
-    reward = load_reward(args.reward.reward)
+    reward = load_reward(args.reward)
     run = start_run(args)
     checkpoints = Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     processor, train_prompts, eval_prompts = load_data(run)
+    check_rows(args, reward, train_prompts + eval_prompts)
     actor, critic, reference = build_models(run, processor)
+    build_reward_models(run, reward, processor)
     models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
@@ -191,6 +194,8 @@ class ModelArgs:
 class DataArgs:
     """data"""
     data: str = flag("", "training rows, a JSONL file")
+    row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts become "
+                                    "references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
     prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
     images_column: str = flag("images", "column of the image paths, relative to the file")
@@ -228,7 +233,18 @@ class RolloutArgs:
 @dataclass(frozen=True)
 class RewardArgs:
     """reward"""
-    reward: str = flag("boxed", "rule (exact, boxed, answer) or file.py:function")
+    reward: str = flag("boxed", "source of rewards, or several separated by commas: a rule (exact, boxed, answer, verdict), "
+                                "file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward model)")
+    reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for every '
+                                  "other label; weight 0: only measured")
+    reward_combiner: str = flag("", "file.py:function of {source: rewards} to rewards, for several sources without a recipe")
+    grm_question: str = flag("auto", "which of its questions a judge is asked; answers: which is better, the response or the "
+                                     "reference; auto: correct or score, what it was trained on more",
+                             ("auto", "correct", "score", "answers"))
+    grm_mode: str = flag("probability", "what of a judge counts: the mean by the probabilities of its verdicts, its likeliest "
+                                        "verdict, or the verdict of a critique that it writes",
+                         ("probability", "verdict", "critique"))
+    grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds", low=1e-6)
     reward_workers: int = flag(1, "threads that score in parallel", low=1)
 
@@ -330,6 +346,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
     values, given = read_flags({field.name: field.type for field in fields(Args)}, __doc__, argv, "args.json")
+    if os.path.isfile(values.get("reward_recipe", "")):
+        values["reward_recipe"] = Path(values["reward_recipe"]).read_text(encoding="utf-8")
+    if values.get("reward_recipe") and "reward" not in given:
+        values["reward"] = ""
     idle = {"critic_model", "init_critic_from", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & given
     args = fill_groups(Args, values)
     if args.algorithm.advantage != "gae" and idle:
@@ -386,8 +406,16 @@ def flags_of(args: Args) -> dict[str, Any]:
     flags = list_flags(args)
     for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
         flags[name] = absolute(flags[name])
-    program, colon, function = flags["reward"].rpartition(":")
-    return flags | ({"reward": f"{absolute(program)}:{function}"} if colon else {})
+    flags["reward"] = ",".join(map(absolute_source, flags["reward"].split(",")))
+    flags["reward_combiner"] = absolute_source(flags["reward_combiner"])
+    return flags
+
+
+def absolute_source(spec: str) -> str:
+    """A source of rewards as seen from any folder."""
+    kind, colon, rest = spec.partition(":")
+    program, _, function = spec.rpartition(":")
+    return f"{kind}:{absolute(rest)}" if kind in ("grm", "rm") else f"{absolute(program)}:{function}" if colon else spec
 
 
 def neutral_flags(args: Args) -> set[str]:
@@ -456,15 +484,26 @@ def load_data(run: Run) -> tuple[Processor, list[Prompt], list[Prompt]]:
     args, problem, loaded = run.args, None, {}
     try:
         processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
+        if args.data.row_kind == "judgements":
+            processor.files["judge"] = judge_settings(processor.files["judge"], which="last")    # exported with the judge
         for name, path, limit in (("data", args.data.data, args.data.max_rows),
                                   ("eval_data", args.data.eval_data, args.data.max_eval_rows)):
-            loaded[name], skipped = load_prompts(
-                path, processor, prompt_column=args.data.prompt_column, images_column=args.data.images_column,
-                reference_column=args.data.reference_column, label_column=args.data.label_column,
-                system_prompt=args.data.system_prompt, max_prompt_tokens=args.data.max_prompt_tokens,
-                on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit) if path else ([], [])
+            if path and args.data.row_kind == "judgements":
+                loaded[name], skipped = load_judgements(path, processor, max_prompt_tokens=args.data.max_prompt_tokens,
+                                                        on_bad_row=args.data.on_bad_row,
+                                                        verify_images=args.data.verify_images, limit=limit)
+            elif path:
+                loaded[name], skipped = load_prompts(
+                    path, processor, prompt_column=args.data.prompt_column, images_column=args.data.images_column,
+                    reference_column=args.data.reference_column, label_column=args.data.label_column,
+                    system_prompt=args.data.system_prompt, max_prompt_tokens=args.data.max_prompt_tokens,
+                    on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit)
+            else:
+                loaded[name], skipped = [], []
             if skipped and run.rank == 0:
                 print(f"--{name}: skipped {len(skipped)} bad rows:", *skipped[:5], sep="\n  ", flush=True)
+        if args.data.row_kind == "judgements":
+            count_judgements(processor.files["judge"], [(row.label, row.reference, True) for row in loaded["data"]])
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
@@ -565,7 +604,7 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     if head is None:
         return load_weights(module.model, folder)
     nn.init.zeros_(head.weight)
-    return load_weights(module.model, folder, {"value_head.weight": head.weight})
+    return load_weights(module.model, folder, dict.fromkeys(VALUE_HEADS, head.weight))
 
 
 def load_critic_weights(path: Path, critic: Critic) -> None:
@@ -753,36 +792,133 @@ def parse_number(text: str) -> Fraction | float | None:
         return None
 
 
+RULES = ("exact", "boxed", "answer", "verdict")
+
+
 def rule_reward(rule: str, prompts, responses, references, labels, images) -> dict[str, list[float]]:
-    """`exact`: 1 where the whole response is the reference; else 0.9 accuracy of the extracted answer + 0.1 format."""
+    """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer> is, as judgements end;
+    `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format."""
     if rule == "exact":
         accuracy = [float(exact_match(response, reference)) for response, reference in zip(responses, references)]
         return {"reward": accuracy, "accuracy": accuracy}
+    if rule == "verdict":
+        accuracy = [float(parse_verdict(a, "last", [b]) is not None) for a, b in zip(responses, references)]
+        formats = [float(parse_verdict(response, "last", None) is not None) for response in responses]
+        return {"reward": accuracy, "accuracy": accuracy, "format": formats}
     accuracy = [float(answers_equal(extract_answer(a, rule) or "", b)) for a, b in zip(responses, references)]
     formats = [format_score(response, rule) for response in responses]
     return {"reward": [0.9 * a + 0.1 * f for a, f in zip(accuracy, formats)], "accuracy": accuracy, "format": formats}
 
 
-def load_reward(spec: str) -> Callable:
-    """The reward function of `--reward`: `exact`, `boxed`, `answer`, or `path.py:function`. Raises UserError.
+@dataclass
+class Source:
+    """One source of rewards: a function of texts, scored by the rank of the sample, or a model, by all ranks together."""
 
-    `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats or a
-    dict of such lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
-    """
-    if spec in ("exact", "boxed", "answer"):
-        return lambda *batch: rule_reward(spec, *batch)
+    spec: str                                  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER
+    name: str                                  # in metrics and records
+    function: Callable | None = None
+    model: nn.Module | None = None             # from here on: grm and rm, by build_reward_models
+    processor: Processor | None = None
+    shares_tower: bool = False                 # with the actor: its image features serve
+    question: str = ""                         # the kind of question a judge is asked
+    run: "Run | None" = None                   # with the judge's own rollout settings
+
+
+@dataclass
+class Reward:
+    """What a sample earns: a weighted sum of sources, chosen by the label of its row."""
+
+    sources: list[Source]
+    recipe: dict[str, dict[str, float]]        # label -> source's name -> weight; "*": rows of every other label
+    combiner: Callable | None = None           # {name: rewards} -> rewards, in place of the sum
+
+    def weights(self, label: str | None) -> dict[str, float]:
+        """Raises KeyError: a label that the recipe does not have."""
+        return self.recipe[label if label in self.recipe else "*"]
+
+
+def load_function(flag_name: str, spec: str) -> Callable:
+    """The function of ``path.py:function``. Raises UserError."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"--reward {spec}: expected one of exact, boxed, answer, or an existing path.py:function")
+        raise UserError(f"{flag_name} {spec}: expected one of {', '.join(RULES)}, grm:FOLDER, rm:FOLDER, or an existing "
+                        "path.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"--reward {spec}: {path} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{flag_name} {spec}: {path} raised {type(error).__name__}: {error}") from error
     if not callable(getattr(module, name, None)):
-        raise UserError(f"--reward {spec}: {path} has no function {name!r}")
+        raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
     return getattr(module, name)
+
+
+def load_source(spec: str) -> Source:
+    """A source by its spec; folders of models are looked at later, by `build_reward_models`. Raises UserError.
+
+    A function `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats
+    or a dict of such lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
+    """
+    kind, _, rest = spec.partition(":")
+    if spec in RULES:
+        return Source(spec, spec, functools.partial(rule_reward, spec))
+    if kind in ("grm", "rm"):
+        return Source(spec, kind)
+    return Source(spec, spec.rpartition(":")[2], load_function("--reward", spec))
+
+
+def load_reward(args: RewardArgs) -> Reward:
+    """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
+    recipe = read_recipe(args.reward_recipe) if args.reward_recipe else {
+        "*": dict.fromkeys(filter(None, args.reward.split(",")), 1.0)}
+    specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
+    if not specs:
+        raise UserError("--reward is empty: no source of rewards")
+    if len(specs) > 1 and not args.reward_recipe and not args.reward_combiner:
+        raise UserError(f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their weights, or a "
+                        "--reward_combiner")
+    if args.reward_recipe and (args.reward or args.reward_combiner):
+        raise UserError(f"--{'reward' if args.reward else 'reward_combiner'} and --reward_recipe: choose one of them")
+    sources = [load_source(spec) for spec in specs]
+    for i, source in enumerate(sources):                                         # two judges: grm, grm2
+        same = sum(other.name.rstrip("0123456789") == source.name for other in sources[:i])
+        source.name += str(same + 1) if same else ""
+    names = {source.spec: source.name for source in sources}
+    recipe = {label: {names[spec]: weight for spec, weight in weights.items()} for label, weights in recipe.items()}
+    combiner = load_function("--reward_combiner", args.reward_combiner) if args.reward_combiner else None
+    return Reward(sources, recipe, combiner)
+
+
+def read_recipe(text: str) -> dict[str, dict[str, float]]:
+    """label -> source -> weight, of JSON {label: [[source, weight], ...]} or of a file with it. Raises UserError."""
+    try:
+        recipe = json.loads(Path(text).read_text(encoding="utf-8") if Path(text).suffix == ".json" else text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--reward_recipe {text}: {error}") from error
+    valid = isinstance(recipe, dict) and recipe and all(
+        isinstance(parts, list) and parts and all(
+            isinstance(part, list) and [type(part[0]), *map(type, part[1:])] in ([str, int], [str, float]) and part[0]
+            and math.isfinite(part[1]) for part in parts) for parts in recipe.values())
+    if not valid:
+        raise UserError(f'--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, "*" for all other labels; '
+                        "weight 0: only measured")
+    return {label: dict(parts) for label, parts in recipe.items()}
+
+
+def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
+    """Raises UserError: rows that the reward cannot score, with their lines."""
+    needs = {source.name: source.spec in RULES or (source.name.startswith("grm") and args.reward.grm_question == "answers")
+             for source in reward.sources}
+    bad = []
+    for row in rows:
+        label = row.label if row.label in reward.recipe else "*"
+        if label not in reward.recipe:
+            bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {', '.join(reward.recipe)}")
+        elif row.reference is None and (names := [name for name in reward.recipe[label] if needs[name]]):
+            bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
+    if bad:
+        raise UserError("\n  ".join([f"{len(bad)} of {len(rows)} rows cannot be scored", *bad[:5]]))
 
 
 class RewardError(RuntimeError):
@@ -834,33 +970,227 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
     return columns.pop("reward", None) or [math.fsum(values) for values in zip(*columns.values())], columns
 
 
-def score_rewards(run: Run, processor: Processor, reward: Callable, prompts: StepPrompts, samples: Samples) -> Samples:
-    """Score this rank's responses, the text after the prompt only; returns all samples with scores and components.
+def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepPrompts, samples: Samples) -> Samples:
+    """Score all responses, the text after the prompt only; returns the samples with scores, components (NaN where a
+    source does not score a sample) and judgements, alike on every rank.
 
     Raises:
-        UserError: on every rank, when the reward fails on any: the sample is in the message.
+        UserError: on every rank, when a source fails on any: the sample is in the message.
     """
-    mine = torch.tensor([i for i, g in enumerate(samples.group.tolist()) if prompts.owners[g] == run.rank], dtype=torch.int64)
-    local, problem = samples.select(mine), None
-    rows = [prompts.prompts[g] for g in local.group.tolist()]
-    responses = processor.tokenizer.batch_decode([t.tolist() for t in local.split(local.tokens)], skip_special_tokens=True)
-    scores, components = [], {}
-    if rows:
+    texts = processor.tokenizer.batch_decode([t.tolist() for t in samples.split(samples.tokens)], skip_special_tokens=True)
+    weights = [reward.weights(prompts.prompts[g].label) for g in samples.group.tolist()]
+    scores, components = torch.zeros(len(samples), dtype=torch.float64), {}
+    judgements = [""] * len(samples)
+    for source in reward.sources:
+        used = [i for i, chosen in enumerate(weights) if source.name in chosen]
+        if not used:
+            continue
+        columns, notes = score_source(run, source, prompts, samples, texts, used)
+        scores[used] += torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64) * columns["reward"]
+        columns[source.name if len(reward.sources) > 1 else "reward"] = columns.pop("reward")
+        for name, values in columns.items():
+            name = f"{source.name}_{name}" if name in components else name
+            components[name] = torch.full((len(samples),), math.nan)                                          # (S,)
+            components[name][used] = values.float()
+        for i, note in zip(used, notes):
+            judgements[i] += f"{source.name}: {note}\n"
+    if reward.combiner:
+        scores = combine_rewards(run, reward, components)
+    components.pop("reward", None)
+    return replace(samples, scores=scores.float(), components=components, judgements=[text.strip() for text in judgements])
+
+
+def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
+                 used: list[int]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge said about each."""
+    if source.spec.startswith("grm:"):
+        return ask_judge(run, source, prompts, samples, texts, used)
+    if source.spec.startswith("rm:"):
+        return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
+    own = [k for k, i in enumerate(used) if prompts.owners[int(samples.group[i])] == run.rank]
+    rows = [prompts.prompts[int(samples.group[used[k]])] for k in own]
+    args, columns, problem = run.args.reward, {}, None
+    if own:
         try:
-            scores, components = score_samples(
-                reward, [p.text for p in rows], responses, [p.reference for p in rows], [p.label for p in rows],
-                [list(p.images) for p in rows], spec=run.args.reward.reward, timeout_s=run.args.reward.reward_timeout,
-                workers=run.args.reward.reward_workers)
+            rewards, columns = score_samples(
+                source.function, [p.text for p in rows], [texts[used[k]] for k in own], [p.reference for p in rows],
+                [p.label for p in rows], [list(p.images) for p in rows], spec=source.spec, timeout_s=args.reward_timeout,
+                workers=args.reward_workers)
+            columns = {"reward": rewards} | columns
         except RewardError as error:
             problem = str(error)
     fail_together(problem)
-    parts = [part for part in all_gather_json(sorted(components) if rows else None) if part is not None]
-    names = parts[0] if parts else []                                                         # a rank may have no samples
-    if any(part != names for part in parts):
-        raise UserError(f"--reward {run.args.reward.reward}: components differ between calls: {parts}")
-    local.scores = torch.tensor(scores, dtype=torch.float32)
-    local.components = {name: torch.tensor(components.get(name, []), dtype=torch.float32) for name in names}
-    return gather_samples(local)
+    names = [part for part in all_gather_json(sorted(columns) if own else None) if part]     # a rank may have no samples
+    if any(part != names[0] for part in names):
+        raise UserError(f"--reward {source.spec}: components differ between calls: {names}")
+    table = torch.zeros(len(names[0]), len(used), dtype=torch.float64)
+    if own:
+        table[:, own] = torch.tensor([columns[name] for name in names[0]], dtype=torch.float64)
+    dist.all_reduce(table)
+    return dict(zip(names[0], table)), []
+
+
+def combine_rewards(run: Run, reward: Reward, components: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises UserError on every rank."""
+    values, problem = None, None
+    if run.rank == 0:
+        try:
+            values = list(map(float, reward.combiner({s.name: components[s.name].tolist() for s in reward.sources})))
+        except Exception as error:                                  # a program of the user's, which raises what it likes
+            problem = f"{type(error).__name__}: {error}"
+        count = len(next(iter(components.values())))
+        if not problem and not (len(values) == count and all(map(math.isfinite, values))):
+            problem = f"{len(values)} values for {count} samples, all of which must be finite: {str(values):.200}"
+    values, problem = all_gather_json([values, problem])[0]
+    if problem:
+        raise UserError(f"--reward_combiner {run.args.reward.reward_combiner}: {problem}")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rewards by models: a generative judge (train_grm_vl.py), or a scalar reward model; frozen, sharded as the reference
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) -> None:
+    """Load the grm: and rm: sources. A judge whose vision tower and image processor are the actor's has no tower of its own.
+
+    Raises:
+        UserError: on every rank alike: no such folder, no judge.json, no value head, a question it was not trained on.
+    """
+    args, problem = run.args, None
+    for source in reward.sources if not problem else ():
+        kind, _, name = source.spec.partition(":")
+        if kind not in ("grm", "rm") or source.function is not None:
+            continue
+        try:
+            folder = resolve_folder(name)
+            processor = source.processor = Processor(str(folder))
+            source.shares_tower = (
+                processor.image_processor.to_dict() == actor_processor.image_processor.to_dict()
+                and not differing_tower(resolve_folder(args.model.model), folder))
+            model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
+            for parameter in model.model.visual.parameters() if not source.shares_tower else ():
+                parameter.data = parameter.data.to(run.dtype)
+            if kind == "grm":
+                source.question = judge_question(processor.files["judge"], args.reward.grm_question)
+                plain = replace(args.rollout, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop_tokens="",
+                                stop_strings="", max_new_tokens=args.reward.grm_max_new_tokens)
+                source.run = replace(run, args=replace(args, rollout=plain))
+                source.model = Policy(model, processor, source.run.args).requires_grad_(False)
+                if args.reward.grm_mode != "critique":
+                    source.model.banned.zero_()                                  # as the judge was trained and evaluated
+            else:
+                source.model = Critic(model).requires_grad_(False)
+            spelled = load_sharded(run, source.model, folder)
+            if kind == "rm" and not spelled.keys() & VALUE_HEADS:
+                raise ValueError(f"no value head: none of the weights {', '.join(VALUE_HEADS)}")
+        except ValueError as error:
+            problem = f"--reward {source.spec}: {error}"
+    fail_together(problem)
+
+
+def judge_question(judge: dict, wanted: str) -> str:
+    """The kind of question to ask: the wanted one, or the pointwise one the judge has seen most. Raises ValueError."""
+    seen = {kind: entry.get("examples", 0) for kind, entry in judge.get("kinds", {}).items()}
+    kind = wanted if wanted != "auto" else max(("correct", "score"), key=lambda kind: seen.get(kind, 0))
+    if not seen.get(kind):
+        raise ValueError(f"the judge was not trained on questions of the kind {kind} (--grm_question); judge.json counts "
+                         f"{seen or 'nothing: there is none'}")
+    return kind
+
+
+def lend_pictures(run: Run, source: Source, prompts: StepPrompts, groups: list[int], asked: list[Prompt]) -> StepPrompts:
+    """Questions ``asked`` about the pictures of the step's prompts ``groups``; a picture's features are computed once."""
+    owners, features = dict(enumerate(prompts.owners)), prompts.features
+    if not source.shares_tower:
+        first = {group: asked[groups.index(group)] for group in sorted(set(groups))}
+        with PromptLoader(source.processor, run.args.data.data_threads, "error") as loader:
+            pictures = loader.collect(*loader.submit(list(first.values()), list(first)))
+        compute_features(run, source.model, pictures)
+        owners = dict(zip(first, pictures.owners))
+        features = {group: pictures.features[k] for k, group in enumerate(first) if k in pictures.features}
+    return StepPrompts(asked, list(range(len(asked))), [owners[group] for group in groups], {}, {},
+                       {k: features[group] for k, group in enumerate(groups) if group in features}, [])
+
+
+def without_markup(text: str, processor: Processor) -> str:
+    """Text of a policy or its prompt, for a question: nothing in it may pass for a special token or an image place."""
+    for token in (*processor.reserved_tokens, "<image>"):
+        text = text.replace(token, " ")
+    return text
+
+
+def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
+              used: list[int]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Let a generative judge look at the responses ``used``, each distinct one once; beside the reference answer in both
+    orders. Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A critique
+    without a verdict is worth the lowest of them."""
+    processor, kind, mode = source.processor, source.question, run.args.reward.grm_mode
+    settings = processor.files["judge"]
+    words, template = (settings["kinds"][kind][name] for name in ("verdicts", "template"))
+    worth = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(kind) or [float(word) for word in words]
+    orders = {1: torch.tensor(worth, dtype=torch.float64)}
+    orders |= {-1: 1 - orders[1]} if kind == "answers" else {}                       # the response stands in place B
+    asked: dict[tuple[int, str, int], int] = {}                                      # (group, response, order) -> question
+    groups, questions, values, grids, places = [], [], [], {}, []
+    for i in used:
+        group = int(samples.group[i])
+        row = prompts.prompts[group]
+        for order in orders:
+            if (group, texts[i], order) not in asked:
+                asked[group, texts[i], order] = len(questions)
+                question, said, answer = (without_markup(text or "", processor)
+                                          for text in (user_text(row.messages), texts[i], row.reference))
+                first, second = (said, answer)[::order]
+                ask = {"prompt": question, "images": list(row.images), "question": fill(
+                    template, prompt=question, response=said, response_a=first, response_b=second)}
+                questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
+                grids[group] = questions[-1].grids                                   # headers are read once per prompt
+                groups.append(group)
+                values.append(orders[order])
+        places.append([asked[group, texts[i], order] for order in orders])
+    places = torch.tensor(places)                                                                        # (n, orders)
+    step = lend_pictures(run, source, prompts, groups, questions)
+    if mode == "critique":
+        written = rollout(source.run, processor, source.model, step, 1, JUDGE, greedy=True)
+        notes = processor.tokenizer.batch_decode([t.tolist() for t in written.split(written.tokens)], skip_special_tokens=True)
+        verdicts = [parse_verdict(note, settings["which_answer"], words) for note in notes]
+        chances = torch.tensor([[float(word == verdict) for word in words] for verdict in verdicts], dtype=torch.float64)
+    else:
+        frame = answer_frame(processor)
+        targets = [encode_target(processor, frame, fill(settings["answer"], verdict=word)) for word in words]
+        candidates = as_samples([targets] * len(questions))
+        logprobs = score_tokens(source.run, source.model, step, candidates)
+        totals = torch.stack([part.double().sum() for part in candidates.split(logprobs)])
+        chances = totals.view(-1, len(words)).softmax(dim=1)                                          # (questions, words)
+        notes = ["  ".join(f"{word} {chance:.3f}" for word, chance in zip(words, row)) for row in chances.tolist()]
+        if mode == "verdict":
+            chances = torch.nn.functional.one_hot(chances.argmax(dim=1), len(words)).double()
+    values = torch.stack(values)                                                                     # (questions, words)
+    points = (chances * values).sum(dim=1) + (1 - chances.sum(dim=1)) * values.min(dim=1).values     # (questions,)
+    columns = {"reward": points[places].mean(dim=1)}
+    if mode == "critique":
+        columns["parsed"] = chances.sum(dim=1)[places].mean(dim=1)
+    return columns, [" | ".join(notes[q] for q in own) for own in places.tolist()]
+
+
+def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
+                     used: list[int]) -> torch.Tensor:
+    """(n,) what the head of a scalar reward model says at the end token of each response ``used``."""
+    processor, groups, answers = source.processor, [], []
+    frame = answer_frame(processor)
+    for i in used:                                                                            # in the order of groups
+        if not groups or groups[-1] != int(samples.group[i]):
+            groups.append(int(samples.group[i]))
+            answers.append([])
+        answer = encode_target(processor, frame, without_markup(texts[i], processor))
+        answers[-1].append(torch.cat([answer, answer[-1:]]))   # values stand at the rows that predict a token: one more
+    rows = [prompts.prompts[group] for group in groups]
+    asked = [make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/") for row in rows]
+    candidates = as_samples(answers)
+    values = score_tokens(run, source.model, lend_pictures(run, source, prompts, groups, asked), candidates)
+    return values[candidates.offsets[1:] - 1].double()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -949,7 +1279,8 @@ def rollout_metrics(samples: Samples, kl: torch.Tensor) -> dict[str, float]:
                "rollout/samples": len(samples), "train/advantages_mean": advantages.mean(),
                "train/advantages_std": advantages.std(correction=0), "train/advantages_min": advantages.min(),
                "train/advantages_max": advantages.max()}
-    metrics |= {f"rollout/{name}_reward": values.mean() for name, values in samples.components.items()}
+    metrics |= {f"rollout/{name}_reward": values.nanmean() for name, values in samples.components.items()
+                if not values.isnan().all()}
     if samples.ref_logprobs is not None:
         metrics["train/kl"] = kl.mean()
     if samples.values is not None:
@@ -1098,7 +1429,7 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
                                           or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
-def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, rows: list[Prompt], log: RunLogger,
+def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
              step: int) -> dict[str, float]:
     """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
@@ -1118,14 +1449,15 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     for record in records:                                     # every rank has all records: these sums need no reduction
-        for name in ("reward", "response_length", "truncated", *(f"{name}_reward" for name in record["components"])):
-            value = record["components"].get(name.removesuffix("_reward"), record.get(name))
-            sums.add(f"eval/{name}_mean", float(value), 1)
+        for name in ("reward", "response_length", "truncated"):
+            sums.add(f"eval/{name}_mean", float(record[name]), 1)
+        for name, value in record["components"].items():
+            sums.add(f"eval/{name}_reward_mean", value, 1)
     metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
                                "eval/seconds": time.perf_counter() - started}
-    if count > 1 and "accuracy" in records[0]["components"]:
+    if count > 1 and any("accuracy" in record["components"] for record in records):
         solved: dict[int, float] = {}
-        for record in records:
+        for record in (record for record in records if "accuracy" in record["components"]):
             solved[record["index"]] = max(solved.get(record["index"], 0.0), float(record["components"]["accuracy"] >= 1))
         metrics[f"eval/pass@{count}"] = sum(solved.values()) / len(solved)
     pictures = sample_pictures(records[:run.args.run.log_samples]) if run.rank == 0 else []
@@ -1146,7 +1478,9 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
                         "reference": row.reference, "label": row.label,
                         "reward": float(samples.scores[i]), "response_length": int(samples.lengths[i]),
                         "truncated": bool(samples.truncated[i]),
-                        "components": {name: float(values[i]) for name, values in samples.components.items()}}
+                        "components": {name: float(values[i]) for name, values in samples.components.items()
+                                       if not values[i].isnan()}}
+                       | ({"judgement": samples.judgements[i]} if any(samples.judgements) else {})
                        | ({"advantage": advantages[i]} if advantages else {}))
     return records
 
@@ -1154,7 +1488,8 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, what was asked, what was answered, what it earned."""
     return [draw_sample([read_image(path) for path in record["images"]], record["question"], record["response"],
-                        f"reward {record['reward']:.2f}   reference: {record['reference']}") for record in records]
+                        f"reward {record['reward']:.2f}   reference: {record['reference']}\n{record.get('judgement', '')}".strip())
+            for record in records]
 
 
 def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples) -> dict[str, float]:

@@ -44,7 +44,8 @@ class Samples:
     values: torch.Tensor | None = None           # (N,) critic's value of the state before the token
     advantages: torch.Tensor | None = None       # (N,)
     returns: torch.Tensor | None = None          # (N,)
-    components: dict[str, torch.Tensor] = field(default_factory=dict)  # reward components, (S,) each
+    components: dict[str, torch.Tensor] = field(default_factory=dict)  # reward components, (S,) each; NaN: has none
+    judgements: list[str] = field(default_factory=list)                # what judges said of each sample, after gathering
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -77,6 +78,16 @@ class Samples:
             if isinstance(value, torch.Tensor):
                 chosen[f.name] = value[flat if f.name in PER_TOKEN else order]
         return replace(self, **chosen, components={k: v[order] for k, v in self.components.items()})
+
+
+def as_samples(targets: list[list[torch.Tensor]]) -> Samples:
+    """Targets by prompt, as the responses that packed rows are made of."""
+    flat = [(group, number, target) for group, part in enumerate(targets) for number, target in enumerate(part)]
+    tokens = torch.cat([torch.zeros(0, dtype=torch.int64), *(target for *_, target in flat)])
+    integers = lambda values: torch.tensor(list(values), dtype=torch.int64)  # noqa: E731
+    return Samples(group=integers(group for group, *_ in flat), number=integers(number for _, number, _ in flat),
+                   lengths=integers(len(target) for *_, target in flat), tokens=tokens,
+                   truncated=torch.zeros(len(flat), dtype=torch.bool), logprobs=torch.zeros(len(tokens)))
 
 
 PER_TOKEN = ("tokens", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")

@@ -287,13 +287,17 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
 
 
 def make_prompt(processor: Processor, index: int, source: str, prompt: str | list, images: list[str], *, folder: str,
-                system_prompt: str, max_prompt_tokens: int, verify_images: bool, reference: str | None = None,
-                label: str | None = None) -> Prompt:
-    """Render and encode one row; image paths are relative to `folder`. Raises ValueError: whatever is wrong with it."""
+                system_prompt: str = "", max_prompt_tokens: int = 1 << 30, verify_images: bool = False,
+                reference: str | None = None, label: str | None = None, grids: tuple | None = None) -> Prompt:
+    """Render and encode one row; image paths are relative to `folder`. Raises ValueError: whatever is wrong with it.
+
+    grids: the patch grids of the images, if they are known; otherwise their headers are read.
+    """
     messages = _chat(prompt, len(images), system_prompt)
     paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
-    sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
-    grids = tuple(processor.grid(width, height) for width, height in sizes)
+    if grids is None:
+        sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
+        grids = tuple(processor.grid(width, height) for width, height in sizes)
     text, input_ids = processor.encode(messages, grids)
     if len(input_ids) > max_prompt_tokens:
         raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images; the limit is "
@@ -478,6 +482,36 @@ def parse_verdict(text: str, which: str, words: list[str] | None) -> str | None:
     return (said or None) if words is None else {spell(word): word for word in words}.get(spell(said))
 
 
+def judge_settings(saved: dict, templates: dict[str, str] = {}, system_instruction: str = "", which: str = "auto") -> dict:
+    """Content of judge.json: what is given, else what the ``saved`` one of the checkpoint says, else built in.
+
+    which: the <answer> that is the verdict, first or last; auto: as saved, or last. Raises ValueError: a bad template.
+    """
+    kinds = {}
+    for kind, (template, words, needed) in JUDGEMENTS.items():
+        old = saved.get("kinds", {}).get(kind, {})
+        text, pictures = templates.get(kind) or old.get("template") or template, 2 * (kind == "pictures")
+        if not all(part in text for part in needed) or text.count("<image>") != pictures:
+            raise ValueError(f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>: {text!r:.200}")
+        kinds[kind] = {"template": text, "verdicts": old.get("verdicts") or words, "examples": 0, "critiques": 0}
+    return {"system_instruction": system_instruction or saved.get("system_instruction", ""), "answer": VERDICT_FRAME,
+            "which_answer": which if which != "auto" else saved.get("which_answer", "last"), "kinds": kinds}
+
+
+def count_judgements(judge: dict, seen: list[tuple[str, str, bool]]) -> None:
+    """Note in judge.json's content what the judge is trained on: (kind, verdict, whether the verdict stands alone).
+
+    Raises ValueError: too many different scores.
+    """
+    for kind, settings in judge["kinds"].items():
+        own = [(verdict, bare) for seen_kind, verdict, bare in seen if seen_kind == kind]
+        settings |= {"examples": len(own), "critiques": sum(not bare for _, bare in own)}
+        if kind == "score" and own:
+            settings["verdicts"] = sorted({verdict for verdict, _ in own}, key=float)
+            if len(settings["verdicts"]) > 32:
+                raise ValueError(f"--data: {len(settings['verdicts'])} different scores; round them to at most 32")
+
+
 def check_judgement(row: dict) -> tuple[str, str]:
     """The field that tells the kind of a row, and the kind. Raises ValueError: unknown, missing or wrong fields."""
     mark = next((field for field in JUDGEMENT_FIELDS if field in row), None)
@@ -557,17 +591,32 @@ def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> to
     return torch.tensor([*ids, frame[1]], dtype=torch.int64)
 
 
-def judge_prompt(processor: Processor, ask: dict, index: int, source: str, *, folder: str, max_prompt_tokens: int,
-                 verify_images: bool = False) -> Prompt:
-    """The prompt of one entry of `read_judgement`, under the judge's system instruction. Raises ValueError."""
+def judge_prompt(processor: Processor, ask: dict, index: int, source: str, **options) -> Prompt:
+    """The prompt of one entry of `read_judgement`, under the judge's system instruction; ``options`` are those of
+    `make_prompt`. Raises ValueError."""
     system, said = processor.files["judge"]["system_instruction"], ask["prompt"]
     if "{prompt}" in system:
         try:
             system = fill(system, prompt=said if isinstance(said, str) else user_text(said))
         except (KeyError, TypeError) as error:                                        # messages that nobody has checked yet
             raise ValueError(f"messages need role and content, as text or parts ({error!r})") from error
-    return make_prompt(processor, index, source, ask["question"], ask["images"], folder=folder, system_prompt=system,
-                       max_prompt_tokens=max_prompt_tokens, verify_images=verify_images)
+    return make_prompt(processor, index, source, ask["question"], ask["images"], system_prompt=system, **options)
+
+
+def load_judgements(path: str, processor: Processor, *, max_prompt_tokens: int, on_bad_row: str, verify_images: bool,
+                    limit: int) -> tuple[list[Prompt], list[str]]:
+    """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label the row's kind. See
+    `load_prompts` for the rest."""
+    def build(index: int, source: str, row: dict) -> list[Prompt]:
+        asks = read_judgement(row, processor.files["judge"], "both")
+        if asks[0]["verdict"] is None:
+            raise ValueError("the response has no <answer>: no verdict to compare with")
+        return [judge_prompt(processor, ask, 2 * index + k, source, folder=os.path.dirname(os.path.abspath(path)),
+                             max_prompt_tokens=max_prompt_tokens, verify_images=verify_images, reference=ask["verdict"],
+                             label=ask["kind"]) for k, ask in enumerate(asks)]
+
+    rows, skipped = load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
+    return [prompt for row in rows for prompt in row], skipped
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -884,12 +933,16 @@ def with_same_tower(name: str, actor_folder: Path) -> Path:
     if not name:
         return actor_folder
     folder = resolve_folder(name)
-    ours, theirs = vision_tensors(actor_folder), vision_tensors(folder)
-    different = [key for key in ours | theirs if key not in theirs or key not in ours or not torch.equal(ours[key](), theirs[key]())]
-    if different:
+    if different := differing_tower(actor_folder, folder):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such as "
                          f"{different[0]}); critic and reference work on the image features of the actor")
     return folder
+
+
+def differing_tower(first: Path, second: Path) -> list[str]:
+    """Names of the vision tower's weights that are not the same in two checkpoints."""
+    a, b = vision_tensors(first), vision_tensors(second)
+    return sorted(key for key in a | b if key not in a or key not in b or not torch.equal(a[key](), b[key]()))
 
 
 def vision_tensors(folder: Path) -> dict[str, Any]:
@@ -947,6 +1000,9 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for name, buffer in module.named_buffers():
         buffer.copy_(buffers[name])
+
+
+VALUE_HEADS = ("value_head.weight", "score.weight")  # ours, and that of AutoModelForSequenceClassification
 
 
 def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Parameter] = {}) -> dict[str, str]:

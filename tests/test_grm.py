@@ -238,8 +238,7 @@ def test_generation_does_not_depend_on_batches(env, oracle):
 
 # ------------------------------------------------------------------------------------------------ rows
 def settings(**given: str) -> dict:
-    judge = grm.judge_settings(grm.DataArgs(**given), {})
-    return judge
+    return vlm.judge_settings({}, {name.removesuffix("_template"): text for name, text in given.items()})
 
 
 def test_a_pair_is_asked_in_both_orders(env):
@@ -492,9 +491,9 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
     # Templates of a judge are kept by who goes on from it, and can be replaced.
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
-    kept = grm.judge_settings(grm.DataArgs(), saved)
+    kept = vlm.judge_settings(saved)
     assert kept["kinds"]["correct"]["template"] == "{prompt}{response}" and kept["kinds"]["score"]["verdicts"] == ["1"]
-    assert kept["which_answer"] == "first" and grm.judge_settings(grm.DataArgs(verdict="last"), saved)["which_answer"] == "last"
+    assert kept["which_answer"] == "first" and vlm.judge_settings(saved, which="last")["which_answer"] == "last"
 
 
 def test_the_toy_brings_judgements(tmp_path):

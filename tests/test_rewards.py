@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from train_ppo_vl import (RewardError, answers_equal, exact_match, extract_answer, format_score, load_reward,
+from train_ppo_vl import (RewardError, answers_equal, exact_match, extract_answer, format_score, load_source,
                           parse_number, score_samples)
 
 
@@ -134,14 +134,14 @@ def test_rules_score_the_response_only():
     prompts = [r"Answer as \boxed{4}. <think></think> <answer>4</answer>"] * 3
     responses = [r"<think>2 + 2</think> \boxed{4}", "four", r"\boxed{5}"]
     arguments = (prompts, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert load_reward("boxed")(*arguments) == {"reward": [1, 0, 0], "accuracy": [1, 0, 0], "format": [1, 0, 0]}
-    assert load_reward("answer")(*arguments)["reward"] == [0, 0, 0]
-    assert load_reward("exact")(prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3)["reward"] == [1, 1, 0]
+    assert load_source("boxed").function(*arguments) == {"reward": [1, 0, 0], "accuracy": [1, 0, 0], "format": [1, 0, 0]}
+    assert load_source("answer").function(*arguments)["reward"] == [0, 0, 0]
+    assert load_source("exact").function(prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3)["reward"] == [1, 1, 0]
 
 
 def test_rule_weights():
     responses = ["<answer>4</answer>", "<think>so</think><answer>5</answer>", "<think>so</think><answer>4</answer>"]
-    result = load_reward("answer")([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
+    result = load_source("answer").function([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
     assert result["reward"] == pytest.approx([.9, .1, 1]) and result["accuracy"] == [1, 0, 1]
     assert result["format"] == [0, 1, 1]
 
@@ -151,16 +151,16 @@ def test_load_user_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
                     "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
-    assert score(load_reward(f"{path}:length")) == ([10.0] * 4, {})
+    assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
     (tmp_path / "text.txt").write_text("")
     for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f",
                  f"{tmp_path}/text.txt:f"):
         with pytest.raises(ValueError, match="--reward"):
-            load_reward(spec)
+            load_source(spec)
     for source, message in (("import no_such_module", "ModuleNotFoundError: No"), ("f(", "Syntax"), ("1 / 0", "Zero")):
         (tmp_path / "broken.py").write_text(source)
         with pytest.raises(ValueError, match=f"broken.py raised {message}") as info:
-            load_reward(f"{tmp_path}/broken.py:f")
+            load_source(f"{tmp_path}/broken.py:f")
         assert info.value.__cause__ is not None
 
 

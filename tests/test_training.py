@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -627,6 +628,9 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
                     "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
                     "--reward_workers 2"),                                              # rank 1 has no prompt
     "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
+    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe recipe.json --grm_question correct --prompts_per_step 3"),
+    "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data judgements.jsonl --row_kind judgements --reward verdict "
+                "--eval_data judgements.jsonl"),
 }
 FAILURES = {
     "picture": ("qwen2_5_vl", "--data bad.jsonl"),
@@ -635,8 +639,11 @@ FAILURES = {
 
 
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
-    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py")) else word for word in spec[1].split()]
-    return flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
+    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl")) else word for word in spec[1].split()]
+    line = flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
+    if "--reward_recipe" in line:
+        del line[line.index("--reward"):line.index("--reward") + 2]
+    return line
 
 
 def launch(ranks: int, plan: Path) -> None:
@@ -653,6 +660,15 @@ def launch(ranks: int, plan: Path) -> None:
 def two_ranks(qwen25, task, tmp_path_factory):
     """Every run above on one and on two ranks: folders of the outputs."""
     checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
+    shutil.copytree(checkpoints["qwen3_vl"], task / "judge")                                    # of another family: its own tower
+    judge = vlm.judge_settings({})
+    vlm.count_judgements(judge, [("correct", "yes", True)])
+    (task / "judge" / "judge.json").write_text(json.dumps(judge))
+    (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
+    rows = [{"question": "how many?", "images": ["train-1-0.png"], "response": "3", "correct": True},
+            {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
+            {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}]
+    (task / "judgements.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     plan = [run_flags(name, spec, checkpoints, task, two) for name, spec in (RUNS | FAILURES).items()]
     (two / "plan.json").write_text(json.dumps(plan))
@@ -668,7 +684,9 @@ def assert_same_run(one: Path, other: Path) -> None:
     assert files == sorted(path.name for path in (other / "samples").glob("*.jsonl"))
     for file in files:
         for ours, theirs in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
-            assert theirs.pop("advantage", 0) == pytest.approx(ours.pop("advantage", 0), abs=1e-4, rel=1e-4)
+            for name in ("advantage", "reward", "components"):
+                assert theirs.pop(name, 0) == pytest.approx(ours.pop(name, 0), abs=1e-4, rel=1e-4)
+            assert bool(theirs.pop("judgement", "")) == bool(ours.pop("judgement", ""))       # probabilities, three digits
             assert ours == theirs
     first, second = records(one), records(other)
     assert len(first) == len(second)
@@ -689,6 +707,19 @@ def test_one_rank_equals_two_ranks(two_ranks, name):
     assert ours.keys() == theirs.keys() == source.keys()
     for key in ours:
         assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
+
+
+def test_a_judge_learns_from_verdicts(two_ranks):
+    """Judgement rows as prompts: pairs in both orders with their verdict as reference; the export can be asked as a judge."""
+    rows = samples_of(two_ranks[1] / "judging", "eval-000002")
+    assert [(row["label"], row["reference"], row["question"][-60:] != "") for row in rows] == [
+        ("correct", "yes", True), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
+        ("answers", "tie", True)]
+    assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
+    assert len({row["index"] for row in rows}) == 5                                          # own noise for each order
+    judge = vlm.Processor(two_ranks[1] / "judging" / "export" / "step-2").files["judge"]
+    assert ppo.judge_question(judge, "auto") == "correct" and judge["kinds"]["pictures"]["examples"] == 2
+    assert {"rollout/accuracy_reward", "rollout/format_reward"} <= records(two_ranks[1] / "judging")[-1].keys()
 
 
 def test_every_held_out_row_is_answered_once(two_ranks):

@@ -1,0 +1,277 @@
+"""Rewards by models: what a judge or a scalar model says of a response is what the model says when asked alone.
+
+The oracle asks one sample at a time, with Hugging Face's own model and attention, and text rendered by its own tokenizer.
+"""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import start, take, write_checkpoint
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import train_ppo_vl as ppo
+from common import vlm
+from common.buffers import as_samples
+
+RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
+
+
+@pytest.fixture(scope="module")
+def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
+    """near: the actor's tower, so no tower of its own; far: another tower; both with a judge.json."""
+    folders = {"near": qwen25, "far": write_checkpoint(tmp_path_factory.mktemp("far"), "qwen3_vl")}
+    result = {}
+    for name, source in folders.items():
+        folder = tmp_path_factory.mktemp(f"judge-{name}")
+        model = AutoModelForImageTextToText.from_pretrained(source)
+        with torch.no_grad():                                          # the language model differs, the tower does not
+            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)) / 4)
+        model.save_pretrained(folder)
+        vlm.Processor(source).save(str(folder))
+        judge = vlm.judge_settings({}, system_instruction="Judge: {prompt}")
+        vlm.count_judgements(judge, [("correct", "yes", True), ("answers", "A", True)]
+                             + [("score", score, True) for score in ("1", "2.5", "-4")])
+        (folder / "judge.json").write_text(json.dumps(judge))
+        result[name] = folder
+    return result
+
+
+def prepare(qwen25, picture_rows, *flags: str):
+    """An actor, its reward, one step of prompts, and two given responses to each of three prompts."""
+    env = start(qwen25, picture_rows, "--advantage", "grpo", *flags)
+    reward = ppo.load_reward(env.args.reward)
+    ppo.build_reward_models(env.run, reward, env.processor)
+    step = take(env, 3)
+    ppo.compute_features(env.run, env.actor, step)
+    end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokens = [torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end]) for text in RESPONSES]
+    samples = as_samples([tokens[0:2] + tokens[3:4], tokens[2:3], tokens[4:6]])
+    texts = [RESPONSES[i] for i in (0, 1, 3, 2, 4, 5)]
+    return env, reward, step, samples, texts
+
+
+def alone(folder: Path, prompt: vlm.Prompt, question: str, answer: str | None, own: bool = True):
+    """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    chat = [{"role": "system", "content": "Judge: " + vlm.user_text(prompt.messages)}] * own
+    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
+    text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
+    processor, image_id = vlm.Processor(folder), model.config.image_token_id
+    pixels = vlm.load_pixels(prompt, processor)
+    counts = [t * h * w // 4 for t, h, w in prompt.grids]
+    for count in counts:
+        text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
+    ids = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False)
+    target = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.convert_tokens_to_ids("<|im_end|>")] if answer else []
+    whole = torch.tensor([ids + target])
+    inputs = {"input_ids": whole, "mm_token_type_ids": (whole == image_id).int()}
+    inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+    if answer is None:
+        return model, inputs, tokenizer
+    with torch.no_grad():
+        logp = model(**inputs).logits[0].log_softmax(dim=-1)
+    rows = range(len(ids) - 1, len(ids) + len(target) - 1)
+    return sum(float(logp[row, token]) for row, token in zip(rows, target))
+
+
+def template(kind: str) -> str:
+    return vlm.JUDGEMENTS[kind][0]
+
+
+def chances(folder: Path, prompt: vlm.Prompt, question: str, words: list[str]) -> list[float]:
+    logs = [alone(folder, prompt, question, f"<answer>{word}</answer>") for word in words]
+    total = sum(math.exp(x - max(logs)) for x in logs)
+    return [math.exp(x - max(logs)) / total for x in logs]
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+@pytest.mark.parametrize("kind", ["correct", "score", "answers"])
+def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows, judges, which, kind):
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind)
+    source = reward.sources[0]
+    assert source.shares_tower == (which == "near") and (source.model.model.model.visual is None) == (which == "near")
+    assert not any(p.requires_grad for p in source.model.parameters())
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    expected = []
+    for group, text in zip(samples.group.tolist(), texts):
+        prompt, said = env.prompts[group], text.replace("<image>", " ")
+        said_question = vlm.user_text(prompt.messages)
+        if kind == "correct":
+            p = chances(judges[which], prompt, vlm.fill(template(kind), prompt=said_question, response=said), ["yes", "no"])
+            expected.append(p[0])
+        elif kind == "score":
+            p = chances(judges[which], prompt, vlm.fill(template(kind), prompt=said_question, response=said), ["-4", "1", "2.5"])
+            expected.append(-4 * p[0] + p[1] + 2.5 * p[2])
+        else:
+            first, second = (chances(judges[which], prompt, vlm.fill(
+                template(kind), prompt=said_question, response_a=a, response_b=b), ["A", "B", "tie"])
+                for a, b in ((said, "1"), ("1", said)))
+            expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
+    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 1e-4 and scored.scores[0] == scored.scores[2]           # the same answer twice
+    assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
+    record = ppo.sample_records(env.processor, step, scored)[0]
+    assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=1e-5)
+
+
+def test_the_likeliest_verdict(qwen25, picture_rows, judges):
+    flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")
+    scores = ppo.score_rewards(env.run, env.processor, reward, step, samples).scores.tolist()
+    for group, text, score in zip(samples.group.tolist(), texts, scores):
+        prompt = env.prompts[group]
+        question = vlm.fill(template("score"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
+        p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
+        assert score == [-4, 1, 2.5][p.index(max(p))]
+
+
+@pytest.mark.parametrize("which", ["near", "far"])
+def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges, which):
+    flags = ["--reward", f"grm:{judges[which]}", "--grm_question", "correct", "--grm_mode", "critique", "--grm_max_new_tokens", "7"]
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags)
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    banned = list(reward.sources[0].processor.banned_ids)
+    for group, text, said in zip(samples.group.tolist(), texts, scored.judgements):
+        prompt = env.prompts[group]
+        question = vlm.fill(template("correct"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
+        model, inputs, tokenizer = alone(judges[which], prompt, question, None)
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned)
+        written = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
+        assert said == f"grm: {written}".strip()
+    assert len(set(scored.judgements)) > 2
+    assert scored.scores.tolist() == [0.0] * 6 and scored.components["parsed"].tolist() == [0.0] * 6        # random words
+
+
+def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
+    flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "answers", "--grm_mode", "critique"]
+    env, reward, step, samples, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens", "2")
+    verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
+    monkeypatch.setattr(ppo, "parse_verdict", lambda *_: next(verdicts))
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    assert scored.scores.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]      # won twice, won and lost, -, tied, lost+won, none
+    assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
+def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, key):
+    """The head on the last hidden state at the response's end token, as AutoModelForSequenceClassification pools."""
+    folder = tmp_path / "rm"
+    model = AutoModelForImageTextToText.from_pretrained(qwen25)
+    model.save_pretrained(folder)
+    vlm.Processor(qwen25).save(str(folder))
+    head = torch.randn(1, model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(7))
+    tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
+    save_file(tensors | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    expected = []
+    for group, text in zip(samples.group.tolist(), texts):
+        prompt = env.prompts[group]
+        tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
+        ids = torch.cat([prompt.input_ids, torch.tensor(tail)])[None]
+        pixels = vlm.load_pixels(prompt, env.processor)
+        inputs = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        with torch.no_grad():
+            hidden = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(),
+                           output_hidden_states=True, **inputs).hidden_states[-1]
+        expected.append(float(hidden[0, -1] @ head[0]))
+    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
+    tensors.pop("nothing", None)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ppo.UserError, match="no value head: none of the weights value_head.weight, score.weight"):
+        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
+
+
+# ------------------------------------------------------------------------------------------------ recipes
+def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path):
+    (tmp_path / "mine.py").write_text("def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
+                                      "'chars': [len(r) for r in responses]}\n")
+    recipe = {"math": [["exact", 2.0], [f"{tmp_path}/mine.py:length", 0.5]], "*": [[f"grm:{judges['near']}", 1], ["exact", 0]]}
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe), "--grm_question", "correct")
+    object.__setattr__(step.prompts[0], "label", "math")
+    object.__setattr__(step.prompts[0], "reference", "a circle")
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    alone_reward = ppo.load_reward(ppo.replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
+    ppo.build_reward_models(env.run, alone_reward, env.processor)
+    judged = ppo.score_rewards(env.run, env.processor, alone_reward, step, samples).scores
+    object.__setattr__(step.prompts[0], "label", None)
+    object.__setattr__(step.prompts[0], "reference", "1")
+    assert scored.scores[:3].tolist() == [0.5, 2 + 4.0, 0.5]
+    assert scored.scores[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=1e-6)
+    assert scored.components.keys() == {"exact", "accuracy", "length", "chars", "grm"}
+    nan = scored.components["grm"].isnan().tolist()
+    assert nan == [True] * 3 + [False] * 3 and scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
+    assert scored.components["accuracy"].tolist() == [0, 1, 0, 0, 0, 0]
+    records = ppo.sample_records(env.processor, step, scored)
+    assert records[0]["components"].keys() == {"exact", "accuracy", "length", "chars"}
+    assert records[5]["components"].keys() == {"exact", "accuracy", "grm"} and json.dumps(records, allow_nan=False)
+    scored.advantages = scored.returns = scored.logprobs
+    metrics = ppo.rollout_metrics(scored, scored.logprobs)
+    assert metrics["rollout/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
+    assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
+
+
+def test_a_combiner(qwen25, picture_rows, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
+        "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
+        "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\ndef nan(scores):\n    return [float('nan')] * 6\n")
+    flags = ["--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner"]
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    assert scored.scores.tolist() == [max(float(text == "1"), len(text)) for text in texts]
+    for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
+        reward.combiner = ppo.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}")
+        with pytest.raises(ppo.UserError, match=message):
+            ppo.score_rewards(env.run, env.processor, reward, step, samples)
+
+
+def rewards_of(*flags: str) -> ppo.Reward:
+    return ppo.load_reward(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
+
+
+def test_bad_recipes_are_refused(tmp_path):
+    for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "1"]]}', '{"a": [["exact", NaN]]}',
+                   '{"a": "exact"}', "{", "no.json", '{"a": [["exact", true]]}'):
+        with pytest.raises(ppo.UserError, match="--reward_recipe"):
+            rewards_of("--reward_recipe", recipe)
+    with pytest.raises(ppo.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
+        rewards_of("--reward", "exact,boxed")
+    with pytest.raises(ppo.UserError, match="--reward is empty"):
+        rewards_of("--reward", "")
+    with pytest.raises(ppo.UserError, match="--reward and --reward_recipe: choose one"):
+        rewards_of("--reward", "exact", "--reward_recipe", '{"*": [["exact", 1]]}')
+    path = tmp_path / "recipe.json"
+    path.write_text('{"*": [["exact", 0.5], ["grm:a", 1], ["grm:b", 1]]}')
+    reward = rewards_of("--reward_recipe", str(path))
+    assert [source.name for source in reward.sources] == ["exact", "grm", "grm2"]
+    assert reward.recipe == {"*": {"exact": 0.5, "grm": 1, "grm2": 1}}
+
+
+def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
+    reward = ppo.load_reward(env.args.reward)
+    with pytest.raises(ppo.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
+        ppo.check_rows(env.args, reward, env.prompts)
+    row = vlm.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), None, None)
+    with pytest.raises(ppo.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
+        ppo.check_rows(env.args, rewards_of("--reward", "boxed"), [row])
+    ppo.check_rows(env.args, rewards_of("--reward", "grm:x"), [row])
+    with pytest.raises(ppo.UserError, match="no reference answer, which grm compares with"):
+        args = ppo.parse_args(["--model", "m", "--data", "d", "--reward", "grm:x", "--grm_question", "answers"])
+        ppo.check_rows(args, ppo.load_reward(args.reward), [row])
+
+
+def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
+    env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
+    with pytest.raises(ppo.UserError, match="judge.json counts nothing"):
+        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
+    counts = {"kinds": {"correct": {"examples": 3}, "score": {"examples": 5}, "answers": {"examples": 0}}}
+    assert ppo.judge_question(counts, "auto") == "score" and ppo.judge_question(counts, "correct") == "correct"
+    with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
+        ppo.judge_question(counts, "answers")
