@@ -52,7 +52,7 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
-from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, PackedAttention, Processor, Prompt, PromptLoader,
+from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, answer_frame, choose_attention, clear_forward_order, count_judgements, encode_target, fill,
                         image_features, image_token_count, judge_prompt, judge_settings, language_hidden, load_rows, load_weights,
                         materialize, parse_verdict, positions_of, read_image, read_judgement, resolve_folder, skeleton,
@@ -467,7 +467,7 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     if head is None:
         return load_weights(module.model, folder)
     nn.init.zeros_(head.weight)
-    return load_weights(module.model, folder, {"value_head.weight": head.weight})
+    return load_weights(module.model, folder, dict.fromkeys(VALUE_HEADS, head.weight))
 
 
 def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:

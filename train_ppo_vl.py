@@ -51,7 +51,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features, fail_together,
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order, exchange_features, fail_together,
                             gather_samples, make_blocks, make_packs, minibatches)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
@@ -62,6 +62,7 @@ from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, Packed
                         load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict, positions_of,
                         read_image, resolve_folder, skeleton, unsharded, use_attention, user_text, with_same_tower)
 
+COMPARE_GROUPS = ("grpo", "group_norm", "dr_grpo", "rloo", "opo", "gpg", "reinforce_baseline")
 TRAIN, EVAL, JUDGE = 0, 1, 2   # streams of sampling noise: a prompt met in both gets unrelated samples
 
 
@@ -79,12 +80,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
-    fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0}
+    moments = losses.RunningMoments()
+    fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "moments": moments.state_dict(),
+             "dropped_prompts": 0, "batches_taken": 0}
     state = checkpoints.resume(flags_of(args) | {"data (rows)": len(train_prompts)}, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
+    moments.load_state_dict(state["moments"])
     log = open_log(run, train_prompts, eval_prompts, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
 
@@ -117,37 +121,32 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     choose = functools.partial(prompts_of_step, args, train_prompts)
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
-        loader.prefetch(state["step"])
+        loader.prefetch(state["batches_taken"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-            with run.timer("data"):
-                prompts = loader.take(step - 1)
-                loader.prefetch(step)
             with profiled(run, step):
-                with run.timer("rollout"):
-                    samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
+                prompts, samples, rolled = sample_and_score(run, processor, actor, reward, loader, state["batches_taken"])
                 checkpoints.finish()                           # commit what has been written meanwhile
-                with run.timer("reward"):
-                    samples = score_rewards(run, processor, reward, prompts, samples)
                 with run.timer("score"):
                     score_logprobs_and_values(run, actor, reference, critic, prompts, samples)
                 with run.timer("advantages"):
-                    metrics = compute_advantages(run, samples, kl_controller)
+                    metrics = compute_advantages(run, samples, kl_controller, moments)
                 with run.timer("update_critic"):
                     metrics |= update_critic(run, *models["critic"], prompts, samples, step) if critic else {}
                 with run.timer("update_actor"):
                     frozen = step <= args.update.freezing_actor_steps
                     metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step,
-                                                              kl_controller.value)
+                                                              kl_controller.value, reference)
             if "train/kl" in metrics and not frozen:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
+            metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
             metrics |= {"rollout/dropped_prompts": loader.dropped} | perf_metrics(run, actor, critic, prompts, samples)
             log_samples(run, log, step, metrics, processor, prompts, samples)
             state |= {"step": step, "metrics": metrics, "kl_controller": kl_controller.state_dict(),
-                      "dropped_prompts": loader.dropped, "prompts_taken": step * args.rollout.prompts_per_step}
+                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped, "batches_taken": state["batches_taken"] + rolled["rollouts"]}
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -252,25 +251,40 @@ class RewardArgs:
 @dataclass(frozen=True)
 class AlgorithmArgs:
     """algorithm"""
-    advantage: str = flag("gae", "advantage estimator; gae needs a critic, grpo and rloo at least 2 samples per prompt",
-                          ("gae", "grpo", "rloo", "reinforce++"))
-    gamma: float = flag(1.0, "discount per token (gae, reinforce++)", low=0, high=1)
+    advantage: str = flag("gae", "advantage estimator; gae has a critic; grpo (group_norm), dr_grpo, rloo, opo, gpg and "
+                                 "reinforce_baseline compare at least 2 samples per prompt; remax has a greedy one beside them",
+                          ("gae", "reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_norm", "dr_grpo", "rloo",
+                           "remax", "opo", "gpg", "cpgd"))
+    gamma: float = flag(1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1)
     gae_lambda: float = flag(0.95, "lambda of gae", low=0, high=1)
-    advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae and reinforce++",
-                                ("auto", "on", "off"))
+    advantages_norm: str = flag("auto", "whiten advantages over the step. auto: on for gae, reinforce++ and "
+                                        "reinforce_baseline", ("auto", "on", "off"))
+    advantage_clip: float = flag(0.0, "bound of the advantages' absolute value; 0: off", low=0)
+    reward_norm: bool = flag(False, "divide rewards, less their mean, by their standard deviation since the start of the run")
+    reward_clip: float = flag(0.0, "bound of the rewards' absolute value, after --reward_norm; 0: off", low=0)
+    overlong_buffer: int = flag(0, "tokens below --max_new_tokens over which a length penalty grows (DAPO); 0: off", low=0)
+    overlong_factor: float = flag(1.0, "length penalty at --max_new_tokens, with --overlong_buffer", low=0)
+    dynamic_sampling: int = flag(0, "rollouts per step, at most, to replace prompts whose samples all earn the same (DAPO); 0: off",
+                                 low=0)
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
-    kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss",
-                             ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"))
+    kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss; full: the whole "
+                                   "vocabulary, for a further forward pass of the reference",
+                             ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
     kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed", low=0)
     kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
                                  ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
-    clip_low: float = flag(0.2, "ratio clip below 1", low=0, high=1)
-    clip_high: float = flag(0.2, "ratio clip above 1; larger than --clip_low is clip-higher", low=0)
-    dual_clip: float = flag(3.0, "ratio bound for negative advantages, above 1; 0: off")
+    policy_loss: str = flag("ppo", "loss of the actor", tuple(losses.LOSS_CLIP_DEFAULTS))
+    clip_low: float = flag(-1.0, "ratio clip below 1; -1: the loss's own: ppo and cpgd 0.2, gspo 3e-4, gmpo 0.4 (in log space), "
+                                 "cispo 1 (none)", low=-1, high=1)
+    clip_high: float = flag(-1.0, "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo and cpgd 0.2, "
+                                  "gspo 4e-4, gmpo 0.4, cispo 4", low=-1)
+    dual_clip: float = flag(3.0, "ratio bound for negative advantages (ppo), above 1; 0: off")
     value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
+    high_entropy_ratio: float = flag(1.0, "share of each response's tokens, those of highest entropy, in the policy loss; below 1 "
+                                          "it costs a forward pass", low=1e-6, high=1)
     recompute_old_logprobs: bool = flag(False, "take old log-probs from a forward pass instead of the sampler's record")
     importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs", low=1e-6)
 
@@ -336,7 +350,13 @@ class Args:
     @property
     def whiten(self) -> bool:
         norm = self.algorithm.advantages_norm
-        return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++"))
+        return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++", "reinforce_baseline"))
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        given = (self.algorithm.clip_low, self.algorithm.clip_high)
+        return tuple(own if value == -1 else value
+                     for value, own in zip(given, losses.LOSS_CLIP_DEFAULTS[self.algorithm.policy_loss]))
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -369,8 +389,16 @@ def check_args(args: Args) -> None:
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
             rollout.prompts_per_step % max(1, update.minibatches) == 0,
         f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
-        f"{rollout.samples_per_prompt} must be at least 2": has_critic or algorithm.advantage == "reinforce++"
+        f"{rollout.samples_per_prompt} must be at least 2": algorithm.advantage not in COMPARE_GROUPS
             or rollout.samples_per_prompt > 1,
+        "--advantage cpgd compares the samples of a step: it needs at least 2": algorithm.advantage != "cpgd"
+            or rollout.samples_per_prompt * rollout.prompts_per_step > 1,
+        "--dynamic_sampling drops prompts whose samples all earn the same: --samples_per_prompt must be at least 2":
+            not algorithm.dynamic_sampling or rollout.samples_per_prompt > 1,
+        f"--overlong_buffer {algorithm.overlong_buffer} exceeds --max_new_tokens {rollout.max_new_tokens}":
+            algorithm.overlong_buffer <= rollout.max_new_tokens,
+        "--clip_low and --clip_high must be at least 0, or -1 for the loss's own": all(
+            value == -1 or value >= 0 for value in (algorithm.clip_low, algorithm.clip_high)),
         f"--freezing_actor_steps {update.freezing_actor_steps} needs a critic to train meanwhile (--advantage gae)":
             has_critic or not update.freezing_actor_steps,
         "--reference_model is of no use without --kl_coef": algorithm.kl_coef > 0 or not args.model.reference_model,
@@ -523,13 +551,22 @@ class Policy(nn.Module):
         self.register_buffer("banned", banned, persistent=False)                                                 # (V,)
         self.register_buffer("stop_ids", torch.tensor(stop_token_ids(processor, args)), persistent=False)
 
-    def forward(self, row: Row, attention: PackedAttention, entropy: bool = False):
-        """Returns logp (T,) float32 and entropy (T,) or None."""
-        hidden = language_hidden(self.model, row, attention)                                                   # (L, H)
-        return losses.linear_logprobs(hidden[row.predict], self.model.lm_head.weight, row.targets,
-                                      temperature=self.temperature, banned=self.banned,
-                                      row_banned=row.step < self.min_new_tokens, row_banned_ids=self.stop_ids,
-                                      entropy=entropy, chunk=self.chunk)
+    def forward(self, row: Row, attention: PackedAttention, entropy: bool = False, reference: tuple | None = None,
+                hidden_only: bool = False):
+        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to a reference or None.
+
+        Args:
+            reference: hidden states (T, H) and head (V, H) of the reference, for the exact KL.
+            hidden_only: return the hidden states (T, H) that predict the responses, and nothing else.
+        """
+        hidden = language_hidden(self.model, row, attention)[row.predict]                                      # (T, H)
+        if hidden_only:
+            return hidden
+        head = {"temperature": self.temperature, "banned": self.banned, "row_banned": row.step < self.min_new_tokens,
+                "row_banned_ids": self.stop_ids, "chunk": self.chunk}
+        weight = self.model.lm_head.weight
+        logp, spread = losses.linear_logprobs(hidden, weight, row.targets, entropy=entropy, **head)
+        return logp, spread, losses.full_kl(hidden, reference[0], weight, reference[1], **head) if reference else None
 
 
 class Critic(nn.Module):
@@ -650,12 +687,73 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 
 
 def prompts_of_step(args: Args, rows: list[Prompt], index: int) -> tuple[list[Prompt], list[int]] | None:
-    """The prompts of the 0-based step ``index`` and their draw numbers: how many prompts were taken before each."""
-    if index >= args.update.steps:
+    """Batch ``index`` of prompts, 0-based, and their draw numbers: how many prompts were taken before each. A step takes
+    one batch, or more with --dynamic_sampling."""
+    if index >= args.update.steps * max(1, args.algorithm.dynamic_sampling):
         return None
     size = args.rollout.prompts_per_step
     draws = range(index * size, (index + 1) * size)
     return [rows[i] for i in data_order(draws, len(rows), args.run.seed)], list(draws)
+
+
+def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Reward", loader: PromptLoader,
+                     batch: int) -> tuple[StepPrompts, Samples, dict[str, int]]:
+    """Roll out and score the prompts of a step, which begin at 0-based ``batch``; with --dynamic_sampling, go on with further
+    batches until --prompts_per_step of them have samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
+
+    Where the limit comes first, prompts without spread fill the step. Returns counts for the metrics, too.
+    """
+    args, limit, parts, kept = run.args, max(1, run.args.algorithm.dynamic_sampling), [], 0
+    while len(parts) < limit and kept < args.rollout.prompts_per_step:
+        with run.timer("data"):
+            prompts = loader.take(batch + len(parts))
+            loader.prefetch(batch + len(parts) + 1)
+        with run.timer("rollout"):
+            samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
+            greedy = rollout(run, processor, actor, prompts, 1, TRAIN, greedy=True) \
+                if args.algorithm.advantage == "remax" else None
+        with run.timer("reward"):
+            samples = score_rewards(run, processor, reward, prompts, samples)
+            if greedy is not None:
+                greedy = score_rewards(run, processor, reward, prompts, greedy)                # one per group, in order
+                samples.greedy_scores = greedy.scores[torch.searchsorted(greedy.group, samples.group)]
+        parts.append((prompts, samples, groups_with_spread(samples) if limit > 1 else list(range(len(prompts.prompts)))))
+        kept += len(parts[-1][2])
+    if limit == 1:
+        return prompts, samples, {"rollouts": 1}
+    room = max(0, args.rollout.prompts_per_step - kept)
+    dull = [(i, group) for i, (prompts, _, spread) in enumerate(parts) for group in range(len(prompts.prompts))
+            if group not in spread][::-1]
+    chosen = [sorted([*spread, *(group for k, group in dull[:room] if k == i)]) for i, (*_, spread) in enumerate(parts)]
+    prompts, samples = merge_steps([part[:2] for part in parts], chosen, args.rollout.prompts_per_step)
+    return prompts, samples, {"rollouts": len(parts), "groups_without_spread": len(dull), "groups_not_replaced": room}
+
+
+def groups_with_spread(samples: Samples) -> list[int]:
+    """The prompts whose samples do not all earn the same."""
+    scores = {}
+    for group, score in zip(samples.group.tolist(), samples.scores.tolist()):
+        scores.setdefault(group, []).append(score)
+    return [group for group, earned in sorted(scores.items()) if max(earned) - min(earned) >= 1e-6]
+
+
+def merge_steps(parts: list[tuple[StepPrompts, Samples]], chosen: list[list[int]], count: int) -> tuple[StepPrompts, Samples]:
+    """One step of the first ``count`` ``chosen`` groups of several."""
+    picks = [(i, group) for i, groups in enumerate(chosen) for group in groups][:count]
+    place = {pick: k for k, pick in enumerate(picks)}
+    steps = [prompts for prompts, _ in parts]
+    renumber = lambda name: {place[i, group]: value for i, step in enumerate(steps)  # noqa: E731
+                             for group, value in getattr(step, name).items() if (i, group) in place}
+    merged = StepPrompts([steps[i].prompts[group] for i, group in picks], [steps[i].draws[group] for i, group in picks],
+                         [steps[i].owners[group] for i, group in picks], renumber("positions"), renumber("patches"),
+                         renumber("features"), [place[i, group] for i, step in enumerate(steps) for group in step.dropped
+                                                if (i, group) in place])
+    samples = []
+    for i, (_, part) in enumerate(parts):
+        own = torch.tensor([k for k, group in enumerate(part.group.tolist()) if (i, group) in place], dtype=torch.int64)
+        part = part.select(own)
+        samples.append(replace(part, group=torch.tensor([place[i, group] for group in part.group.tolist()], dtype=torch.int64)))
+    return merged, concatenate(samples)
 
 
 def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts, count: int, stream: int,
@@ -1236,42 +1334,100 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
 
 def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None, critic: Critic | None,
                               prompts: StepPrompts, samples: Samples) -> None:
-    """Fill old_logprobs, ref_logprobs and values."""
-    recompute = run.args.algorithm.recompute_old_logprobs
-    samples.old_logprobs = score_tokens(run, actor, prompts, samples) if recompute else samples.logprobs
-    if reference is not None:
+    """Fill old_logprobs, ref_logprobs, kl, values and entropy, whatever the flags need."""
+    algorithm = run.args.algorithm
+    samples.old_logprobs = samples.logprobs
+    if algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1:
+        logprobs, samples.entropy = score_entropy(run, actor, prompts, samples)
+        samples.old_logprobs = logprobs if algorithm.recompute_old_logprobs else samples.logprobs
+    if reference is not None and algorithm.kl_estimator == "full":
+        samples.kl = score_full_kl(run, actor, reference, prompts, samples)
+    elif reference is not None:
         samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
+        samples.kl = losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs)
     if critic is not None:
         samples.values = score_tokens(run, critic, prompts, samples)
 
 
-def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLController) -> dict[str, float]:
+@torch.no_grad()
+def score_entropy(run: Run, actor: Policy, prompts: StepPrompts, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """(N,) log-probs and (N,) entropy of all samples under the actor, on every rank."""
+    actor.eval()
+    result = torch.zeros(2, len(samples.tokens))
+    for row, attention in packed_rows(run, actor.model, prompts, samples):
+        result[:, row.flat] = torch.stack(actor(row, attention, entropy=True)[:2]).cpu()
+    rest_after_scoring(actor)
+    dist.all_reduce(result)
+    return result[0], result[1]
+
+
+@torch.no_grad()
+def score_full_kl(run: Run, actor: Policy, reference: Policy, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
+    """(N,) exact KL(actor | reference) over the vocabulary at every response token, on every rank."""
+    actor.eval()
+    result = torch.zeros(len(samples.tokens))
+    for row, attention in packed_rows(run, actor.model, prompts, samples):
+        result[row.flat] = actor(row, attention, reference=reference_head(reference, row, attention))[2].cpu()
+    rest_after_scoring(actor)
+    rest_after_scoring(reference)
+    dist.all_reduce(result)
+    return result
+
+
+@torch.no_grad()
+def reference_head(reference: Policy, row: Row, attention: PackedAttention) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the exact KL needs of the reference: hidden states (T, H), and its head, which that forward leaves gathered."""
+    reference.eval()
+    return reference(row, attention, hidden_only=True), reference.model.lm_head.weight
+
+
+def rest_after_scoring(module: nn.Module) -> None:
+    """Forwards without a backward leave a record, and the root's weights gathered: drop both."""
+    clear_forward_order(module)
+    module.reshard()
+
+
+def shape_scores(args: Args, samples: Samples, moments: losses.RunningMoments) -> torch.Tensor:
+    """(S,) scores as the estimator sees them: normalised, clipped, less the length penalty."""
+    algorithm, scores = args.algorithm, samples.scores
+    if algorithm.reward_norm:
+        scores = losses.normalize_scores(scores, moments)
+    if algorithm.reward_clip:
+        scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
+    if algorithm.overlong_buffer:
+        scores = scores + losses.overlong_penalty(samples.lengths, args.rollout.max_new_tokens, algorithm.overlong_buffer,
+                                                  algorithm.overlong_factor)
+    return scores
+
+
+def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLController,
+                       moments: losses.RunningMoments) -> dict[str, float]:
     """Fill advantages and returns; the whole step at once, alike on every rank. Returns the rollout metrics."""
     algorithm, mask = run.args.algorithm, samples.mask                                                # (S, longest)
-    kl = torch.zeros(mask.shape)
-    if samples.ref_logprobs is not None:
-        kl = samples.padded(losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs))
+    scores = shape_scores(run.args, samples, moments)                                                 # (S,)
+    kl = samples.padded(samples.kl) if samples.kl is not None else torch.zeros(mask.shape)
     in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
-    if algorithm.advantage in ("grpo", "rloo"):
-        scores = samples.scores - in_reward * kl.sum(dim=1)
-        advantages = losses.group_scores(scores, samples.group, algorithm.advantage)[:, None] * mask
-        returns = advantages
-    else:
-        rewards = losses.token_rewards(samples.scores, kl, mask, in_reward)
+    if algorithm.advantage in ("gae", "reinforce", "reinforce++", "remax"):
+        baseline = samples.greedy_scores if algorithm.advantage == "remax" else 0.0
+        rewards = losses.token_rewards(scores - baseline, kl, mask, in_reward)
         if algorithm.advantage == "gae":
             advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma,
                                              algorithm.gae_lambda)
-        elif algorithm.advantage == "reinforce++":
-            advantages = returns = losses.rewards_to_go(rewards, mask, algorithm.gamma)
         else:
-            raise ValueError(f"unknown --advantage {algorithm.advantage}")
+            advantages = returns = losses.rewards_to_go(rewards, mask, algorithm.gamma)
+    else:
+        scores = scores - in_reward * kl.sum(dim=1)
+        advantages = losses.group_scores(scores, samples.group, algorithm.advantage, samples.lengths)[:, None] * mask
+        returns = advantages
     if run.args.whiten:
         advantages = losses.masked_whiten(advantages, mask)
+    if algorithm.advantage_clip:
+        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     samples.advantages, samples.returns = advantages[mask], returns[mask]
-    return rollout_metrics(samples, kl[mask])
+    return rollout_metrics(samples)
 
 
-def rollout_metrics(samples: Samples, kl: torch.Tensor) -> dict[str, float]:
+def rollout_metrics(samples: Samples) -> dict[str, float]:
     lengths, scores, advantages = samples.lengths.float(), samples.scores, samples.advantages
     metrics = {"rollout/reward": scores.mean(), "rollout/reward_std": scores.std(correction=0),
                "rollout/response_length": lengths.mean(), "rollout/response_length_max": lengths.max(),
@@ -1281,8 +1437,8 @@ def rollout_metrics(samples: Samples, kl: torch.Tensor) -> dict[str, float]:
                "train/advantages_max": advantages.max()}
     metrics |= {f"rollout/{name}_reward": values.nanmean() for name, values in samples.components.items()
                 if not values.isnan().all()}
-    if samples.ref_logprobs is not None:
-        metrics["train/kl"] = kl.mean()
+    if samples.kl is not None:
+        metrics["train/kl"] = samples.kl.mean()
     if samples.values is not None:
         metrics["train/values"] = samples.values.mean()
         metrics["train/explained_variance"] = losses.explained_variance(
@@ -1295,12 +1451,15 @@ def rollout_metrics(samples: Samples, kl: torch.Tensor) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def minibatch_weights(run: Run, samples: Samples, groups) -> torch.Tensor:
-    """(N,) weight of every token in the minibatch of prompt ``groups``, by its global counts; 0 elsewhere."""
-    lengths = samples.lengths * torch.isin(samples.group, torch.as_tensor(groups))
+def minibatch_weights(run: Run, samples: Samples, groups, keep: torch.Tensor | None = None) -> torch.Tensor:
+    """(N,) weight of every token in the minibatch of prompt ``groups``, by its global counts; 0 elsewhere, and where
+    ``keep`` (N,) is false."""
+    lengths = samples.lengths if keep is None else torch.stack([part.sum() for part in samples.split(keep)])
+    lengths = lengths * torch.isin(samples.group, torch.as_tensor(groups))
     weights = losses.token_weights(lengths, run.args.algorithm.loss_aggregation, int(lengths.sum()), int((lengths > 0).sum()),
                                    run.args.rollout.max_new_tokens)                                                # (S,)
-    return weights.float().repeat_interleave(samples.lengths)
+    weights = weights.float().repeat_interleave(samples.lengths)
+    return weights if keep is None else weights * keep
 
 
 def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, bool]:
@@ -1344,22 +1503,26 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
 
 
 def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples, step: int,
-                 kl_coef: float) -> dict[str, float]:
+                 kl_coef: float, reference: Policy | None = None) -> dict[str, float]:
     """Policy-gradient updates for all epochs and minibatches of a step, or until --target_kl is exceeded."""
     args, sums = run.args, MetricSums()
     lr = args.update.actor_lr * lr_factor(step, args.update, args.update.freezing_actor_steps)
     actor.train()
-    updates = 0
+    updates, keep = 0, None
+    if args.algorithm.high_entropy_ratio < 1:
+        keep = losses.high_entropy_mask(samples.entropy, samples.lengths, args.algorithm.high_entropy_ratio)       # (N,)
     for epoch in range(args.update.epochs):
         for groups in minibatches(len(prompts.prompts), args.update.minibatches, (args.run.seed, step, epoch)):
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
-            rows = []
+            rows, kept_weights = [], None if keep is None else minibatch_weights(run, samples, groups, keep)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
-                loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef)
+                loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep, kept_weights)
                 (loss * run.world).backward()                                     # FSDP averages gradients over ranks
                 rows.append(stats)
+            if reference is not None and args.algorithm.kl_estimator == "full":
+                rest_after_scoring(reference)
             if args.update.target_kl and exceeds(rows, args.update.target_kl):
                 optimizer.zero_grad(set_to_none=True)
                 return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
@@ -1381,23 +1544,33 @@ def exceeds(rows: list[dict[str, torch.Tensor]], target_kl: float) -> bool:
 
 
 def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, samples: Samples, weights: torch.Tensor,
-               kl_coef: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """This row's share of the loss of a minibatch, and sums over its tokens for the metrics."""
+               kl_coef: float, reference: Policy | None = None, keep: torch.Tensor | None = None,
+               kept_weights: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """This row's share of the loss of a minibatch, and sums over its tokens for the metrics.
+
+    Args:
+        weights: (N,) weight of every token.
+        reference: for the exact KL in the loss.
+        keep, kept_weights: (N,) the tokens of high entropy, and their weights in the policy term, which is theirs alone.
+    """
     algorithm = run.args.algorithm
     pick = lambda values: values[row.flat].to(run.device)  # noqa: E731
     old, sampled = pick(samples.old_logprobs), pick(samples.logprobs)                                           # (T,)
     advantages, weight = pick(samples.advantages), pick(weights)                                                # (T,)
-    logp, entropy = actor(row, attention, entropy=True)                                                         # (T,)
+    in_loss = algorithm.kl_in == "loss" and samples.kl is not None
+    exact = reference_head(reference, row, attention) if in_loss and algorithm.kl_estimator == "full" else None
+    logp, entropy, kl = actor(row, attention, entropy=True, reference=exact)                                    # (T,)
     correction = (old - sampled).exp().clamp(max=algorithm.importance_cap) if algorithm.recompute_old_logprobs else None
-    terms, stats = losses.policy_loss("ppo", logp, old, advantages, row.sample, len(samples), algorithm.clip_low,
-                                      algorithm.clip_high, algorithm.dual_clip, correction)
-    loss = (weight * terms).sum()
+    terms, stats = losses.policy_loss(algorithm.policy_loss, logp, old, advantages, row.sample, len(samples), *run.args.clip,
+                                      algorithm.dual_clip, correction, None if keep is None else pick(keep))
+    loss = ((weight if keep is None else pick(kept_weights)) * terms).sum()
     stats |= {"policy_loss": loss.detach(), "entropy": entropy.detach().sum(), "tokens": len(row.targets),
               "gap": (logp.detach() - sampled).abs().sum()}
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
-    if algorithm.kl_in == "loss" and samples.ref_logprobs is not None:
-        kl_loss = (weight * losses.kl_penalty(algorithm.kl_estimator, logp, pick(samples.ref_logprobs))).sum()
+    if in_loss:
+        kl = losses.kl_penalty(algorithm.kl_estimator, logp, pick(samples.ref_logprobs)) if kl is None else kl
+        kl_loss = (weight * kl).sum()
         loss = loss + kl_coef * kl_loss
         stats["kl_loss"] = kl_loss.detach()
     return loss, stats
@@ -1536,6 +1709,9 @@ def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], 
         log.line("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not")
     if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
         log.line("warning: the expected gradient of k1 as a loss is zero; use k2 or k3+")
+    if args.algorithm.policy_loss in ("gspo", "gmpo") and args.algorithm.loss_aggregation != "seq-mean-token-mean":
+        log.line(f"warning: {args.algorithm.policy_loss} is a loss per sequence; --loss_aggregation seq-mean-token-mean "
+                 "makes it the paper's")
     return log
 
 

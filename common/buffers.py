@@ -38,9 +38,12 @@ class Samples:
     truncated: torch.Tensor                      # (S,) bool: ended by the token limit
     tokens: torch.Tensor                         # (N,)
     logprobs: torch.Tensor                       # (N,)
-    scores: torch.Tensor | None = None           # (S,) reward before KL
+    scores: torch.Tensor | None = None           # (S,) reward before KL and shaping
+    greedy_scores: torch.Tensor | None = None    # (S,) reward of the greedy response to the sample's prompt (remax)
     old_logprobs: torch.Tensor | None = None     # (N,) under the policy at the start of the update
     ref_logprobs: torch.Tensor | None = None     # (N,)
+    kl: torch.Tensor | None = None               # (N,) to the reference, before the update
+    entropy: torch.Tensor | None = None          # (N,) under the policy at the start of the update
     values: torch.Tensor | None = None           # (N,) critic's value of the state before the token
     advantages: torch.Tensor | None = None       # (N,)
     returns: torch.Tensor | None = None          # (N,)
@@ -77,7 +80,18 @@ class Samples:
             value = getattr(self, f.name)
             if isinstance(value, torch.Tensor):
                 chosen[f.name] = value[flat if f.name in PER_TOKEN else order]
-        return replace(self, **chosen, components={k: v[order] for k, v in self.components.items()})
+        judgements = [self.judgements[i] for i in order.tolist()] if self.judgements else []
+        return replace(self, **chosen, components={k: v[order] for k, v in self.components.items()}, judgements=judgements)
+
+
+def concatenate(parts: list[Samples]) -> Samples:
+    """The samples of several parts, one after the other; a component that a part lacks is NaN there."""
+    joined = {f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Samples)
+              if isinstance(getattr(parts[0], f.name), torch.Tensor)}
+    names = dict.fromkeys(name for part in parts for name in part.components)
+    missing = lambda part: torch.full((len(part),), float("nan"))  # noqa: E731
+    components = {name: torch.cat([part.components.get(name, missing(part)) for part in parts]) for name in names}
+    return Samples(**joined, components=components, judgements=[text for part in parts for text in part.judgements])
 
 
 def as_samples(targets: list[list[torch.Tensor]]) -> Samples:
@@ -90,7 +104,7 @@ def as_samples(targets: list[list[torch.Tensor]]) -> Samples:
                    truncated=torch.zeros(len(flat), dtype=torch.bool), logprobs=torch.zeros(len(tokens)))
 
 
-PER_TOKEN = ("tokens", "logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
+PER_TOKEN = ("tokens", "logprobs", "old_logprobs", "ref_logprobs", "kl", "entropy", "values", "advantages", "returns")
 
 
 def ragged_index(starts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,9 @@ def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, lon
         truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5),
         tokens=torch.from_numpy(rng.integers(4, 1000, total)),
         logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
-        ref_logprobs=flat(), values=flat(), advantages=flat(), returns=flat(),
+        ref_logprobs=flat(), kl=flat(), entropy=flat(), values=flat(), advantages=flat(), returns=flat(),
+        greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)),
+        judgements=[str(i) for i in range(len(lengths))],
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
 
 
@@ -62,12 +64,30 @@ def test_select_takes_every_field_along(seed):
     chosen = samples.select(torch.from_numpy(order))
     for f in dataclasses.fields(Samples):
         old, new = getattr(samples, f.name), getattr(chosen, f.name)
-        if f.name == "components":
+        if f.name == "judgements":
+            assert new == [old[i] for i in order]
+        elif f.name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
         elif f.name in PER_TOKEN:
             assert new.tolist() == [x for i in order for x in pieces(samples, old)[i]], f.name
         else:
             assert new.tolist() == [old.tolist()[i] for i in order], f.name
+
+
+@pytest.mark.parametrize("seed", SEEDS[:5])
+def test_parts_are_joined_in_order(seed):
+    """Cut into parts and joined: the same; a component that a part lacks is NaN there."""
+    samples = random_samples(np.random.default_rng(seed))
+    parts = [samples.select(torch.arange(len(samples))[cut]) for cut in (slice(0, 2), slice(2, 2), slice(2, None))]
+    parts[0].components["length"] = parts[0].lengths.float()
+    joined = buffers.concatenate(parts)
+    for f in dataclasses.fields(Samples):
+        if f.name != "components":
+            old, new = getattr(samples, f.name), getattr(joined, f.name)
+            assert torch.equal(new, old) if torch.is_tensor(old) else new == old, f.name
+    assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
+    assert joined.components["length"][:2].tolist() == samples.lengths[:2].tolist()
+    assert joined.components["length"][2:].isnan().all()
 
 
 def test_every_per_token_field_is_known_to_select():
@@ -96,7 +116,7 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     samples = random_samples(rng)
     shuffled = [[i for i in rng.permutation(len(samples)) if samples.group[i] % world == r] for r in range(world)]
     ranks = [samples.select(torch.tensor(part, dtype=torch.int64)) for part in shuffled]
-    names = iter([f.name for f in dataclasses.fields(Samples) if f.name != "components"] + ["accuracy"])
+    names = iter([f.name for f in dataclasses.fields(Samples) if f.name not in ("components", "judgements")] + ["accuracy"])
 
     def gather(tensor):
         name = next(names)
@@ -105,7 +125,7 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     monkeypatch.setattr(buffers, "all_gather_ragged", gather)
     joined = buffers.gather_samples(ranks[0])
     for f in dataclasses.fields(Samples):
-        if f.name != "components":
+        if f.name not in ("components", "judgements"):
             assert torch.equal(getattr(joined, f.name), getattr(samples, f.name)), f.name
     assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
 

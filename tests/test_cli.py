@@ -101,7 +101,7 @@ REFUSED = {
     "--actor_lr=-inf": "-inf is not a finite number",
     "--actor_lr one": "--actor_lr: invalid finite_float value: 'one'",
     "--advantage ppo": "invalid choice: 'ppo'",
-    "--kl_estimator full": "invalid choice: 'full'",
+    "--kl_estimator k4": "invalid choice: 'k4'",
     "--steps 0": "--steps 0 must be at least 1",
     "--prompts_per_step 0": "--prompts_per_step 0 must be at least 1",
     "--gamma 1.5": "--gamma 1.5 must be at least 0 and at most 1",

@@ -135,6 +135,7 @@ def hand_samples(env, prompts) -> Samples:
     samples.old_logprobs = samples.logprobs + noise(0.3)                 # far enough that both clips and dual clip act
     samples.old_logprobs[::7] = samples.logprobs[::7] - 2.0
     samples.ref_logprobs = samples.old_logprobs + noise(0.5)
+    samples.kl = losses.kl_penalty("k3", samples.old_logprobs, samples.ref_logprobs)
     return samples
 
 
