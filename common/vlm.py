@@ -907,13 +907,16 @@ KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visu
 
 
 def resolve_folder(name: str) -> Path:
-    """A local checkpoint folder, or the downloaded snapshot of a hub name.
+    """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the downloaded snapshot of a
+    hub name.
 
     Raises:
         ValueError: neither a folder nor a hub name that can be fetched from here.
     """
     if Path(name).is_dir():
         return Path(name)
+    if Path(name).name == "latest" and Path(name).is_file():
+        return Path(name).with_name(Path(name).read_text().strip())
     if Path(name).exists() or name.startswith((".", "/")) or name.count("/") != 1:
         raise ValueError(f"--model {name}: no such folder (a hub name looks like owner/name)")
     from huggingface_hub import snapshot_download

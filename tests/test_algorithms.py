@@ -1,0 +1,268 @@
+"""Every estimator, loss, KL and shaping flag reaches all of the mathematics: written out again, per sample and per token.
+
+The formulas of common/losses.py have their own oracles in test_losses.py; here the flags of the script are followed from the
+command line to the advantages and to the gradient.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import start, take
+from test_training import gradient, hand_samples, with_flags
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+from common import losses
+from common.vlm import load_pixels
+
+SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--samples_per_prompt", "4")
+    env.step = take(env)
+    env.samples = hand_samples(env, env.step)
+    env.samples.scores = torch.tensor(SCORES)
+    env.samples.greedy_scores = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
+    return env
+
+
+def advantages(env, **changes) -> list[list[float]]:
+    """By sample, of a copy of the samples."""
+    samples = env.samples.select(torch.arange(16))
+    controller = losses.KLController(0.1)
+    ppo.compute_advantages(with_flags(env.run, **changes), samples, controller, changes.pop("moments", losses.RunningMoments()))
+    return [part.tolist() for part in samples.split(samples.advantages)]
+
+
+def spread(per_sample: list[float], lengths: list[int]) -> list[list[float]]:
+    return [[value] * n for value, n in zip(per_sample, lengths)]
+
+
+def to_go(rewards: list[list[float]], gamma: float) -> list[list[float]]:
+    return [[sum(gamma ** (k - t) * row[k] for k in range(t, len(row))) for t in range(len(row))] for row in rewards]
+
+
+def whitened(rows: list[list[float]]) -> list[list[float]]:
+    flat = np.array([x for row in rows for x in row])
+    return [[(x - flat.mean()) / math.sqrt(flat.var(ddof=1) + 1e-8) for x in row] for row in rows]
+
+
+def expected(name: str, scores: list[float], kl: list[list[float]], lengths: list[int], beta: float, gamma: float,
+             greedy: list[float]) -> list[list[float]]:
+    """The estimators, from their papers, by loops over prompts and samples."""
+    shifted = [s - g for s, g in zip(scores, greedy)] if name == "remax" else scores
+    rewards = [[-beta * k for k in row] for row in kl]
+    for row, score in zip(rewards, shifted):
+        if row:
+            row[-1] += score
+    if name in ("reinforce", "remax"):
+        return to_go(rewards, gamma)
+    if name == "reinforce++":
+        return whitened(to_go(rewards, gamma))
+    after = [s - beta * sum(row) for s, row in zip(scores, kl)]
+    groups = [range(4 * g, 4 * g + 4) for g in range(4)]
+    result = []
+    for i, score in enumerate(after):
+        own = [after[k] for k in groups[i // 4]]
+        mean, std = np.mean(own), np.std(own, ddof=1)
+        flat = max(own) - min(own) < 1e-6
+        if name in ("grpo", "group_norm"):
+            value = (score - mean) / (std + 1e-6)
+        elif name == "rloo":
+            value = score - (sum(own) - score) / 3
+        elif name == "opo":
+            n = [lengths[k] for k in groups[i // 4]]
+            value = score - sum(a * b for a, b in zip(n, own)) / sum(n)
+        elif name == "gpg":
+            alive = sum(4 for g in groups if max(after[k] for k in g) - min(after[k] for k in g) >= 1e-6)
+            value = 16 / max(alive, 1) * (score - mean)
+        elif name == "cpgd":
+            value, flat = (score - np.mean(after)) / (np.std(after, ddof=1) + 1e-6), False
+        else:
+            value = score - mean
+        result.append(0.0 if flat else value)
+    rows = spread(result, lengths)
+    return whitened(rows) if name == "reinforce_baseline" else rows
+
+
+ESTIMATORS = ["reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_norm", "dr_grpo", "rloo", "remax", "opo", "gpg", "cpgd"]
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators(env, name, kl_in):
+    found = advantages(env, advantage=name, kl_in=kl_in, gamma=0.9)
+    kl = [part.tolist() for part in env.samples.split(env.samples.kl)]
+    wanted = expected(name, SCORES, kl, env.samples.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
+                      env.samples.greedy_scores.tolist())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-5)
+    assert any(abs(x) > 0.1 for row in found for x in row)
+
+
+def test_shaping_comes_before_the_group(env):
+    """Normalised, clipped, less the length penalty, in this order; then dr_grpo's mean of the group."""
+    moments = losses.RunningMoments()
+    moments.update(torch.tensor([0.0, 4.0, -2.0]))
+    found = advantages(env, advantage="dr_grpo", kl_in="loss", reward_norm=True, reward_clip=0.8, overlong_buffer=6,
+                       overlong_factor=0.5, moments=moments)
+    seen = np.array([0.0, 4.0, -2.0, *SCORES])
+    shaped = np.clip((np.array(SCORES) - seen.mean()) / seen.std(ddof=1), -0.8, 0.8)
+    shaped += [min(0.0, -(n - (12 - 6)) / 6 * 0.5) for n in env.samples.lengths.tolist()]
+    means = shaped.reshape(4, 4).mean(axis=1).repeat(4)
+    for i, row in enumerate(found):
+        assert row == pytest.approx([shaped[i] - means[i]] * len(row), abs=1e-5)
+    assert moments.count == 19
+
+
+def test_advantage_clip_and_norm(env):
+    plain = [x for row in advantages(env, advantage="reinforce", kl_in="loss") for x in row]
+    clipped = [x for row in advantages(env, advantage="reinforce", kl_in="loss", advantage_clip=0.6) for x in row]
+    assert clipped == pytest.approx([min(max(x, -0.6), 0.6) for x in plain]) and clipped != plain
+    normed = [x for row in advantages(env, advantage="reinforce", kl_in="loss", advantages_norm="on") for x in row]
+    assert normed == pytest.approx([x for row in whitened([plain]) for x in row], abs=1e-5)
+    off = [x for row in advantages(env, advantage="reinforce++", kl_in="loss", advantages_norm="off") for x in row]
+    assert off == pytest.approx(plain)
+
+
+# ------------------------------------------------------------------------------------------------ losses
+def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: list[list[bool]] | None) -> torch.Tensor:
+    """Gradient for the head's weight: one forward per sample through Hugging Face's model, the loss by loops."""
+    model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    samples, image_id = env.samples, env.processor.config.image_token_id
+    low, high = clip
+    columns = [samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")]
+    keep = keep or [[True] * n for n in samples.lengths.tolist()]
+    total, loss = sum(map(sum, keep)), torch.zeros(())
+    for i, (group, tokens, old, adv) in enumerate(zip(samples.group.tolist(), *columns)):
+        if not len(tokens):
+            continue
+        prompt = env.prompts[group]
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        pixels = load_pixels(prompt, env.processor)
+        images = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        lp = logits[rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        kept = [t for t in range(len(tokens)) if keep[i][t]]
+        mean_d = torch.stack([lp[t] - old[t] for t in kept]).mean()
+        mean_a = torch.stack([adv[t] for t in kept]).mean()
+        for t in kept:
+            d, a = lp[t] - old[t], adv[t]
+            r = torch.exp(d)
+            if name == "ppo":
+                term = torch.maximum(-a * r, -a * r.clamp(1 - low, 1 + high))
+                term = torch.minimum(term, -3.0 * a) if a < 0 else term
+            elif name == "gspo":
+                s = torch.exp(mean_d.detach() + lp[t] - lp[t].detach())
+                term = torch.maximum(-a * s, -a * s.clamp(1 - low, 1 + high))
+            elif name == "cpgd":
+                term = -a * (torch.minimum(lp[t], old[t] + math.log(1 + high)) if a > 0 else
+                             torch.maximum(lp[t], old[t] + math.log(1 - low)))
+            elif name == "gmpo":
+                ds = torch.stack([lp[k] - old[k] for k in kept])
+                term = -mean_a * torch.exp((ds.clamp(max=high) if mean_a > 0 else ds.clamp(min=-low)).mean())
+            elif name == "cispo":
+                term = -(r.clamp(1 - low, 1 + high)).detach() * a * lp[t]
+            else:
+                tau = 1.0 if a > 0 else 1.05
+                term = -a * 4 / tau * torch.sigmoid(tau * (r - 1))
+            loss = loss + term / total
+    loss.backward()
+    return model.lm_head.weight.grad
+
+
+CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "gmpo": (0.4, 0.4), "cispo": (1.0, 4.0), "sapo": (0, 0)}
+
+
+@pytest.mark.parametrize("name, clip", [*CLIPS.items(), ("ppo", (0.1, 0.3)), ("cispo", (0.5, 0.5))])
+def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip):
+    own = clip == CLIPS[name]
+    run = with_flags(env.run, policy_loss=name, kl_in="reward", entropy_coef=0.0, temperature=1.0, min_new_tokens=0,
+                     clip_low=-1.0 if own else clip[0], clip_high=-1.0 if own else clip[1])
+    found, _ = gradient(run, env.actor, env.step, env.samples)
+    wanted = oracle_gradient(env, qwen25, name, clip, None)
+    assert (found["model.lm_head.weight"] - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
+    run = with_flags(env.run, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
+    samples = env.samples.select(torch.arange(16))
+    ppo.score_logprobs_and_values(run, env.actor, None, None, env.step, samples)
+    model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    keep = []
+    for group, tokens, found in zip(samples.group.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):
+        prompt = env.prompts[group]
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        pixels = load_pixels(prompt, env.processor)
+        images = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        with torch.no_grad():
+            logits = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(), **images).logits[0]
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        logp = logits[len(prompt.input_ids) - 1:-1].log_softmax(-1)
+        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(-1)
+        assert found.tolist() == pytest.approx(entropy.tolist(), abs=1e-4)
+        best = sorted(range(len(tokens)), key=lambda t: -entropy[t])[:max(1, int(0.4 * len(tokens)))]
+        keep.append([t in best for t in range(len(tokens))])
+    samples.old_logprobs = env.samples.old_logprobs
+    mask = losses.high_entropy_mask(samples.entropy, samples.lengths, 0.4)
+    assert [part.tolist() for part in samples.split(mask)] == keep
+    weights, kept = (ppo.minibatch_weights(run, samples, range(4), part) for part in (None, mask))
+    for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
+        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 0.0, None, mask, kept)[0].backward()
+    found = env.actor.model.lm_head.weight.grad.full_tensor()
+    env.actor.zero_grad(set_to_none=True)
+    wanted = oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep)
+    assert (found - wanted).norm() < 1e-4 * wanted.norm()
+
+
+def test_the_exact_kl(env, qwen25):
+    """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
+    reference = ppo.Policy(ppo.skeleton(env.processor.config, vision=False), env.processor, env.args).requires_grad_(False)
+    ppo.load_sharded(env.run, reference, qwen25)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03
+            parameter.to_local().add_(noise)
+    other = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    with torch.no_grad():
+        ours = {name.removeprefix("model."): p.full_tensor() for name, p in reference.named_parameters()}
+        for name, parameter in other.named_parameters():
+            if name in ours:
+                parameter.copy_(ours[name])
+    model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    run = with_flags(env.run, kl_estimator="full", kl_in="loss")
+    samples = env.samples.select(torch.arange(16))
+    samples.kl = None
+    ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
+    loss, kls = torch.zeros(()), []
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        prompt = env.prompts[group]
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        pixels = load_pixels(prompt, env.processor)
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+        inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        logits, others = model(**inputs).logits[0][rows], other(**inputs).logits[0][rows].detach()
+        for x in (logits, others):
+            x[:, list(env.processor.banned_ids)] = -1e9
+        logp, logq = logits.log_softmax(-1), others.log_softmax(-1)
+        kl = (logp.exp() * (logp - logq)).sum(-1)
+        kls += kl.tolist()
+        loss = loss + kl.sum() / len(samples.tokens)
+    assert samples.kl.tolist() == pytest.approx(kls, abs=1e-4) and max(kls) > 0.01
+    loss.backward()
+    weights = ppo.minibatch_weights(run, samples, range(4))
+    samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
+    for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
+        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0, reference)[0].backward()
+    found = env.actor.model.lm_head.weight.grad.full_tensor()
+    env.actor.zero_grad(set_to_none=True)
+    ppo.rest_after_scoring(reference)
+    assert (found - model.lm_head.weight.grad).norm() < 1e-4 * model.lm_head.weight.grad.norm()
+    assert not any(p.requires_grad for p in reference.parameters())
