@@ -64,9 +64,10 @@ from common import losses
 from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks,
                             make_packs)
 from common.logging import RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, choose_attention, image_features,
-                        image_list, language_hidden, load_pixels, load_rows, load_weights, make_prompt, materialize,
-                        prompt_positions, read_image, resolve_folder, skeleton, use_attention)
+from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, attention_segments, choose_attention,
+                        feature_levels, image_features, image_list, image_token_id, language_hidden, language_model,
+                        load_pixels, load_rows, load_weights, make_prompt, materialize, prompt_positions, read_image,
+                        resolve_folder, skeleton, use_attention, vision_parameters)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (sysexits.h: EX_TEMPFAIL)
@@ -714,14 +715,16 @@ def build_judge(run: Run, processor: Processor) -> Judge:
     judge = problem = None
     try:
         model = skeleton(processor.config)
-        model.model.visual.to(run.dtype).requires_grad_(False)  # replicated and outside the mixed-precision policy
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
         judge = Judge(model, run.args.update.head_chunk)
         judge.spelled = load_sharded(run, judge, resolve_folder(run.args.model.model))
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
     if run.args.model.gradient_checkpointing:
-        judge.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        language_model(judge.model).gradient_checkpointing_enable({"use_reentrant": False})
     return judge
 
 
@@ -729,15 +732,13 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
-    core = module.model.model
     use_attention(module.model, run.backend)
-    for layer in core.language_model.layers:
+    for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    frozen = set(core.visual.parameters()) if core.visual is not None else set()
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=frozen)
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
     if head is None:
         return load_weights(module.model, folder)
@@ -869,7 +870,7 @@ class PromptLoader:
 def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt, computed at first use."""
     if group not in prompts.positions:
-        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], image_token_id(model.config))
     return prompts.positions[group]
 
 
@@ -884,7 +885,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -916,18 +917,19 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
     blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
-    packs = make_packs(samples, lengths, blocks, run.world, limit, config.text_config.hidden_size)
+    hidden_size = config.get_text_config().hidden_size
+    packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
-    shapes = {g: (levels, image_token_count(prompts.prompts[g], config.image_token_id), config.text_config.hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, config.image_token_id)
-        yield row.to(run.device), PackedAttention(row.segments, run.backend, run.device)
+                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+        segments = attention_segments(config, row.segments, row.image_rows)
+        yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
 
 def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
@@ -1059,7 +1061,7 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
                 ids[k, longest - prompts.lengths[g]:] = prompts.prompts[g].input_ids
                 mask[k, longest - prompts.lengths[g]:] = 1
             inputs = {"input_ids": ids, "attention_mask": mask,
-                      "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+                      "mm_token_type_ids": (ids == image_token_id(model.config)).int()}
             if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
                 inputs |= zip(("pixel_values", "image_grid_thw"), map(torch.cat, zip(*pictures)))
             tokens = model.generate(
@@ -1073,7 +1075,7 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
 @contextmanager
 def plain_attention(model: nn.Module):
     """transformers' own attention in the language model: `generate` pads, and knows no packed rows."""
-    configs = [model.config.text_config, model.model.language_model.config]
+    configs = [model.config.get_text_config(), language_model(model).config]
     kept = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = "sdpa"

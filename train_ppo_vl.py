@@ -65,9 +65,10 @@ from common import losses
 from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
                             make_blocks, make_packs, minibatches)
 from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
-                        image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
-                        read_image, resolve_folder, skeleton, use_attention, with_same_tower)
+from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, attention_segments,
+                        choose_attention, feature_levels, image_features, image_token_id, language_hidden, language_model,
+                        load_pixels, load_prompts, load_weights, materialize, prompt_positions, read_image, resolve_folder,
+                        skeleton, use_attention, vision_parameters, with_same_tower)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
@@ -602,7 +603,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature, self.min_new_tokens = args.rollout.temperature, args.rollout.min_new_tokens
         self.chunk = args.update.head_chunk
-        banned = torch.zeros(model.config.text_config.vocab_size, dtype=torch.bool)
+        banned = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
         banned[list(processor.banned_ids)] = True
         self.register_buffer("banned", banned, persistent=False)                                                 # (V,)
         self.register_buffer("stop_ids", torch.tensor(stop_token_ids(processor, args)), persistent=False)
@@ -622,7 +623,7 @@ class Critic(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.value_head = nn.Linear(model.config.text_config.hidden_size, 1, bias=False)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, row: Row, attention: PackedAttention) -> torch.Tensor:
         """Returns values (T,) float32."""
@@ -652,7 +653,8 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     try:
         folder = resolve_folder(args.model.model)
         model = skeleton(processor.config)
-        for parameter in model.model.visual.requires_grad_(False).parameters():
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
             parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
@@ -667,7 +669,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     fail_together(problem)
     if args.model.gradient_checkpointing:
         for module in filter(None, (actor, critic)):
-            module.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            language_model(module.model).gradient_checkpointing_enable({"use_reentrant": False})
     return actor, critic, reference
 
 
@@ -675,15 +677,13 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
-    core = module.model.model
     use_attention(module.model, run.backend)
-    for layer in core.language_model.layers:
+    for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    frozen = set(core.visual.parameters()) if core.visual is not None else set()
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=frozen)
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
     if head is None:
         return load_weights(module.model, folder)
@@ -801,7 +801,7 @@ class PromptLoader:
 def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt, computed at first use."""
     if group not in prompts.positions:
-        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], image_token_id(model.config))
     return prompts.positions[group]
 
 
@@ -845,7 +845,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -1071,18 +1071,19 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
     blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
-    packs = make_packs(samples, lengths, blocks, run.world, limit, config.text_config.hidden_size)
+    hidden_size = config.get_text_config().hidden_size
+    packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
-    shapes = {g: (levels, image_token_count(prompts.prompts[g], config.image_token_id), config.text_config.hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, config.image_token_id)
-        yield row.to(run.device), PackedAttention(row.segments, run.backend, run.device)
+                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+        segments = attention_segments(config, row.segments, row.image_rows)
+        yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
 
 @torch.no_grad()
@@ -1376,7 +1377,7 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
     if run.device.type == "cuda":
         metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
-        layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
+        layers = sum(p.numel() for p in language_model(actor.model).layers.parameters())
         head = actor.model.lm_head.weight.numel()
         trained = (1 + (critic is not None)) * layers * (response + prompt) + head * response
         if peak:
@@ -1883,7 +1884,7 @@ class RolloutEngine:
         self.poll = self.args.poll_every or (8 if device.type == "cuda" else 1)
         capacity = max((prompts.lengths[g] for g in groups), default=1) + self.args.max_new_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * count))
-        self.cache = SlotCache(actor.model.config.text_config, slots, capacity, run.dtype, device)
+        self.cache = SlotCache(actor.model.config.get_text_config(), slots, capacity, run.dtype, device)
         integers = lambda: torch.zeros(slots, dtype=torch.int64, device=device)  # noqa: E731
         self.length, self.rope, self.count, self.last, self.draw, self.number = (integers() for _ in range(6))     # (slots,)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
@@ -1899,7 +1900,7 @@ class RolloutEngine:
             return min(self.args.slots, wanted)
         if self.run.device.type != "cuda":
             return min(256, wanted)
-        text = self.actor.model.config.text_config
+        text = self.actor.model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         per_slot = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * capacity * self.run.dtype.itemsize
         torch.cuda.empty_cache()
@@ -1957,10 +1958,11 @@ class RolloutEngine:
         ids = torch.cat([self.prompts.prompts[group].input_ids for group, _ in batch])
         features = [self.prompts.features[group] for group, _ in batch if group in self.prompts.features]
         row = SimpleNamespace(
-            input_ids=ids[None].to(device), image_rows=(ids == model.config.image_token_id).nonzero()[:, 0].to(device),
+            input_ids=ids[None].to(device), image_rows=(ids == image_token_id(model.config)).nonzero()[:, 0].to(device),
             positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
             features=torch.cat(features, dim=1).to(device) if features else None)
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
+        segments = attention_segments(model.config, segments, row.image_rows)
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
         slot, length, following, draw, number = torch.tensor(state, device=device).T                                # (b,) each
         self.length[slot], self.rope[slot], self.draw[slot], self.number[slot] = length, following, draw, number

@@ -31,12 +31,14 @@ import torch.nn.functional as F
 from PIL import Image, ImageOps
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-# A new family: its image processor here, its resize rule in Processor.grid, its placeholders in Processor.encode.
-IMAGE_PROCESSORS = {name: Qwen2VLImageProcessorPil for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+# model_type -> how its pictures become tokens, or "text" for none. A new layout: a branch in Processor.__init__, `grid` and
+# `expand`, and in `image_features`; the rest follows from the common structure: features -> embeddings -> language model.
+FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen",
+            "qwen2": "text", "qwen3": "text", "llama": "text", "mistral": "text"}
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
@@ -117,9 +119,10 @@ class Processor:
             self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.files = {path.stem: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in paths}
-            if self.config.model_type not in IMAGE_PROCESSORS:
-                raise ValueError(f"family {self.config.model_type!r} is not one of {', '.join(IMAGE_PROCESSORS)}")
-            self._set_image_processor(min_pixels, max_pixels)
+            self.layout = layout(self.config)
+            self.image_processor = None
+            if self.layout != "text":
+                self._set_image_processor(min_pixels, max_pixels)
             self._set_tokens()
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {folder}: {error}") from error
@@ -140,7 +143,7 @@ class Processor:
         settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
             "size": {"shortest_edge": low, "longest_edge": high}, "do_resize": True, "patch_size": self.patch_size,
             "merge_size": self.merge_size, "temporal_patch_size": tower.temporal_patch_size}
-        self.image_processor = IMAGE_PROCESSORS[self.config.model_type].from_dict(settings)
+        self.image_processor = Qwen2VLImageProcessorPil.from_dict(settings)
 
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
@@ -148,10 +151,11 @@ class Processor:
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
-        self.image_token_id = config.image_token_id
-        ids = {self.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+        self.image_token_id = image_token_id(config)
+        ids = {self.image_token_id, *(getattr(config, f"{name}_token_id", None) for name in (
+            "video", "vision_start", "vision_end"))} - {None}
         # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
-        self.banned_ids = tuple(sorted(i for i in ids if i < config.text_config.vocab_size))
+        self.banned_ids = tuple(sorted(i for i in ids if 0 <= i < config.get_text_config().vocab_size))
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
@@ -189,11 +193,24 @@ class Processor:
     def save(self, folder: str) -> None:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
         self.tokenizer.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
         for name in ("generation_config", "judge", "processor_config", "video_preprocessor_config"):
             # The nested image processor would take precedence over the pixel bounds just written.
             if settings := {key: value for key, value in self.files[name].items() if key != "image_processor"}:
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def layout(config) -> str:
+    """How the family of a model's config lays out its pictures. Raises ValueError: a family that is not supported."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[config.model_type]
+
+
+def image_token_id(config) -> int:
+    """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
+    return getattr(config, "image_token_id", -1)
 
 
 def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
@@ -287,6 +304,8 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
     """Render and encode one row; image paths are relative to `folder`. Raises ValueError: whatever is wrong with it."""
     messages = _chat(prompt, len(images), system_prompt)
     paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+    if paths and processor.layout == "text":
+        raise ValueError(f"{len(paths)} images for {processor.config.model_type}, a model of text only")
     sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
     grids = tuple(processor.grid(width, height) for width, height in sizes)
     text, input_ids = processor.encode(messages, grids)
@@ -374,19 +393,24 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
-def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str):
+def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
+                     window: int | None = None):
     """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
 
     With ``causal`` and more keys than queries the mask is aligned at the bottom right: query i of a segment sees the
-    surplus keys and its own first i+1 (FlashAttention >= 2.1, Dao 2023).
+    surplus keys and its own first i+1 (FlashAttention >= 2.1, Dao 2023). ``window``: of the keys before it and its own, only
+    so many.
     """
+    left = -1 if window is None else window - 1
     if backend == "flash_attn":
         from flash_attn import flash_attn_varlen_func
-        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal, window_size=(left, -1))
     from torch.nn.attention.varlen import varlen_attn
     accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
-    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted \
+    options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
         else {"is_causal": causal}
+    if window is not None and "window_size" not in accepted:
+        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
     elif q.shape[1] != k.shape[1]:
@@ -418,14 +442,16 @@ class SlotCache:
 
 
 class PackedAttention:
-    """Attention of one packed row: every segment is causal in itself and may see one earlier segment in full.
+    """Attention of one packed row: every segment is causal in itself and may see one earlier stretch in full.
 
     A prompt is a segment without prefix; each of its responses is a segment whose prefix is that prompt. Nothing else
     is visible, so a row may hold any number of groups. Built once per row and shared by all layers; it reaches the
-    attention function as the keyword argument ``attention``.
+    attention function as the keyword argument ``attention``. A layer with a sliding window sees only so many of these
+    keys, the nearest: a segment's own tokens stand behind its prefix, wherever the row holds them.
 
     Args:
-        segments: (start, end, prefix_start, prefix_end) in row order, covering the row.
+        segments: (start, end, prefix_start, prefix_end) in row order, covering the row; a fifth entry True where the
+            segment's tokens see each other in both directions (see `attention_segments`).
         cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot ``plan[1][i]``, position
             ``plan[2][i]``: one prompt may go to many slots.
     """
@@ -433,26 +459,34 @@ class PackedAttention:
     def __init__(self, segments: list[tuple[int, int, int, int]], backend: str, device: torch.device,
                  cache: SlotCache | None = None, plan: tuple[torch.Tensor, ...] = ()):
         self.backend, self.cache, self.plan = backend, cache, plan
-        table = np.asarray(segments, dtype=np.int64)                                                       # (S, 4)
+        table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)                # (S, 5)
         len_q = table[:, 1] - table[:, 0]
         len_k = len_q + table[:, 3] - table[:, 2]
         to_device = lambda array: torch.as_tensor(array).to(device, non_blocking=True)  # noqa: E731
         if backend == "sdpa":
             self.buckets, order, offset = [], np.empty(len_q.sum(), dtype=np.int64), 0
             for members in bucket_segments(len_q, len_k):
-                q_rows, k_rows, mask = bucket_indices(table[members])
+                q_rows, k_rows = bucket_indices(table[members])
                 inside = np.arange(q_rows.shape[1])[None] < len_q[members][:, None]                        # (b, Lq)
                 order[q_rows[inside]] = offset + np.flatnonzero(inside)
                 offset += q_rows.size
-                self.buckets.append((to_device(q_rows), to_device(k_rows), None if mask is None else to_device(mask)))
+                self.buckets.append((table[members], to_device(q_rows), to_device(k_rows)))
             self.order = to_device(order)        # (N,) where each row of the packed row lies in the buckets' outputs
+            self.masks: dict[int | None, list[torch.Tensor | None]] = {}         # by window, made for the first such layer
             return
-        spans = [np.arange(a, b) for start, end, p_start, p_end in segments for a, b in ((p_start, p_end), (start, end))]
-        self.key_rows = to_device(np.concatenate(spans)) if (table[:, 3] > table[:, 2]).any() else None
-        self.cu_q, self.cu_k = (to_device(np.concatenate([[0], np.cumsum(n)]).astype(np.int32)) for n in (len_q, len_k))
-        self.max_q, self.max_k = int(len_q.max()), int(len_k.max())
+        self.calls, places = [], []              # segments that see both ways cannot share a call with the causal ones
+        for both in sorted(set(table[:, 4])):
+            part = table[:, 4] == both
+            q_rows = np.concatenate([np.arange(start, end) for start, end, *_ in table[part]])
+            k_rows = np.concatenate([np.arange(a, b) for start, end, p_start, p_end, _ in table[part]
+                                     for a, b in ((p_start, p_end), (start, end))])
+            cu_q, cu_k = (to_device(np.concatenate([[0], np.cumsum(n[part])]).astype(np.int32)) for n in (len_q, len_k))
+            self.calls.append((None if part.all() else to_device(q_rows), None if len(k_rows) == len_q.sum() else
+                               to_device(k_rows), cu_q, cu_k, int(len_q[part].max()), int(len_k[part].max()), not both))
+            places.append(q_rows)
+        self.order = to_device(np.argsort(np.concatenate(places))) if len(places) > 1 else None
 
-    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+    def __call__(self, layer: int, q, k, v, scale: float, window: int | None = None) -> torch.Tensor:
         """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                                              # (N, H, D)
         if self.cache is not None:
@@ -460,21 +494,44 @@ class PackedAttention:
             self.cache.keys[layer][slots, positions] = k[rows]
             self.cache.values[layer][slots, positions] = v[rows]
         if self.backend == "sdpa":
-            return self._bucketed(q, k, v, scale)[None]
-        if self.key_rows is not None:         # repeats a prompt's keys per response; its backward sums their gradients
-            k, v = k.index_select(0, self.key_rows), v.index_select(0, self.key_rows)
-        return varlen_attention(q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale, True, self.backend)[None]
-
-    def _bucketed(self, q, k, v, scale: float) -> torch.Tensor:
-        """One SDPA call per bucket of similar segments; (N, H, D) -> (N, Hq, D)."""
+            return self._bucketed(q, k, v, scale, window)[None]
         outputs = []
-        for q_rows, k_rows, mask in self.buckets:
+        for q_rows, k_rows, cu_q, cu_k, max_q, max_k, causal in self.calls:
+            # Repeats a prompt's keys per response; its backward sums their gradients.
+            part = [x if rows is None else x.index_select(0, rows) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
+            outputs.append(varlen_attention(*part, cu_q, cu_k, max_q, max_k, scale, causal, self.backend, window))
+        return (outputs[0] if self.order is None else torch.cat(outputs).index_select(0, self.order))[None]
+
+    def _bucketed(self, q, k, v, scale: float, window: int | None) -> torch.Tensor:
+        """One SDPA call per bucket of similar segments; (N, H, D) -> (N, Hq, D)."""
+        if window not in self.masks:
+            masks = [bucket_mask(table, window) for table, *_ in self.buckets]
+            self.masks[window] = [mask if mask is None else torch.from_numpy(mask).to(q.device) for mask in masks]
+        outputs = []
+        for (_, q_rows, k_rows), mask in zip(self.buckets, self.masks[window]):
             batch = [x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)        # (b, H, L, D)
                      for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
             out = F.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, scale=scale,
                                                  enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(out.transpose(1, 2).flatten(0, 1))                                       # (b * Lq, Hq, D)
         return torch.cat(outputs).index_select(0, self.order)
+
+
+def attention_segments(config, segments: list[tuple], image_rows: torch.Tensor) -> list[tuple]:
+    """The segments of a row as the family's decoder attends to them. In Gemma3 the tokens of one picture see each other, so a
+    prompt is cut into text and pictures, each of which has all before it as its prefix; ``image_rows`` (M,) ascending."""
+    if layout(config) != "gemma3" or not len(image_rows):
+        return segments
+    rows = image_rows.cpu().numpy()
+    pictures = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    pieces = []
+    for start, end, *prefix in segments:
+        at = start
+        for first, behind in ((int(p[0]), int(p[-1]) + 1) for p in pictures if start <= p[0] < end):
+            pieces += [(at, first, start, at), (first, behind, start, first, True)]
+            at = behind
+        pieces.append((at, end, *(prefix if at == start else (start, at))))
+    return [piece for piece in pieces if piece[0] < piece[1]]
 
 
 def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, small: int = 1 << 14) -> list[np.ndarray]:
@@ -493,19 +550,27 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, sm
     return buckets + [order[start:]]
 
 
-def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Row indices and mask of a bucket: table (b, 4) -> q_rows (b, Lq), k_rows (b, Lk), mask (b, 1, Lq, Lk) or None
-    where plain causal attention is the same. Padding points at the segment's first row and is masked out."""
+def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding points at the segment's
+    first row."""
     start, end, p_start, p_end = (table[:, i:i + 1] for i in range(4))                                     # (b, 1)
     own, prefix = end - start, p_end - p_start
     i, j = np.arange(own.max())[None], np.arange((own + prefix).max())[None]
     q_rows = np.where(i < own, start + i, start)
-    k_rows = np.where(j < prefix, p_start + j, np.where(j < prefix + own, start + j - prefix, start))
-    if (prefix == 0).all() and (own == own[0]).all():
-        return q_rows, k_rows, None
-    offset = (j - prefix)[:, None]                                                                      # (b, 1, Lk)
-    mask = (offset < 0) | ((offset <= i[..., None]) & (offset < own[..., None]))                       # (b, Lq, Lk)
-    return q_rows, k_rows, mask[:, None]
+    return q_rows, np.where(j < prefix, p_start + j, np.where(j < prefix + own, start + j - prefix, start))
+
+
+def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
+    """Which keys each query of a bucket sees, (b, 1, Lq, Lk) bool; None where plain causal attention is the same."""
+    own, prefix, both = table[:, 1:2] - table[:, :1], table[:, 3:4] - table[:, 2:3], table[:, 4:] > 0      # (b, 1)
+    if (prefix == 0).all() and (own == own[0]).all() and not both.any() and (window is None or own[0] <= window):
+        return None
+    i = np.minimum(np.arange(own.max()), own - 1)[..., None]    # (b, Lq, 1); padding sees something, or it would be NaN
+    j = (np.arange((own + prefix).max()) - prefix)[:, None]     # (b, 1, Lk) place behind the prefix, below 0 inside it
+    mask = (j < own[..., None]) & ((j <= i) | both[..., None])
+    if window is not None:
+        mask &= i - j < window
+    return mask[:, None]
 
 
 class DecodeAttention:
@@ -519,12 +584,18 @@ class DecodeAttention:
     def __init__(self, cache: SlotCache, lengths: torch.Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        if backend == "sdpa":
-            self.mask = (torch.arange(longest, device=lengths.device)[None] <= lengths[:, None])[:, None, None]
+        self.masks: dict[int | None, torch.Tensor] = {}                    # by window, made for the first such layer
 
-    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+    def mask(self, window: int | None) -> torch.Tensor:
+        """(B, 1, 1, longest): the keys that the new tokens see."""
+        if window not in self.masks:
+            age = self.lengths[:, None] - torch.arange(self.longest, device=self.lengths.device)       # (B, longest)
+            self.masks[window] = ((age >= 0) & (age < (window or self.longest)))[:, None, None]
+        return self.masks[window]
+
+    def __call__(self, layer: int, q, k, v, scale: float, window: int | None = None) -> torch.Tensor:
         """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq, D)."""
-        size = len(self.lengths)
+        size, left = len(self.lengths), -1 if window is None else window - 1
         keys, values = self.cache.keys[layer], self.cache.values[layer]                        # (slots, M, Hkv, D)
         keys[self.slots, self.lengths] = k[0].transpose(0, 1)
         values[self.slots, self.lengths] = v[0].transpose(0, 1)
@@ -532,24 +603,25 @@ class DecodeAttention:
         if self.backend == "flash_attn":
             from flash_attn import flash_attn_with_kvcache
             out = flash_attn_with_kvcache(q[:, None], keys[:size], values[:size], softmax_scale=scale,
-                                          cache_seqlens=(self.lengths + 1).int(), causal=True)[:, 0]
+                                          cache_seqlens=(self.lengths + 1).int(), causal=True, window_size=(left, -1))[:, 0]
         elif self.backend == "varlen":    # the aten operator of every supported torch takes seqused_k, varlen_attn not
             bounds = torch.arange(size + 1, device=q.device, dtype=torch.int32)
             out = torch.ops.aten._flash_attention_forward(
                 q, keys[:size].flatten(0, 1), values[:size].flatten(0, 1), bounds, bounds * self.cache.capacity, 1,
-                self.cache.capacity, 0.0, False, False, scale=scale, seqused_k=(self.lengths + 1).int())[0]
+                self.cache.capacity, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=-1,
+                seqused_k=(self.lengths + 1).int())[0]
         else:                             # the query heads of one key head side by side: no repeated keys, no GQA path
             grouped = q.unflatten(1, (keys.shape[2], -1))                                           # (B, Hkv, G, D)
             seen = slice(0, self.longest)
             out = F.scaled_dot_product_attention(grouped, keys[:size, seen].transpose(1, 2),
-                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask,
+                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask(window),
                                                  scale=scale).flatten(1, 2)
         return out[None]
 
 
-def _language_attention(module, query, key, value, attention_mask, scaling=None, attention=None, **_):
+def _language_attention(module, query, key, value, attention_mask, scaling=None, attention=None, sliding_window=None, **_):
     """The attention function of the language model: ``attention`` is one of the two classes above."""
-    return attention(module.layer_idx, query, key, value, scaling), None
+    return attention(module.layer_idx, query, key, value, scaling, sliding_window), None
 
 
 def _vision_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
@@ -571,14 +643,36 @@ for _backend in ("flash_attn", "varlen"):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def language_model(model: nn.Module) -> nn.Module:
+    """The decoder: a part of `model.model`, or all of it in a model of text only."""
+    return getattr(model.model, "language_model", None) or getattr(model.model, "text_model", None) or model.model
+
+
+def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """What stands beside the decoder in `model.model`: tower, projector, a learnt newline. Empty where left out."""
+    core, decoder = model.model, language_model(model)
+    parts = {} if decoder is core else {**core._modules, **core._parameters}
+    return {name: part for name, part in parts.items() if part is not None and part is not decoder}
+
+
+def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `vision_parts`."""
+    return [p for part in vision_parts(model).values() for p in ([part] if torch.is_tensor(part) else part.parameters())]
+
+
+def feature_levels(config) -> int:
+    """K of `image_features`."""
+    return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
+
+
 @torch.no_grad()
 def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     """Run the vision tower: patches (P, C), grids (I, 3) -> (K, M, H), M merged image tokens.
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
     """
-    tower = model.model.visual
-    out = model.model.get_image_features(patches.to(tower.device, tower.dtype), grids.to(tower.device), return_dict=True)
+    weight = vision_parameters(model)[0]
+    out = model.model.get_image_features(patches.to(weight.device, weight.dtype), grids.to(weight.device), return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
     return torch.stack([level if torch.is_tensor(level) else torch.cat(list(level)) for level in levels])
 
@@ -586,10 +680,12 @@ def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor)
 def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
     """Last hidden states of a packed row, (N, H).
 
-    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. The fourth position row,
-    which transformers reads to detect packing, is zero: our attention goes by segments and no mask is built.
+    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. Families without
+    rotary positions in three dimensions have three equal rows of them. The fourth row of the others, which transformers
+    reads to detect packing, is zero: our attention goes by segments and no mask is built.
     """
-    embeds = model.model.get_input_embeddings()(row.input_ids)                                           # (1, N, H)
+    decoder = language_model(model)
+    embeds = decoder.get_input_embeddings()(row.input_ids)                                               # (1, N, H)
     deepstack: dict[str, Any] = {}
     if row.features is not None:
         features = row.features.to(embeds.dtype)
@@ -597,15 +693,17 @@ def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
         if len(features) > 1:
             is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(1, row.image_rows, True)
             deepstack = {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features[1:])}
-    positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                           # (4, 1, N)
-    return model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False,
-                                      attention=attention, **deepstack).last_hidden_state[0]
+    positions = row.positions[0]                                                                             # (1, N)
+    if hasattr(model.model, "get_rope_index"):
+        positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                       # (4, 1, N)
+    return decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False, attention=attention,
+                   **deepstack).last_hidden_state[0]
 
 
 def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max + 1``."""
     ids = prompt.input_ids[None]
-    if not prompt.grids:
+    if not prompt.grids or not hasattr(model.model, "get_rope_index"):
         return torch.arange(ids.shape[1]).expand(3, -1)
     positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=(ids == image_token_id).int(),
                                               image_grid_thw=torch.tensor(prompt.grids))
@@ -617,7 +715,11 @@ def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> t
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Hub files and modules spell the same weights differently; tried in this order.
-KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visual|language_model)", "model.language_model."))
+KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visual|language_model)", "model.language_model."),
+                 (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.", ""),
+                 (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
+                 (r"^(multi_modal_projector|image_newline)", r"model.\1"))
+VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
 
 
 def resolve_folder(name: str) -> Path:
@@ -661,8 +763,8 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():
-                if key.removeprefix("model.").startswith("visual."):
-                    found[key.removeprefix("model.")] = functools.partial(safe_open(path, "pt").get_tensor, key)
+                if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
+                    found[name] = functools.partial(safe_open(path, "pt").get_tensor, key)
     return found
 
 
@@ -672,8 +774,7 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
     """
-    if "sliding_attention" in (getattr(config.text_config, "layer_types", None) or []):
-        raise ValueError("the checkpoint's text model has sliding-window layers, which packed rows do not support")
+    family = AutoModelForCausalLM if layout(config) == "text" else AutoModelForImageTextToText
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -683,11 +784,11 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
     nn.Module.register_parameter = register_on_meta
     try:
-        model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
+        model = family.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
-    if not vision:
-        model.model.visual = None
+    for name in () if vision else vision_parts(model):
+        setattr(model.model, name, None)
     if not head:
         model.lm_head = None
     return model
@@ -695,8 +796,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    model.config.text_config._attn_implementation = ATTENTION_NAME
-    model.model.language_model.config._attn_implementation = ATTENTION_NAME
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    language_model(model).config._attn_implementation = ATTENTION_NAME
+    if layout(model.config) != "qwen":
+        return                                   # the other towers have no windows: SDPA, their default, is one call per block
     # The name must be set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     vision = VISION_ATTENTION_NAME + backend if backend != "sdpa" else "sdpa"
     model.config.vision_config._attn_implementation = vision

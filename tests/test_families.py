@@ -1,0 +1,188 @@
+"""Every family against Hugging Face, on a tiny random checkpoint in the family's own files: prompt ids = the family's processor,
+packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step whose export
+`from_pretrained` loads."""
+
+import dataclasses
+import json
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import start, take
+from PIL import Image
+from test_packed import random_samples
+from tokenizers.processors import TemplateProcessing
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
+                          GenerationConfig, PreTrainedTokenizerFast)
+
+import toy
+import train_ppo_vl as ppo
+from common.buffers import gather_samples
+from common.vlm import FAMILIES, Processor, load_pixels
+
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+          "patch_size": 7}
+# What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
+TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {})}
+TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24}}
+KINDS = [*TEXT_ONLY, *TOKENS]
+TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
+{{%- if message.content is string -%}}{strings}{{%- else -%}}
+{{%- for part in message.content -%}}{{%- if part.type == 'image' -%}}{image}{{%- else -%}}{{{{ part.text }}}}{{%- endif -%}}
+{{%- endfor -%}}{{%- endif -%}}<|im_end|>{{{{ '\\n' }}}}{{%- endfor -%}}<|im_start|>assistant{{{{ '\\n' }}}}"""
+REWARD = '''
+def letters(prompts, responses, references, labels, images):
+    """Depends on the response, so that samples of one prompt differ."""
+    return [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
+'''
+
+
+def make_tokenizer(kind: str):
+    """The toy's byte-level BPE under the family's special tokens; it adds a BOS unless the template writes one."""
+    image, special = TOKENS.get(kind, ("", {}))
+    if kind == "qwen2_vl":
+        return toy.make_tokenizer()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=toy.make_tokenizer().backend_tokenizer, bos_token="<s>",
+                                        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=special)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    bos = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
+    tokenizer.chat_template = TEMPLATE.format(bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "", image=image,
+                                              strings="{{ message.content }}" if kind in TEXT_ONLY else "")
+    return tokenizer
+
+
+def make_config(kind: str, tokenizer):
+    """A model of 2 + 2 layers with the family's own config class."""
+    vocabulary = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    if kind in TEXT_ONLY:
+        return AutoConfig.for_model(kind, **TEXT, **vocabulary, **TEXT_ONLY[kind])
+    raise ValueError(kind)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory, picture_rows):
+    """Folder, our run of it, and the oracle with Hugging Face's own attention."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    tokenizer = make_tokenizer(kind)
+    if kind == "qwen2_vl":
+        model = toy.make_model(kind, tokenizer, seed=0, layers=2)
+        toy.make_image_processor(kind).save_pretrained(folder)
+    else:
+        auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
+        model = auto.from_config(make_config(kind, tokenizer))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():                      # large enough that attention is not uniform and positions matter
+        for name, parameter in model.named_parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = [json.loads(line) for line in open(picture_rows)]
+    data = folder / "rows.jsonl"
+    base = picture_rows.rpartition("/")[0]
+    data.write_text("\n".join(json.dumps(row | {"images": [] if kind in TEXT_ONLY else [f"{base}/{name}" for name in row["images"]]})
+                              for row in rows))
+    env = start(folder, data)
+    oracle = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    return SimpleNamespace(kind=kind, folder=folder, data=data, env=env, oracle=oracle)
+
+
+def hf_inputs(family, prompt) -> dict:
+    """What the family's own processor makes of a prompt's messages and pictures."""
+    messages = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str)
+                 else m["content"]} for m in prompt.messages]
+    pictures = [Image.open(path).convert("RGB") for path in prompt.images]
+    if family.kind in TEXT_ONLY:
+        return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
+            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if family.kind == "qwen2_vl":
+        ids = prompt.input_ids[None]
+        image_id = family.oracle.config.image_token_id
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image_id).int()}
+        if pictures:
+            batch = family.env.processor.image_processor(images=pictures, return_tensors="pt")
+            inputs |= {"pixel_values": batch["pixel_values"], "image_grid_thw": batch["image_grid_thw"]}
+        return inputs
+    raise ValueError((family.kind, messages))
+
+
+def test_prompt_ids_equal_those_of_the_familys_processor(family):
+    for prompt in family.env.prompts:
+        assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
+
+
+def test_packed_logprobs_equal_one_forward_per_sample(family):
+    env, prompts = family.env, take(family.env)
+    vocabulary = family.oracle.config.get_text_config().vocab_size
+    samples = gather_samples(random_samples([3, 2, 2, 3], vocabulary))
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+        expected = []
+        for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+            inputs = hf_inputs(family, env.prompts[group])
+            start_row = inputs["input_ids"].shape[1] - 1
+            for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
+                more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(name, torch.zeros_like(tokens))
+                inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
+            logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
+            logits[:, list(env.processor.banned_ids)] = -torch.inf
+            expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    ours = ppo.score_tokens(env.run, env.actor, prompts, samples)
+    finite = torch.cat(expected).isfinite()                                # a drawn token may be a banned one
+    assert finite.sum() > 0.9 * len(finite)
+    error = (ours - torch.cat(expected))[finite].abs().max()
+    assert error < 1e-5 * torch.cat(expected)[finite].abs().max(), float(error)
+
+
+def test_greedy_rollouts_equal_generate(family):
+    env = family.env
+    samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
+    for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
+        inputs = hf_inputs(family, prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=12, suppress_tokens=list(env.processor.banned_ids))
+        assert tokens.tolist() == out[0, inputs["input_ids"].shape[1]:].tolist()
+    assert samples.lengths.max() > 3
+
+
+def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    (tmp_path / "reward.py").write_text(REWARD)
+    try:
+        metrics = ppo.main(["--model", str(family.folder), "--data", str(family.data), "--max_prompt_tokens", "512",
+                            "--max_new_tokens", "6", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "1",
+                            "--actor_lr", "1e-3", "--reward", f"{tmp_path / 'reward.py'}:letters", "--out", str(tmp_path / "run")])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/critic_grad_norm"] > 0
+    exported = tmp_path / "run" / "export" / "step-1"
+    model, report = type(family.oracle).from_pretrained(exported, output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before = dict(family.oracle.named_parameters())
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    frozen = {name for name, _ in model.named_parameters() if any(part in name for part in (
+        "visual", "vision", "projector", "connector", "newline"))}
+    assert moved and not moved & frozen
+    again = start(exported, family.data)
+    assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
+
+
+def test_unknown_families_are_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    toy.make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="family 'mllama' is not one of " + ", ".join(FAMILIES)):
+        Processor(tmp_path)
+
+
+def test_a_text_model_refuses_pictures(family, picture_rows):
+    if family.kind not in TEXT_ONLY:
+        pytest.skip("has pictures")
+    with pytest.raises(ppo.UserError, match=f"1 images for {family.kind}, a model of text only"):
+        start(family.folder, picture_rows)
