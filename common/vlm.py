@@ -28,19 +28,31 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import transformers
 from PIL import Image, ImageOps
 from safetensors import safe_open
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size as idefics3_size
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size as pixtral_size
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
-# model_type -> how its pictures become tokens, or "text" for none. A new layout: a branch in Processor.__init__, `grid` and
-# `expand`, and in `image_features`; the rest follows from the common structure: features -> embeddings -> language model.
-FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen",
+# model_type -> how its pictures become tokens, or "text" for none. A new layout: its image processor, a branch in Processor's
+# `_set_image_processor`, `grid` and `expand`, and in `image_features`, where it differs; the rest is the common structure.
+FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen", "llava": "llava", "llava_next": "llava_next",
+            "gemma3": "gemma3", "internvl": "internvl", "mistral3": "pixtral", "idefics3": "idefics3", "smolvlm": "idefics3",
             "qwen2": "text", "qwen3": "text", "llama": "text", "mistral": "text"}
+IMAGE_PROCESSORS = {"qwen": "Qwen2VL", "llava": "CLIP", "llava_next": "LlavaNext", "gemma3": "Gemma3", "internvl": "GotOcr2",
+                    "pixtral": "Pixtral", "idefics3": "Idefics3"}  # where the files do not say; then a name of these or:
+OTHER_IMAGE_PROCESSORS = ("Llava", "Siglip", "SmolVLM")
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# Special tokens around pictures that no config names: never to be sampled.
+IMAGE_TOKENS = {"internvl": r"</?img>|<video>|<IMG_CONTEXT>", "pixtral": r"\[IMG(_BREAK|_END)?\]",
+                "idefics3": r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"}
+IDEFICS3_FAKE = "<fake_token_around_image>"
 MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -54,8 +66,8 @@ class Prompt:
     messages: list[dict]  # as given to the chat template
     text: str  # rendered prompt, one placeholder per image
     images: tuple[str, ...]  # absolute paths
-    grids: tuple[tuple[int, int, int], ...]  # (t, h, w) in patches, one per image
-    input_ids: torch.Tensor  # (P,) int64, placeholders expanded to t*h*w // merge_size² each
+    grids: tuple[tuple[int, ...], ...]  # what `Processor.grid` says of each image
+    input_ids: torch.Tensor  # (P,) int64, placeholders expanded as `Processor.expand` says
     reference: str | None
     label: str | None
 
@@ -128,9 +140,31 @@ class Processor:
             raise ValueError(f"--model {folder}: {error}") from error
 
     def _set_image_processor(self, min_pixels: int, max_pixels: int) -> None:
+        config, tower, self.call = self.config, self.config.vision_config, {}
         settings = self.files["processor_config"].get("image_processor") or self.files["preprocessor_config"]
         if not settings:
             raise ValueError("no preprocessor_config.json, so no rule from pictures to patches")
+        known = (*IMAGE_PROCESSORS.values(), *OTHER_IMAGE_PROCESSORS)
+        name = settings.get("image_processor_type") or IMAGE_PROCESSORS[self.layout]
+        name = re.sub("(ImageProcessor)?(Fast|Pil)?$", "", name, count=1)
+        if name not in known:
+            raise ValueError(f"image processor {name!r} is not one of {', '.join(known)}")
+        if self.layout != "qwen" and (min_pixels or max_pixels):
+            raise ValueError(f"min_pixels {min_pixels}, max_pixels {max_pixels}: {config.model_type} resizes by its own files")
+        if self.layout == "qwen":
+            settings = self._qwen_settings(settings, min_pixels, max_pixels)
+        elif self.layout == "gemma3" and settings.get("do_pan_and_scan"):
+            raise ValueError("do_pan_and_scan: crops beside the picture are not supported; switch it off in the files")
+        elif self.layout == "internvl":
+            self.call = {"crop_to_patches": True}           # as its processor does, whatever the file says
+        elif self.layout == "pixtral":
+            self.patch_size = tower.patch_size * getattr(config, "spatial_merge_size", 1)
+            self.call = {"patch_size": {"height": self.patch_size, "width": self.patch_size}}
+        elif self.layout == "idefics3":
+            self.call = {"return_row_col_info": True}
+        self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
+
+    def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
         # the default of the class, for every later checkpoint. Hence `size`, always.
         given = (settings.get("size") or {}) | {key: value for key, value in settings.items() if value}
@@ -140,10 +174,9 @@ class Processor:
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
         if not 0 < low <= high:
             raise ValueError(f"min_pixels {low}, max_pixels {high}: must be 0 < min <= max")
-        settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
+        return {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
             "size": {"shortest_edge": low, "longest_edge": high}, "do_resize": True, "patch_size": self.patch_size,
             "merge_size": self.merge_size, "temporal_patch_size": tower.temporal_patch_size}
-        self.image_processor = Qwen2VLImageProcessorPil.from_dict(settings)
 
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
@@ -152,42 +185,123 @@ class Processor:
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
         self.image_token_id = image_token_id(config)
-        ids = {self.image_token_id, *(getattr(config, f"{name}_token_id", None) for name in (
-            "video", "vision_start", "vision_end"))} - {None}
+        ids = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
+        ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if self.layout in IMAGE_TOKENS
+                and re.fullmatch(IMAGE_TOKENS[self.layout], token.content)}
         # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
-        self.banned_ids = tuple(sorted(i for i in ids if 0 <= i < config.get_text_config().vocab_size))
+        self.banned_ids = tuple(sorted(i for i in ids - {None} if 0 <= i < config.get_text_config().vocab_size))
+        # What the template writes for a picture: the image token, but in Gemma3 the one that begins a picture.
+        self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
+                                                           else self.image_token_id) if self.layout != "text" else ""
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
-        self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
-                                and (i in ids | ends or token.content in str(tokenizer.chat_template))]
+        self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
+                                or token.special and (i in ends or token.content in str(tokenizer.chat_template))]
         tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
         tokenizer.backend_tokenizer.no_padding()
 
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(1, h, w) patches of a picture of width x height pixels. ValueError for sides longer than 200 : 1."""
-        low, high = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
-        h, w = smart_resize(height, width, self.patch_size * self.merge_size, low, high)
-        return 1, h // self.patch_size, w // self.patch_size
+    def grid(self, width: int, height: int) -> tuple[int, ...]:
+        """What the family's tokens for a picture of width x height pixels depend on, from its size alone: (1, h, w) patches,
+        or (height, width) in pixels once resized, or the tiles, or their (rows, columns), or the size as it is.
+        ValueError for sides longer than 200 : 1, in families that refuse these."""
+        processor = self.image_processor
+        if self.layout == "qwen":
+            low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+            h, w = smart_resize(height, width, self.patch_size * self.merge_size, low, high)
+            return 1, h // self.patch_size, w // self.patch_size
+        if self.layout in ("llava", "gemma3"):
+            return self.config.vision_config.image_size, self.config.vision_config.image_size
+        if self.layout == "internvl":
+            return (processor.get_number_of_image_patches(height, width, dict(self.call)),)
+        if self.layout == "llava_next":
+            return height, width
+        shape = np.broadcast_to(np.uint8(0), (3, height, width))           # the rules read the shape of an array: no memory
+        if self.layout == "pixtral":
+            return pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+        if self.layout == "idefics3":
+            return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
+        raise ValueError(f"unknown layout {self.layout}")
+
+    def _tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles of Idefics3, (0, 0) for a picture in one piece: as its image processor enlarges it."""
+        if not self.image_processor.do_image_splitting:
+            return 0, 0
+        side = self.image_processor.max_image_size["longest_edge"]
+        ratio, up = width / height, lambda length: -(-length // side)
+        if width >= height:
+            columns = up(width)
+            rows = up(int(columns * side / ratio))
+        else:
+            rows = up(height)
+            columns = up(int(rows * side * ratio))
+        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
+
+    def expand(self, grid: tuple[int, ...]) -> tuple[str, list[int]]:
+        """What stands in the prompt for a picture: a text, and how often each of the image tokens in it is repeated.
+
+        The counts are those of the features that the model makes, by its config; the texts those of the families' processors.
+        """
+        config, token = self.config, self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        if self.layout == "qwen":
+            return token, [grid[0] * grid[1] * grid[2] // self.merge_size**2]
+        if self.layout == "gemma3":
+            end = self.tokenizer.convert_ids_to_tokens(config.eoi_token_id)
+            return f"\n\n{self.placeholder}{token}{end}\n\n", [config.mm_tokens_per_image]
+        if self.layout == "pixtral":
+            rows, columns = grid[0] // self.patch_size, grid[1] // self.patch_size
+            return f"{token}[IMG_BREAK]" * (rows - 1) + f"{token}[IMG_END]", [columns] * rows
+        size, patch = (np.atleast_1d(value)[0] for value in (config.vision_config.image_size, config.vision_config.patch_size))
+        side = int(size // patch)                                                       # patches along a tile
+        if self.layout == "internvl":
+            return f"<img>{token}</img>", [grid[0] * int(side * config.downsample_ratio) ** 2]
+        if self.layout == "idefics3":
+            rows, columns = grid
+            tiles = "".join("".join(f"{IDEFICS3_FAKE}<row_{i + 1}_col_{j + 1}>{token}" for j in range(columns)) + "\n"
+                            for i in range(rows)) + ("\n" if rows else "")
+            return f"{tiles}{IDEFICS3_FAKE}<global-img>{token}{IDEFICS3_FAKE}", \
+                [side**2 // config.scale_factor**2] * (rows * columns + 1)
+        # CLIP puts one class token before the patches; the strategy "default" drops the first token, whatever it is.
+        count = side**2 + (config.vision_config.model_type == "clip_vision_model") \
+            - (config.vision_feature_select_strategy == "default")
+        if self.layout == "llava_next":
+            rows, columns = get_anyres_image_grid_shape(grid, config.image_grid_pinpoints, int(size))
+            _, height, width = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), grid).shape
+            count += height * (width + 1)                                               # every row ends with a newline
+        return token, [count]
 
     def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor]:
         """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image expanded.
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image."""
         if typed := [token for token in self.reserved_tokens if token in str(messages)]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
+        if self.layout != "text":  # whose templates may know parts only; those of text models know strings only
+            messages = [{**m, "content": _parts(m["content"])} for m in messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program that came with the checkpoint, and raises what it likes
             raise ValueError(f"the chat template cannot render this ({error!r})") from error
         text.encode("utf-8")  # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer
-        # The template has written the special tokens: the tokenizer must not add its own on top.
-        ids = np.array(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        is_image = ids == self.image_token_id
-        if is_image.sum() != len(grids):
-            raise ValueError(f"image-token mismatch: {is_image.sum()} image placeholders in the rendered prompt for "
+        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in _parts(m["content"])]
+        if lost := [part for part in said if part not in text]:
+            raise ValueError(f"the chat template leaves out {lost[0]!r:.80}")
+        before, *behind = text.split(self.placeholder) if self.placeholder else [text]
+        if len(behind) != len(grids):
+            raise ValueError(f"image-token mismatch: {len(behind)} image placeholders in the rendered prompt for "
                              f"{len(grids)} images (a template for text only?)")
+        words, counts = zip(*map(self.expand, grids)) if grids else ((), ())
+        # The template has written the special tokens: the tokenizer must not add its own on top. But in the families whose
+        # processors have it add the BOS if the template has not.
+        bos = self.tokenizer.bos_token if self.layout not in ("text", "qwen") else None
+        ids = self.tokenizer.backend_tokenizer.encode(
+            before + "".join(word + part for word, part in zip(words, behind)),
+            add_special_tokens=bos is not None and not text.startswith(bos)).ids
+        ids, counts = np.array(ids, dtype=np.int64), sum(counts, [])
+        is_image = ids == self.image_token_id
+        if is_image.sum() != len(counts):
+            raise ValueError(f"image-token mismatch: {is_image.sum()} image tokens in the encoded prompt for {len(counts)}")
         repeats = np.ones_like(ids)
-        repeats[is_image] = [t * h * w // self.merge_size**2 for t, h, w in grids]
+        repeats[is_image] = counts
         return text, torch.from_numpy(ids.repeat(repeats))
 
     def save(self, folder: str) -> None:
@@ -205,6 +319,8 @@ def layout(config) -> str:
     """How the family of a model's config lays out its pictures. Raises ValueError: a family that is not supported."""
     if config.model_type not in FAMILIES:
         raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    if config.model_type == "llava" and config.vision_config.model_type == "pixtral":
+        return "pixtral"
     return FAMILIES[config.model_type]
 
 
@@ -350,17 +466,38 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Decode the pictures of a prompt: patches (ΣP, C) float32 and grids (I, 3) int64; None without pictures.
+    """Decode the pictures of a prompt, as patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64; None without.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    batch = processor.image_processor(images=[read_image(image) for image in prompt.images], return_tensors="pt")
-    if (found := tuple(map(tuple, batch["image_grid_thw"].tolist()))) != prompt.grids:
+    pixels, found = zip(*(_patches(processor, read_image(path)) for path in prompt.images))
+    if found != prompt.grids:
         raise ValueError(f"{', '.join(prompt.images)}: patch grids {prompt.grids} by the headers, {found} decoded: "
                          "changed since loaded, or EXIF behind the body of a PNG (--verify_images reads it)")
-    return batch["pixel_values"], batch["image_grid_thw"]
+    return torch.cat(pixels), torch.tensor(found)
+
+
+def _patches(processor: Processor, image: Image.Image) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """One picture by the family's image processor, and its grid by what came out."""
+    layout = processor.layout
+    batch = processor.image_processor(images=[[image]] if layout == "idefics3" else [image], return_tensors="pt",
+                                      **processor.call)
+    pixels = batch["pixel_values"]
+    if layout == "qwen":
+        return pixels, tuple(batch["image_grid_thw"][0].tolist())
+    if layout == "idefics3":
+        return pixels[0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
+    if layout == "internvl":
+        return pixels, (len(pixels),)
+    if layout == "llava_next":
+        return pixels[0], tuple(batch["image_sizes"][0].tolist())
+    if layout == "pixtral":           # pictures of all sizes: as patches they stand one behind the other
+        side, grid = processor.config.vision_config.patch_size, tuple(batch["image_sizes"][0].tolist())
+        patches = pixels[0].unfold(1, side, side).unfold(2, side, side)                                  # (3, h, w, s, s)
+        return patches.permute(1, 2, 0, 3, 4).flatten(0, 1), grid
+    return pixels, tuple(pixels.shape[-2:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -667,14 +804,27 @@ def feature_levels(config) -> int:
 
 @torch.no_grad()
 def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """Run the vision tower: patches (P, C), grids (I, 3) -> (K, M, H), M merged image tokens.
+    """Run the vision tower on what `load_pixels` made of pictures of any number of prompts -> (K, M, H), M image tokens.
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
     """
-    weight = vision_parameters(model)[0]
-    out = model.model.get_image_features(patches.to(weight.device, weight.dtype), grids.to(weight.device), return_dict=True)
+    weight, core = vision_parameters(model)[0], model.model
+    patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
+    kind = layout(model.config)
+    if kind == "qwen":
+        out = core.get_image_features(patches, grids, return_dict=True)
+    elif kind == "llava_next":
+        out = core.get_image_features(patches, image_sizes=grids, return_dict=True)
+    elif kind == "pixtral":
+        side, images = patches.shape[-1], patches.new_zeros(len(grids), 3, *grids.amax(dim=0).tolist())
+        shapes = [(h // side, w // side) for h, w in grids.tolist()]
+        for image, (h, w), part in zip(images, shapes, patches.split([h * w for h, w in shapes])):
+            image[:, :h * side, :w * side] = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
+        out = core.get_image_features(images, image_sizes=grids, return_dict=True)
+    else:
+        out = core.get_image_features(patches[None] if kind == "idefics3" else patches, return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-    return torch.stack([level if torch.is_tensor(level) else torch.cat(list(level)) for level in levels])
+    return torch.stack([(level if torch.is_tensor(level) else torch.cat(list(level))).flatten(0, -2) for level in levels])
 
 
 def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:

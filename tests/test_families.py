@@ -2,13 +2,13 @@
 packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step whose export
 `from_pretrained` loads."""
 
-import dataclasses
 import json
 import signal
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from conftest import start, take
 from PIL import Image
 from test_packed import random_samples
@@ -19,14 +19,16 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
 import toy
 import train_ppo_vl as ppo
 from common.buffers import gather_samples
-from common.vlm import FAMILIES, Processor, load_pixels
+from common.vlm import FAMILIES, Processor
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
           "patch_size": 7}
 # What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
-TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {})}
+TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>"})}
 TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24}}
 KINDS = [*TEXT_ONLY, *TOKENS]
 TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
@@ -43,13 +45,12 @@ def letters(prompts, responses, references, labels, images):
 def make_tokenizer(kind: str):
     """The toy's byte-level BPE under the family's special tokens; it adds a BOS unless the template writes one."""
     image, special = TOKENS.get(kind, ("", {}))
-    if kind == "qwen2_vl":
-        return toy.make_tokenizer()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=toy.make_tokenizer().backend_tokenizer, bos_token="<s>",
                                         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=special)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     bos = tokenizer.bos_token_id
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    if kind != "qwen2_vl":
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
     tokenizer.chat_template = TEMPLATE.format(bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "", image=image,
                                               strings="{{ message.content }}" if kind in TEXT_ONLY else "")
@@ -61,6 +62,19 @@ def make_config(kind: str, tokenizer):
     vocabulary = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     if kind in TEXT_ONLY:
         return AutoConfig.for_model(kind, **TEXT, **vocabulary, **TEXT_ONLY[kind])
+    image, special = TOKENS[kind]
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
+    if kind == "qwen2_vl":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14})
+    raise ValueError(kind)
+
+
+def make_image_processor(kind: str):
+    """The family's Pillow image processor, for small pictures."""
+    if kind == "qwen2_vl":
+        return transformers.Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2})
     raise ValueError(kind)
 
 
@@ -69,12 +83,10 @@ def family(request, tmp_path_factory, picture_rows):
     """Folder, our run of it, and the oracle with Hugging Face's own attention."""
     kind, folder = request.param, tmp_path_factory.mktemp(request.param)
     tokenizer = make_tokenizer(kind)
-    if kind == "qwen2_vl":
-        model = toy.make_model(kind, tokenizer, seed=0, layers=2)
-        toy.make_image_processor(kind).save_pretrained(folder)
-    else:
-        auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
-        model = auto.from_config(make_config(kind, tokenizer))
+    auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
+    model = auto.from_config(make_config(kind, tokenizer))
+    if kind in TOKENS:
+        make_image_processor(kind).save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():                      # large enough that attention is not uniform and positions matter
         for name, parameter in model.named_parameters():
@@ -101,15 +113,21 @@ def hf_inputs(family, prompt) -> dict:
     if family.kind in TEXT_ONLY:
         return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
             prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    # Processors that want torchvision for videos: their own words for a picture, put in by hand.
+    tokenizer = AutoTokenizer.from_pretrained(family.folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt")) if pictures else {}
     if family.kind == "qwen2_vl":
-        ids = prompt.input_ids[None]
-        image_id = family.oracle.config.image_token_id
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == image_id).int()}
-        if pictures:
-            batch = family.env.processor.image_processor(images=pictures, return_tensors="pt")
-            inputs |= {"pixel_values": batch["pixel_values"], "image_grid_thw": batch["image_grid_thw"]}
-        return inputs
-    raise ValueError((family.kind, messages))
+        stand_in = SimpleNamespace(image_token="<|image_pad|>", image_processor=SimpleNamespace(merge_size=2))
+        words, token = transformers.Qwen2VLProcessor.replace_image_token, "<|image_pad|>"
+    else:
+        raise ValueError(family.kind)
+    first, *rest = text.split(token)
+    text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
+    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False) | batch
+    if family.kind == "qwen2_vl":
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == family.oracle.config.image_token_id).int()
+    return inputs
 
 
 def test_prompt_ids_equal_those_of_the_familys_processor(family):
