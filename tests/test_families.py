@@ -28,7 +28,21 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 # What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
 TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
-    "vision_end_token": "<|vision_end|>"})}
+    "vision_end_token": "<|vision_end|>"}),
+    "llava": ("<image>\n", {"image_token": "<image>"}),
+    "llava_next": ("<image>\n", {"image_token": "<image>"}),
+    "gemma3": ("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+                                    "eoi_token": "<end_of_image>"}),
+    "internvl": ("<IMG_CONTEXT>\n", {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>",
+                                     "context_image_token": "<IMG_CONTEXT>"}),
+    "mistral3": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
+    "pixtral": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
+    "idefics3": ("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
+                             "utterance": "<end_of_utterance>"}
+                 | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)})}
+TOKENS["smolvlm"] = TOKENS["idefics3"]
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+PLAIN = ("llava", "llava_next", "gemma3", "idefics3")       # whose own processors work without torchvision
 TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24}}
 KINDS = [*TEXT_ONLY, *TOKENS]
 TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
@@ -68,14 +82,60 @@ def make_config(kind: str, tokenizer):
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
         return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config={
             "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14})
-    raise ValueError(kind)
+    if kind == "internvl":
+        vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
+                                    image_token_id=ids["context_image_token_id"])
+    text = {"mistral3": "mistral", "pixtral": "mistral", "gemma3": "gemma3_text"}.get(kind, "llama")
+    tower = {"gemma3": "siglip_vision_model", "mistral3": "pixtral", "pixtral": "pixtral", "idefics3": "idefics3_vision",
+             "smolvlm": "smolvlm_vision"}.get(kind, "clip_vision_model")
+    more = {"gemma3": {"mm_tokens_per_image": 4, "boi_token_index": ids.get("boi_token_id"),
+                       "eoi_token_index": ids.get("eoi_token_id")},
+            "mistral3": {"spatial_merge_size": 2}, "pixtral": {"vision_feature_select_strategy": "full",
+                                                               "vision_feature_layer": -1},
+            "llava_next": {"image_grid_pinpoints": PINPOINTS}}.get(kind, {"scale_factor": 2})
+    windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    name = "image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index"
+    return AutoConfig.for_model("llava" if kind == "pixtral" else kind, **{name: ids["image_token_id"]}, **more,
+                                text_config=TEXT | vocabulary | {"model_type": text} | (windows if kind == "gemma3" else {}),
+                                vision_config=VISION | {"model_type": tower})
 
 
 def make_image_processor(kind: str):
     """The family's Pillow image processor, for small pictures."""
     if kind == "qwen2_vl":
         return transformers.Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2})
-    raise ValueError(kind)
+    square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
+    if kind == "llava":
+        return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
+    if kind == "llava_next":
+        return transformers.LlavaNextImageProcessorPil(size=shortest, crop_size=square, image_grid_pinpoints=PINPOINTS)
+    if kind == "gemma3":
+        return transformers.Gemma3ImageProcessorPil(size=square)
+    if kind == "internvl":
+        return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
+    if kind in ("mistral3", "pixtral"):
+        return transformers.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=7)
+    name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
+    return getattr(transformers, f"{name}ImageProcessorPil")(size={"longest_edge": 75}, max_image_size={"longest_edge": 28})
+
+
+def save_processor(kind: str, folder, tokenizer) -> None:
+    """Tokenizer, template and image processor in the files that the family's processor writes, where it works here."""
+    images = make_image_processor(kind)
+    if kind not in PLAIN:
+        tokenizer.save_pretrained(folder)
+        images.save_pretrained(folder)
+        return
+    options = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    if kind == "gemma3":
+        processor = transformers.Gemma3Processor(**options, image_seq_length=4)
+    elif kind == "idefics3":
+        processor = transformers.Idefics3Processor(**options, image_seq_len=4)
+    else:
+        maker = transformers.LlavaProcessor if kind == "llava" else transformers.LlavaNextProcessor
+        processor = maker(**options, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    processor.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -85,8 +145,6 @@ def family(request, tmp_path_factory, picture_rows):
     tokenizer = make_tokenizer(kind)
     auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
     model = auto.from_config(make_config(kind, tokenizer))
-    if kind in TOKENS:
-        make_image_processor(kind).save_pretrained(folder)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():                      # large enough that attention is not uniform and positions matter
         for name, parameter in model.named_parameters():
@@ -94,7 +152,10 @@ def family(request, tmp_path_factory, picture_rows):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if kind in TEXT_ONLY:
+        tokenizer.save_pretrained(folder)
+    else:
+        save_processor(kind, folder, tokenizer)
     rows = [json.loads(line) for line in open(picture_rows)]
     data = folder / "rows.jsonl"
     base = picture_rows.rpartition("/")[0]
@@ -108,26 +169,44 @@ def family(request, tmp_path_factory, picture_rows):
 def hf_inputs(family, prompt) -> dict:
     """What the family's own processor makes of a prompt's messages and pictures."""
     messages = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str)
-                 else m["content"]} for m in prompt.messages]
+                 else [dict(part) for part in m["content"]]} for m in prompt.messages]
     pictures = [Image.open(path).convert("RGB") for path in prompt.images]
     if family.kind in TEXT_ONLY:
         return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
             prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    # Processors that want torchvision for videos: their own words for a picture, put in by hand.
+    if family.kind in PLAIN:
+        for part, picture in zip((p for m in messages for p in m["content"] if p["type"] == "image"), pictures):
+            part["image"] = picture
+        return dict(AutoProcessor.from_pretrained(family.folder).apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"))
+    # The others want torchvision or more for their videos: their own words for a picture, put in by hand.
     tokenizer = AutoTokenizer.from_pretrained(family.folder)
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt")) if pictures else {}
-    if family.kind == "qwen2_vl":
-        stand_in = SimpleNamespace(image_token="<|image_pad|>", image_processor=SimpleNamespace(merge_size=2))
-        words, token = transformers.Qwen2VLProcessor.replace_image_token, "<|image_pad|>"
+    batch, options, token = {}, {}, TOKENS[family.kind][1]["image_token" if family.kind != "internvl" else "context_image_token"]
+    stand_in = SimpleNamespace(
+        image_token=token, image_processor=SimpleNamespace(merge_size=2), start_image_token="<img>", end_image_token="</img>",
+        image_seq_length=4, image_seq_len=4, fake_image_token="<fake_token_around_image>", global_image_token="<global-img>")
+    if family.kind == "internvl":
+        options["crop_to_patches"] = True
+    elif family.kind in ("mistral3", "pixtral"):
+        options["patch_size"] = 14 if family.kind == "mistral3" else 7
+    elif family.kind == "smolvlm":
+        options["return_row_col_info"] = True
+    if pictures:
+        batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options))
+    if family.kind in ("mistral3", "pixtral"):              # its processor cannot even be looked at without torchvision
+        words = lambda _, batch, i: "[IMG_BREAK]".join(  # noqa: E731
+            ["[IMG]" * (int(batch["image_sizes"][i][1]) // options["patch_size"])]
+            * (int(batch["image_sizes"][i][0]) // options["patch_size"])) + "[IMG_END]"
     else:
-        raise ValueError(family.kind)
+        maker = {"qwen2_vl": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
+        words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
-    inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False) | batch
+    inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
     if family.kind == "qwen2_vl":
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == family.oracle.config.image_token_id).int()
-    return inputs
+    return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")}
 
 
 def test_prompt_ids_equal_those_of_the_familys_processor(family):
