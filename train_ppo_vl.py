@@ -840,7 +840,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     groups = sorted(prompts.patches)
     for group in groups:
         waiting.append(group)
-        size += len(prompts.patches[group][0])
+        size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))

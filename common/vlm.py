@@ -162,7 +162,11 @@ class Processor:
             self.call = {"patch_size": {"height": self.patch_size, "width": self.patch_size}}
         elif self.layout == "idefics3":
             self.call = {"return_row_col_info": True}
-        self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
+        try:
+            self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
+        except ImportError as error:
+            raise ValueError(f"transformers {transformers.__version__} does not process pictures of {config.model_type} without "
+                             "torchvision; a newer one does") from error
 
     def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
@@ -185,7 +189,8 @@ class Processor:
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
         self.image_token_id = image_token_id(config)
-        ids = {getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
+        ids = {getattr(config, f"{name}_token_id", None)
+               for name in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
         ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if self.layout in IMAGE_TOKENS
                 and re.fullmatch(IMAGE_TOKENS[self.layout], token.content)}
         # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
@@ -466,7 +471,8 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Decode the pictures of a prompt, as patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64; None without.
+    """Decode the pictures of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64; None without
+    pictures.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
@@ -541,7 +547,8 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
     left = -1 if window is None else window - 1
     if backend == "flash_attn":
         from flash_attn import flash_attn_varlen_func
-        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal, window_size=(left, -1))
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal,
+                                      window_size=(left, -1))
     from torch.nn.attention.varlen import varlen_attn
     accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
     options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
@@ -819,7 +826,8 @@ def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor)
         side, images = patches.shape[-1], patches.new_zeros(len(grids), 3, *grids.amax(dim=0).tolist())
         shapes = [(h // side, w // side) for h, w in grids.tolist()]
         for image, (h, w), part in zip(images, shapes, patches.split([h * w for h, w in shapes])):
-            image[:, :h * side, :w * side] = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
+            whole = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
+            image[:, :h * side, :w * side] = whole
         out = core.get_image_features(images, image_sizes=grids, return_dict=True)
     else:
         out = core.get_image_features(patches[None] if kind == "idefics3" else patches, return_dict=True)
@@ -924,7 +932,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
     """
-    family = AutoModelForCausalLM if layout(config) == "text" else AutoModelForImageTextToText
+    family, text = AutoModelForCausalLM if layout(config) == "text" else AutoModelForImageTextToText, config.get_text_config()
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(text, name, None):
+            raise ValueError(f"the checkpoint's text model has {name} {getattr(text, name)}, which is not supported")
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
