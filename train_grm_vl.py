@@ -64,10 +64,10 @@ from common import losses
 from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks,
                             make_packs)
 from common.logging import RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, attention_segments, choose_attention,
-                        feature_levels, image_features, image_list, image_token_id, language_hidden, language_model,
-                        load_pixels, load_rows, load_weights, make_prompt, materialize, prompt_positions, read_image,
-                        resolve_folder, skeleton, use_attention, vision_parameters)
+from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, as_in_files, attention_segments,
+                        choose_attention, feature_levels, image_features, image_list, image_token_id, language_hidden,
+                        language_model, load_pixels, load_rows, load_weights, make_prompt, materialize, prompt_positions,
+                        read_image, resolve_folder, skeleton, use_attention, vision_parameters)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (sysexits.h: EX_TEMPFAIL)
@@ -1231,7 +1231,7 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
             parameter = parameters[name]
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
             if run.rank == 0:
-                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
+                shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
         if run.rank == 0 and not problem:
             try:

@@ -65,10 +65,10 @@ from common import losses
 from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
                             make_blocks, make_packs, minibatches)
 from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, attention_segments,
-                        choose_attention, feature_levels, image_features, image_token_id, language_hidden, language_model,
-                        load_pixels, load_prompts, load_weights, materialize, prompt_positions, read_image, resolve_folder,
-                        skeleton, use_attention, vision_parameters, with_same_tower)
+from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, as_in_files,
+                        attention_segments, choose_attention, feature_levels, image_features, image_token_id, language_hidden,
+                        language_model, load_pixels, load_prompts, load_weights, materialize, prompt_positions, read_image,
+                        resolve_folder, router_logits, routers, skeleton, use_attention, vision_parameters, with_same_tower)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
@@ -287,6 +287,8 @@ class UpdateArgs:
     adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
     max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off", low=0)
+    aux_loss_coef: float = flag(0.0, "weight of the load-balancing loss of MoE models, actor and critic; above 0 it costs one "
+                                "more forward per update", low=0)
     target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0)
     freezing_actor_steps: int = flag(0, "first steps that update the critic only", low=0)
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
@@ -656,6 +658,8 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         for parameter in vision_parameters(model):
             parameter.requires_grad_(False)
             parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
+        if args.update.aux_loss_coef and not routers(model):
+            raise ValueError(f"--aux_loss_coef {args.update.aux_loss_coef}: {folder} has no experts to balance")
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
@@ -1182,6 +1186,30 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
     return norm, applied
 
 
+@torch.no_grad()
+def expert_load(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples, groups) -> torch.Tensor | None:
+    """(E,) how often each expert is chosen in a minibatch, over all ranks: the balance of a row depends on all others'."""
+    if not run.args.update.aux_loss_coef:
+        return None
+    text = module.model.config.get_text_config()
+    load = torch.zeros(text.num_experts, device=run.device)
+    for row, attention in packed_rows(run, module.model, prompts, samples, groups):
+        with router_logits(module.model) as logits:
+            module(row, attention)
+        load += losses.expert_load(logits, row.copies.to(run.device), text.num_experts_per_tok)
+    clear_forward_order(module)
+    dist.all_reduce(load)
+    return load
+
+
+def balance_loss(run: Run, module: nn.Module, row: Row, logits: list[torch.Tensor], load: torch.Tensor | None):
+    """This row's share of the load-balancing loss of a minibatch, weighted; 0.0 without."""
+    if load is None:
+        return 0.0
+    top_k = module.model.config.get_text_config().num_experts_per_tok
+    return run.args.update.aux_loss_coef * losses.balance_loss(logits, row.copies.to(run.device), load, top_k)
+
+
 def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
                   step: int) -> dict[str, float]:
     """Regress the values on the returns for all epochs and minibatches of a step."""
@@ -1193,12 +1221,14 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
-            total = 0.0
+            total, load = 0.0, expert_load(run, critic, prompts, samples, groups)
             for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
-                values = critic(row, attention)                                                                # (T,)
+                with router_logits(critic.model) as logits:
+                    values = critic(row, attention)                                                            # (T,)
                 old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
                 loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
-                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                balance = balance_loss(run, critic, row, logits, load)
+                ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
                 total = total + loss.detach()
             norm, applied = apply_gradients(run, critic, optimizer, lr)
             sums.add("train/critic_skipped", float(not applied), 1)
@@ -1220,10 +1250,13 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
-            rows = []
+            rows, load = [], expert_load(run, actor, prompts, samples, groups)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
-                loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef)
-                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                with router_logits(actor.model) as logits:
+                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef)
+                balance = balance_loss(run, actor, row, logits, load)
+                ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
+                stats |= {"aux_loss": torch.as_tensor(balance).detach()} if load is not None else {}
                 rows.append(stats)
             if args.update.target_kl and exceeds(rows, args.update.target_kl):
                 optimizer.zero_grad(set_to_none=True)
@@ -1273,7 +1306,7 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
     tokens = sum(stats["tokens"] for stats in rows)
     for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio", "entropy"):
         sums.add(f"train/{name}", sum(stats[name] for stats in rows), tokens)
-    for name in rows[0].keys() & {"policy_loss", "kl_loss"}:
+    for name in rows[0].keys() & {"policy_loss", "kl_loss", "aux_loss"}:
         sums.add(f"train/{name}", sum(stats[name] for stats in rows), share)
     for stats in rows:
         sums.max("train/ratio_max", stats["ratio_max"])
@@ -1473,7 +1506,7 @@ def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shar
             parameter = parameters[name]
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
             if run.rank == 0:
-                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
+                shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
         if run.rank == 0 and not problem:
             try:

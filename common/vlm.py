@@ -41,9 +41,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 # model_type -> how its pictures become tokens, or "text" for none. A new layout: its image processor, a branch in Processor's
 # `_set_image_processor`, `grid` and `expand`, and in `image_features`, where it differs; the rest is the common structure.
-FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen", "llava": "llava", "llava_next": "llava_next",
-            "gemma3": "gemma3", "internvl": "internvl", "mistral3": "pixtral", "idefics3": "idefics3", "smolvlm": "idefics3",
-            "qwen2": "text", "qwen3": "text", "llama": "text", "mistral": "text"}
+FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen", "qwen3_vl_moe": "qwen", "llava": "llava",
+            "llava_next": "llava_next", "gemma3": "gemma3", "internvl": "internvl", "mistral3": "pixtral",
+            "idefics3": "idefics3", "smolvlm": "idefics3", "qwen2": "text", "qwen3": "text", "llama": "text",
+            "mistral": "text"}
 IMAGE_PROCESSORS = {"qwen": "Qwen2VL", "llava": "CLIP", "llava_next": "LlavaNext", "gemma3": "Gemma3", "internvl": "GotOcr2",
                     "pixtral": "Pixtral", "idefics3": "Idefics3"}  # where the files do not say; then a name of these or:
 OTHER_IMAGE_PROCESSORS = ("Llava", "Siglip", "SmolVLM")
@@ -858,6 +859,23 @@ def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
                    **deepstack).last_hidden_state[0]
 
 
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules that choose the experts of each MoE layer and return (router logits, ...); none in a dense model."""
+    return [module for module in language_model(model).modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def router_logits(model: nn.Module):
+    """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the list it yields."""
+    found: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda module, args, out: found.append(out[0])) for router in routers(model)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max + 1``."""
     ids = prompt.input_ids[None]
@@ -1002,10 +1020,11 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
-                if tuple(value.get_shape()) != tuple(target.shape):
+                turned = name and as_in_files(model.config, name, target).shape
+                if tuple(value.get_shape()) not in (tuple(target.shape), tuple(turned or target.shape)):
                     raise ValueError(f"{folder / file}: {key} is {tuple(value.get_shape())}, the model's config.json "
                                      f"asks for {tuple(target.shape)}")
-                copy_rows(target, value)
+                copy_rows(target, value, turned=tuple(value.get_shape()) != tuple(target.shape))
                 spelled[name or key] = key
     tied = {id(p) for n, p in parameters.items() if n in spelled}
     missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied]
@@ -1014,15 +1033,22 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
     return spelled
 
 
+def as_in_files(config, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A parameter as checkpoints hold it: those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed."""
+    return weight.transpose(1, 2) if config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name else weight
+
+
 @torch.no_grad()
-def copy_rows(target: torch.Tensor, value) -> None:
-    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0."""
+def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; ``turned``: with
+    dimensions 1 and 2 exchanged."""
+    turn = (lambda rows: rows.transpose(1, 2)) if turned else (lambda rows: rows)
     if not isinstance(target, DTensor):
-        target.copy_(value[:])
+        target.copy_(turn(value[:]))
         return
     local = target.to_local()
     shard_dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
     rows = -(-target.shape[0] // target.device_mesh.size(shard_dim))    # FSDP2 cuts into ceil-sized chunks
     start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
     if len(local):
-        local.copy_(value[start:start + len(local)])
+        local.copy_(turn(value[start:start + len(local)]))

@@ -2,6 +2,8 @@
 family's processor, packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step
 whose export `from_pretrained` loads."""
 
+import dataclasses
+import functools
 import json
 import signal
 from pathlib import Path
@@ -32,6 +34,9 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n
 TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {
     "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
     "vision_end_token": "<|vision_end|>"}),
+    "qwen3_vl_moe": ("<|vision_start|><|image_pad|><|vision_end|>", {
+        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>"}),
     "llava": ("<image>\n", {"image_token": "<image>"}),
     "llava_next": ("<image>\n", {"image_token": "<image>"}),
     "gemma3": ("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
@@ -66,7 +71,7 @@ def make_tokenizer(kind: str):
                                         eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=special)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
     bos = tokenizer.bos_token_id
-    if kind != "qwen2_vl":
+    if not kind.startswith("qwen"):
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
     # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
     tokenizer.chat_template = TEMPLATE.format(bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "", image=image,
@@ -85,6 +90,12 @@ def make_config(kind: str, tokenizer):
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
         return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config={
             "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14})
+    if kind == "qwen3_vl_moe":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_parameters": rope}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
+            "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]})
     if kind == "internvl":
         vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
         return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
@@ -106,7 +117,7 @@ def make_config(kind: str, tokenizer):
 
 def make_image_processor(kind: str):
     """The family's Pillow image processor, for small pictures."""
-    if kind == "qwen2_vl":
+    if kind.startswith("qwen"):
         return transformers.Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2})
     square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
     if kind == "llava":
@@ -159,9 +170,10 @@ def family(request, tmp_path_factory, picture_rows):
             parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
-    if kind in ("llava", "gemma3"):                         # the files on the hub are older than the module's names
+    if kind in ("llava", "gemma3", "qwen3_vl_moe"):         # the files on the hub are older than the modules
         weights = load_file(folder / "model.safetensors")
-        weights = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in weights.items()}
+        weights = {name.replace("vision_tower.", "vision_tower.vision_model."):
+                   value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in weights.items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     if kind in TEXT_ONLY:
         tokenizer.save_pretrained(folder)
@@ -211,12 +223,12 @@ def hf_inputs(family, prompt) -> dict:
             ["[IMG]" * (int(batch["image_sizes"][i][1]) // options["patch_size"])]
             * (int(batch["image_sizes"][i][0]) // options["patch_size"])) + "[IMG_END]"
     else:
-        maker = {"qwen2_vl": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
+        maker = {"qwen2_vl": "Qwen2VL", "qwen3_vl_moe": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
         words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
-    if family.kind == "qwen2_vl":
+    if family.kind.startswith("qwen"):
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == family.oracle.config.image_token_id).int()
     return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")}
 
@@ -261,18 +273,23 @@ def test_greedy_rollouts_equal_generate(family):
 
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
+    moe = ["--aux_loss_coef", "0.01"] if family.kind == "qwen3_vl_moe" else []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     (tmp_path / "reward.py").write_text(REWARD)
     try:
         metrics = ppo.main(["--model", str(family.folder), "--data", str(family.data), "--max_prompt_tokens", "512",
                             "--max_new_tokens", "6", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "1",
                             "--actor_lr", "1e-3", "--reward", f"{tmp_path / 'reward.py'}:letters",
-                            "--out", str(tmp_path / "run")])
+                            "--out", str(tmp_path / "run"), *moe])
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+    assert not moe or 0.01 < metrics["train/aux_loss"] < 0.06           # coefficient x (2 where even, 6 where all go to two)
     assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/critic_grad_norm"] > 0
     exported = tmp_path / "run" / "export" / "step-1"
+    shapes = [{name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
+              for folder in (family.folder, exported)]
+    assert shapes[0] == shapes[1]                                        # names and shapes as the checkpoint came
     model, report = type(family.oracle).from_pretrained(exported, output_loading_info=True)
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     before = dict(family.oracle.named_parameters())
@@ -296,6 +313,52 @@ def test_unknown_families_are_refused_by_name(tmp_path):
 def test_a_text_model_refuses_pictures(family, picture_rows):
     with pytest.raises(ppo.UserError, match=f"1 images for {family.kind}, a model of text only"):
         start(family.folder, picture_rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+@pytest.mark.parametrize("budget", [10**6, 150])
+def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget):
+    """Value and gradients, over one pack and over several with split groups."""
+    env, prompts = family.env, take(family.env)
+    update = dataclasses.replace(env.args.update, aux_loss_coef=0.5, max_tokens_per_pack=budget)
+    run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
+    samples = gather_samples(random_samples([3, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+    load = ppo.expert_load(run, env.actor, prompts, samples, None)
+    total, packs = 0.0, 0
+    for row, attention in ppo.packed_rows(run, env.actor.model, prompts, samples):
+        with vlm.router_logits(env.actor.model) as logits:
+            logp, _ = env.actor(row, attention)
+        share = ppo.balance_loss(run, env.actor, row, logits, load)
+        (share + 0 * logp.sum()).backward()                 # FSDP gathers a layer's weights when its output gets a gradient
+        total, packs = total + share.item(), packs + 1
+    assert (packs == 1) == (budget > 10**5)
+
+    batch: dict[str, list] = {}
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        inputs = hf_inputs(family, env.prompts[group])
+        more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
+        for name, value in inputs.items():
+            batch.setdefault(name, []).append(torch.cat([value[0], more[name].to(value.dtype)]) if name in more else value)
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    aux = family.oracle(**{name: pad(parts) if name in more else torch.cat(parts) for name, parts in batch.items()},
+                        output_router_logits=True, use_cache=False).aux_loss
+    (0.5 * aux).backward()
+    assert abs(total - 0.5 * aux.item()) < 1e-5 * total
+    expected = dict(family.oracle.model.language_model.named_parameters())
+    for name, parameter in vlm.language_model(env.actor.model).named_parameters():
+        if (gradient := expected[name].grad) is not None:
+            error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
+            assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
+    family.oracle.zero_grad()
+    env.actor.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
+def test_a_dense_model_has_no_experts_to_balance(family):
+    with pytest.raises(ppo.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
+        start(family.folder, family.data, "--aux_loss_coef", "0.1")
 
 
 def naive_attention(q, k, v, segments, window, scale):
