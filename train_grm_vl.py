@@ -67,7 +67,7 @@ from common.logging import RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, as_in_files, attention_segments,
                         choose_attention, feature_levels, image_features, image_list, image_token_id, language_hidden,
                         language_model, load_pixels, load_rows, load_weights, make_prompt, materialize, prompt_positions,
-                        read_image, resolve_folder, skeleton, use_attention, vision_parameters)
+                        read_image, resolve_folder, skeleton, token_types, use_attention, vision_inputs, vision_parameters)
 
 HERE = Path(__file__).resolve().parent
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (sysexits.h: EX_TEMPFAIL)
@@ -1060,10 +1060,9 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
             for k, g in enumerate(batch):
                 ids[k, longest - prompts.lengths[g]:] = prompts.prompts[g].input_ids
                 mask[k, longest - prompts.lengths[g]:] = 1
-            inputs = {"input_ids": ids, "attention_mask": mask,
-                      "mm_token_type_ids": (ids == image_token_id(model.config)).int()}
+            inputs = {"input_ids": ids, "attention_mask": mask} | token_types(model.config, ids)
             if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
-                inputs |= zip(("pixel_values", "image_grid_thw"), map(torch.cat, zip(*pictures)))
+                inputs |= vision_inputs(model.config, *map(torch.cat, zip(*pictures)))
             tokens = model.generate(
                 **{name: value.to(run.device) for name, value in inputs.items()}, do_sample=not greedy, **sampling,
                 max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,

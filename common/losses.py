@@ -329,10 +329,10 @@ def expert_load(logits: list[torch.Tensor], weights: torch.Tensor, top_k: int) -
 
 
 def balance_loss(logits: list[torch.Tensor], weights: torch.Tensor, load: torch.Tensor, top_k: int) -> torch.Tensor:
-    """A row's share of E Σ_e F_e P_e, which is ``top_k`` where the experts are used alike (Switch Transformer, equations 4 to 6).
+    """A row's share of E Σ_e F_e P_e, which is ``top_k`` where all experts are used alike (Switch Transformer, equation 4).
 
-    F_e is the share of tokens, and P_e the mean probability, that expert e gets in a whole minibatch on all ranks. F comes from
-    ``load`` (E,), the sum of `expert_load` over its rows, and has no gradient: given it, the loss is a sum over tokens.
+    F_e is the share of tokens, and P_e the mean probability, that expert e gets in a whole minibatch on all ranks. F comes
+    from ``load`` (E,), the sum of `expert_load` over its rows, without gradient: given it, the loss is a sum over tokens.
     """
     total = load.sum() / top_k                                                                  # weighted tokens x layers
     return len(load) * (load / total * _routing(logits, weights, top_k)[1] / total).sum()

@@ -40,7 +40,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 # model_type -> how its pictures become tokens, or "text" for none. A new layout: its image processor, a branch in Processor's
-# `_set_image_processor`, `grid` and `expand`, and in `image_features`, where it differs; the rest is the common structure.
+# `_set_image_processor`, `grid` and `expand`, in `_patches` and `vision_inputs`, where it differs; the rest is in common.
 FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen", "qwen3_vl_moe": "qwen", "llava": "llava",
             "llava_next": "llava_next", "gemma3": "gemma3", "internvl": "internvl", "mistral3": "pixtral",
             "idefics3": "idefics3", "smolvlm": "idefics3", "qwen2": "text", "qwen3": "text", "llama": "text",
@@ -810,28 +810,40 @@ def feature_levels(config) -> int:
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
 
 
+def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them."""
+    kind = layout(config)
+    if kind == "qwen":
+        return {"pixel_values": patches, "image_grid_thw": grids}
+    if kind == "llava_next":
+        return {"pixel_values": patches, "image_sizes": grids}
+    if kind == "idefics3":
+        return {"pixel_values": patches[None]}
+    if kind != "pixtral":
+        return {"pixel_values": patches}
+    side, images = patches.shape[-1], patches.new_zeros(len(grids), 3, *grids.amax(dim=0).tolist())
+    shapes = [(h // side, w // side) for h, w in grids.tolist()]
+    for image, (h, w), part in zip(images, shapes, patches.split([h * w for h, w in shapes])):
+        whole = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
+        image[:, :h * side, :w * side] = whole
+    return {"pixel_values": images, "image_sizes": grids}
+
+
+def token_types(config, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers asks for in some families: which tokens are pieces of pictures."""
+    name = {"qwen": "mm_token_type_ids", "gemma3": "token_type_ids"}.get(layout(config))
+    return {name: (input_ids == image_token_id(config)).int()} if name else {}
+
+
 @torch.no_grad()
 def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     """Run the vision tower on what `load_pixels` made of pictures of any number of prompts -> (K, M, H), M image tokens.
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
     """
-    weight, core = vision_parameters(model)[0], model.model
+    weight = vision_parameters(model)[0]
     patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
-    kind = layout(model.config)
-    if kind == "qwen":
-        out = core.get_image_features(patches, grids, return_dict=True)
-    elif kind == "llava_next":
-        out = core.get_image_features(patches, image_sizes=grids, return_dict=True)
-    elif kind == "pixtral":
-        side, images = patches.shape[-1], patches.new_zeros(len(grids), 3, *grids.amax(dim=0).tolist())
-        shapes = [(h // side, w // side) for h, w in grids.tolist()]
-        for image, (h, w), part in zip(images, shapes, patches.split([h * w for h, w in shapes])):
-            whole = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
-            image[:, :h * side, :w * side] = whole
-        out = core.get_image_features(images, image_sizes=grids, return_dict=True)
-    else:
-        out = core.get_image_features(patches[None] if kind == "idefics3" else patches, return_dict=True)
+    out = model.model.get_image_features(**vision_inputs(model.config, patches, grids), return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
     return torch.stack([(level if torch.is_tensor(level) else torch.cat(list(level))).flatten(0, -2) for level in levels])
 

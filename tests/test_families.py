@@ -21,6 +21,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
                           GenerationConfig, PreTrainedTokenizerFast)
 
 import toy
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import vlm
 from common.buffers import gather_samples
@@ -299,6 +300,26 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     assert moved and not moved & frozen
     again = start(exported, family.data)
     assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
+
+
+def test_the_judge_generates_what_generate_does(family, tmp_path):
+    """The reward model's evaluation pads prompts of several lengths into one batch."""
+    rows = [json.loads(line) for line in family.data.read_text().splitlines()]
+    data = tmp_path / "judge.jsonl"
+    data.write_text("".join(json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n"
+                            for row in rows))
+    run = grm.start_run(grm.parse_args(["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out",
+                                        str(tmp_path / "judge"), "--eval_max_new_tokens", "5", "--eval_batch", "4"]))
+    processor, _, _, examples = grm.load_data(run)
+    judge = grm.build_judge(run, processor)
+    with grm.PromptLoader(run, processor, [], []) as loader:
+        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+    texts = grm.generate(run, processor, judge, prompts, 0)
+    for i, example in enumerate(examples):
+        inputs = hf_inputs(family, example.prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
+                                     suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
+        assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):
