@@ -47,16 +47,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features, fail_together,
-                            make_blocks, make_packs)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features,
+                            fail_together, make_blocks, make_packs)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
-                        StepPrompts, answer_frame, choose_attention, clear_forward_order, count_judgements, encode_target, fill,
-                        image_features, image_token_count, judge_prompt, judge_settings, language_hidden, load_rows, load_weights,
-                        materialize, parse_verdict, positions_of, read_image, read_judgement, resolve_folder, skeleton,
-                        unsharded, use_attention, user_text)
+                        StepPrompts, answer_frame, attention_segments, choose_attention, clear_forward_order, count_judgements,
+                        encode_target, feature_levels, fill, image_features, image_token_count, image_token_id, judge_prompt,
+                        judge_settings, language_hidden, language_model, load_rows, load_weights, materialize, parse_verdict,
+                        positions_of, read_image, read_judgement, resolve_folder, skeleton, token_types, unsharded,
+                        use_attention, user_text, vision_inputs, vision_parameters)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -439,14 +440,16 @@ def build_judge(run: Run, processor: Processor) -> Judge:
     judge = problem = None
     try:
         model = skeleton(processor.config)
-        model.model.visual.to(run.dtype).requires_grad_(False)  # replicated and outside the mixed-precision policy
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
         judge = Judge(model, run.args.update.head_chunk)
         judge.spelled = load_sharded(run, judge, resolve_folder(run.args.model.model))
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
     if run.args.model.gradient_checkpointing:
-        judge.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        language_model(judge.model).gradient_checkpointing_enable({"use_reentrant": False})
     return judge
 
 
@@ -454,15 +457,13 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
-    core = module.model.model
     use_attention(module.model, run.backend)
-    for layer in core.language_model.layers:
+    for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    frozen = set(core.visual.parameters()) if core.visual is not None else set()
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=frozen)
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
     if head is None:
         return load_weights(module.model, folder)
@@ -529,12 +530,12 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     groups = sorted(prompts.patches)
     for group in groups:
         waiting.append(group)
-        size += len(prompts.patches[group][0])
+        size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -552,18 +553,19 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
     blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
-    packs = make_packs(samples, lengths, blocks, run.world, limit, config.text_config.hidden_size)
+    hidden_size = config.get_text_config().hidden_size
+    packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
-    shapes = {g: (levels, image_token_count(prompts.prompts[g], config.image_token_id), config.text_config.hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, config.image_token_id)
-        yield row.to(run.device), PackedAttention(row.segments, run.backend, run.device)
+                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+        segments = attention_segments(config, row.segments, row.image_rows)
+        yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
 
 def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
@@ -689,10 +691,9 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
             for k, g in enumerate(batch):
                 ids[k, longest - prompts.lengths[g]:] = prompts.prompts[g].input_ids
                 mask[k, longest - prompts.lengths[g]:] = 1
-            inputs = {"input_ids": ids, "attention_mask": mask,
-                      "mm_token_type_ids": (ids == model.config.image_token_id).int()}
+            inputs = {"input_ids": ids, "attention_mask": mask} | token_types(model.config, ids)
             if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
-                inputs |= zip(("pixel_values", "image_grid_thw"), map(torch.cat, zip(*pictures)))
+                inputs |= vision_inputs(model.config, *map(torch.cat, zip(*pictures)))
             tokens = model.generate(
                 **{name: value.to(run.device) for name, value in inputs.items()}, do_sample=not greedy, **sampling,
                 max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,
@@ -704,7 +705,7 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
 @contextmanager
 def plain_attention(model: nn.Module):
     """transformers' own attention in the language model: `generate` pads, and knows no packed rows."""
-    configs = [model.config.text_config, model.model.language_model.config]
+    configs = [model.config.get_text_config(), language_model(model).config]
     kept = [config._attn_implementation for config in configs]
     for config in configs:
         config._attn_implementation = "sdpa"

@@ -51,16 +51,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order, exchange_features, fail_together,
-                            gather_samples, make_blocks, make_packs, minibatches)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
+                            exchange_features, fail_together, gather_samples, make_blocks, make_packs, minibatches)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
-                        SlotCache, StepPrompts, answer_frame, choose_attention, clear_forward_order, count_judgements,
-                        differing_tower, encode_target, fill, image_features, image_token_count, judge_prompt, judge_settings, language_hidden,
+                        SlotCache, StepPrompts, answer_frame, attention_segments, choose_attention, clear_forward_order,
+                        count_judgements, differing_tower, encode_target, feature_levels, fill, image_features,
+                        image_token_count, image_token_id, judge_prompt, judge_settings, language_hidden, language_model,
                         load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict, positions_of,
-                        read_image, resolve_folder, skeleton, unsharded, use_attention, user_text, with_same_tower)
+                        read_image, resolve_folder, router_logits, routers, skeleton, unsharded, use_attention, user_text,
+                        vision_parameters, with_same_tower)
 
 COMPARE_GROUPS = ("grpo", "group_norm", "dr_grpo", "rloo", "opo", "gpg", "reinforce_baseline")
 TRAIN, EVAL, JUDGE = 0, 1, 2   # streams of sampling noise: a prompt met in both gets unrelated samples
@@ -304,6 +306,8 @@ class UpdateArgs:
     adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
     max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off", low=0)
+    aux_loss_coef: float = flag(0.0, "weight of the load-balancing loss of MoE models, actor and critic; above 0 it costs one "
+                                "more forward per update", low=0)
     target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0)
     freezing_actor_steps: int = flag(0, "first steps that update the critic only", low=0)
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
@@ -546,7 +550,7 @@ class Policy(nn.Module):
         self.model = model
         self.temperature, self.min_new_tokens = args.rollout.temperature, args.rollout.min_new_tokens
         self.chunk = args.update.head_chunk
-        banned = torch.zeros(model.config.text_config.vocab_size, dtype=torch.bool)
+        banned = torch.zeros(model.config.get_text_config().vocab_size, dtype=torch.bool)
         banned[list(processor.banned_ids)] = True
         self.register_buffer("banned", banned, persistent=False)                                                 # (V,)
         self.register_buffer("stop_ids", torch.tensor(stop_token_ids(processor, args)), persistent=False)
@@ -575,7 +579,7 @@ class Critic(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.value_head = nn.Linear(model.config.text_config.hidden_size, 1, bias=False)
+        self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, row: Row, attention: PackedAttention) -> torch.Tensor:
         """Returns values (T,) float32."""
@@ -605,8 +609,11 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     try:
         folder = resolve_folder(args.model.model)
         model = skeleton(processor.config)
-        for parameter in model.model.visual.requires_grad_(False).parameters():
+        for parameter in vision_parameters(model):
+            parameter.requires_grad_(False)
             parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
+        if args.update.aux_loss_coef and not routers(model):
+            raise ValueError(f"--aux_loss_coef {args.update.aux_loss_coef}: {folder} has no experts to balance")
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
@@ -620,7 +627,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     fail_together(problem)
     if args.model.gradient_checkpointing:
         for module in filter(None, (actor, critic)):
-            module.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            language_model(module.model).gradient_checkpointing_enable({"use_reentrant": False})
     return actor, critic, reference
 
 
@@ -628,15 +635,13 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
-    core = module.model.model
     use_attention(module.model, run.backend)
-    for layer in core.language_model.layers:
+    for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    frozen = set(core.visual.parameters()) if core.visual is not None else set()
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=frozen)
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
     if head is None:
         return load_weights(module.model, folder)
@@ -786,12 +791,12 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     groups = sorted(prompts.patches)
     for group in groups:
         waiting.append(group)
-        size += len(prompts.patches[group][0])
+        size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -1164,11 +1169,11 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
         try:
             folder = resolve_folder(name)
             processor = source.processor = Processor(str(folder))
-            source.shares_tower = (
-                processor.image_processor.to_dict() == actor_processor.image_processor.to_dict()
-                and not differing_tower(resolve_folder(args.model.model), folder))
+            settings = [(p.config.model_type, p.image_processor and p.image_processor.to_dict())
+                        for p in (processor, actor_processor)]
+            source.shares_tower = settings[0] == settings[1] and not differing_tower(resolve_folder(args.model.model), folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
-            for parameter in model.model.visual.parameters() if not source.shares_tower else ():
+            for parameter in vision_parameters(model):
                 parameter.data = parameter.data.to(run.dtype)
             if kind == "grm":
                 source.question = judge_question(processor.files["judge"], args.reward.grm_question)
@@ -1304,18 +1309,19 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
     blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
-    packs = make_packs(samples, lengths, blocks, run.world, limit, config.text_config.hidden_size)
+    hidden_size = config.get_text_config().hidden_size
+    packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    levels = 1 + len(getattr(config.vision_config, "deepstack_visual_indexes", None) or [])
-    shapes = {g: (levels, image_token_count(prompts.prompts[g], config.image_token_id), config.text_config.hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, config.image_token_id)
-        yield row.to(run.device), PackedAttention(row.segments, run.backend, run.device)
+                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+        segments = attention_segments(config, row.segments, row.image_rows)
+        yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
 
 @torch.no_grad()
@@ -1476,6 +1482,30 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
     return norm, applied
 
 
+@torch.no_grad()
+def expert_load(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples, groups) -> torch.Tensor | None:
+    """(E,) how often each expert is chosen in a minibatch, over all ranks: the balance of a row depends on all others'."""
+    if not run.args.update.aux_loss_coef:
+        return None
+    text = module.model.config.get_text_config()
+    load = torch.zeros(text.num_experts, device=run.device)
+    for row, attention in packed_rows(run, module.model, prompts, samples, groups):
+        with router_logits(module.model) as logits:
+            module(row, attention)
+        load += losses.expert_load(logits, row.copies.to(run.device), text.num_experts_per_tok)
+    clear_forward_order(module)
+    dist.all_reduce(load)
+    return load
+
+
+def balance_loss(run: Run, module: nn.Module, row: Row, logits: list[torch.Tensor], load: torch.Tensor | None):
+    """This row's share of the load-balancing loss of a minibatch, weighted; 0.0 without."""
+    if load is None:
+        return 0.0
+    top_k = module.model.config.get_text_config().num_experts_per_tok
+    return run.args.update.aux_loss_coef * losses.balance_loss(logits, row.copies.to(run.device), load, top_k)
+
+
 def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
                   step: int) -> dict[str, float]:
     """Regress the values on the returns for all epochs and minibatches of a step."""
@@ -1487,12 +1517,14 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
             weights = minibatch_weights(run, samples, groups)
             if not weights.any():
                 continue
-            total = 0.0
+            total, load = 0.0, expert_load(run, critic, prompts, samples, groups)
             for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
-                values = critic(row, attention)                                                                # (T,)
+                with router_logits(critic.model) as logits:
+                    values = critic(row, attention)                                                            # (T,)
                 old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
                 loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
-                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                balance = balance_loss(run, critic, row, logits, load)
+                ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
                 total = total + loss.detach()
             norm, applied = apply_gradients(run, critic, optimizer, lr)
             sums.add("train/critic_skipped", float(not applied), 1)
@@ -1517,9 +1549,13 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             if not weights.any():
                 continue
             rows, kept_weights = [], None if keep is None else minibatch_weights(run, samples, groups, keep)
+            load = expert_load(run, actor, prompts, samples, groups)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
-                loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep, kept_weights)
-                (loss * run.world).backward()                                     # FSDP averages gradients over ranks
+                with router_logits(actor.model) as logits:
+                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep, kept_weights)
+                balance = balance_loss(run, actor, row, logits, load)
+                ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
+                stats |= {"aux_loss": torch.as_tensor(balance).detach()} if load is not None else {}
                 rows.append(stats)
             if reference is not None and args.algorithm.kl_estimator == "full":
                 rest_after_scoring(reference)
@@ -1581,7 +1617,7 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
     tokens = sum(stats["tokens"] for stats in rows)
     for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio", "entropy"):
         sums.add(f"train/{name}", sum(stats[name] for stats in rows), tokens)
-    for name in rows[0].keys() & {"policy_loss", "kl_loss"}:
+    for name in rows[0].keys() & {"policy_loss", "kl_loss", "aux_loss"}:
         sums.add(f"train/{name}", sum(stats[name] for stats in rows), share)
     for stats in rows:
         sums.max("train/ratio_max", stats["ratio_max"])
@@ -1677,7 +1713,7 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
     if run.device.type == "cuda":
         metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
-        layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
+        layers = sum(p.numel() for p in language_model(actor.model).layers.parameters())
         head = actor.model.lm_head.weight.numel()
         trained = (1 + (critic is not None)) * layers * (response + prompt) + head * response
         if peak:
@@ -1767,7 +1803,7 @@ class RolloutEngine:
         self.poll = self.args.poll_every or (8 if device.type == "cuda" else 1)
         capacity = max((prompts.lengths[g] for g in groups), default=1) + self.args.max_new_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * count))
-        self.cache = SlotCache(actor.model.config.text_config, slots, capacity, run.dtype, device)
+        self.cache = SlotCache(actor.model.config.get_text_config(), slots, capacity, run.dtype, device)
         integers = lambda: torch.zeros(slots, dtype=torch.int64, device=device)  # noqa: E731
         self.length, self.rope, self.count, self.last, self.draw, self.number = (integers() for _ in range(6))     # (slots,)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
@@ -1783,7 +1819,7 @@ class RolloutEngine:
             return min(self.args.slots, wanted)
         if self.run.device.type != "cuda":
             return min(256, wanted)
-        text = self.actor.model.config.text_config
+        text = self.actor.model.config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         per_slot = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * capacity * self.run.dtype.itemsize
         torch.cuda.empty_cache()
@@ -1841,10 +1877,11 @@ class RolloutEngine:
         ids = torch.cat([self.prompts.prompts[group].input_ids for group, _ in batch])
         features = [self.prompts.features[group] for group, _ in batch if group in self.prompts.features]
         row = SimpleNamespace(
-            input_ids=ids[None].to(device), image_rows=(ids == model.config.image_token_id).nonzero()[:, 0].to(device),
+            input_ids=ids[None].to(device), image_rows=(ids == image_token_id(model.config)).nonzero()[:, 0].to(device),
             positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
             features=torch.cat(features, dim=1).to(device) if features else None)
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
+        segments = attention_segments(model.config, segments, row.image_rows)
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
         slot, length, following, draw, number = torch.tensor(state, device=device).T                                # (b,) each
         self.length[slot], self.rope[slot], self.draw[slot], self.number[slot] = length, following, draw, number

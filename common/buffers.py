@@ -288,6 +288,16 @@ class Row:
     sample: torch.Tensor                   # (T,) index of the sample in Samples
     step: torch.Tensor                     # (T,) 0-based position in the response
 
+    @property
+    def copies(self) -> torch.Tensor:
+        """(L,) in how many samples each token stands: a shared prompt counts once for each of its responses."""
+        counts = torch.zeros(self.input_ids.shape[1])
+        for start, end, p_start, p_end in self.segments:
+            if p_end > p_start:
+                counts[start:end] += 1
+                counts[p_start:p_end] += 1
+        return counts
+
     def to(self, device: torch.device) -> "Row":
         """The row on ``device``, but for ``flat``, which indexes CPU tensors."""
         moved = {}

@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common.buffers import UserError, all_gather_json, fail_together
+from common.vlm import as_in_files
 
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
 
@@ -796,7 +797,7 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
             parameter = parameters[name]
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
             if dist.get_rank() == 0:
-                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
+                shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
         if dist.get_rank() == 0 and not problem:
             try:

@@ -316,6 +316,28 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     return 0.5 * error
 
 
+def _routing(logits: list[torch.Tensor], weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How often each expert is chosen, and the sum of its probability, over layers and weighted tokens; (E,) each."""
+    probs = torch.stack(logits).float().softmax(dim=-1)                                                     # (layers, L, E)
+    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k, dim=-1).indices, 1.0)
+    return (chosen * weights[:, None]).sum(dim=(0, 1)), (probs * weights[:, None]).sum(dim=(0, 1))
+
+
+def expert_load(logits: list[torch.Tensor], weights: torch.Tensor, top_k: int) -> torch.Tensor:
+    """(E,) how often each expert is chosen: logits (L, E) of every layer, weights (L,) of the tokens of a row."""
+    return _routing(logits, weights, top_k)[0]
+
+
+def balance_loss(logits: list[torch.Tensor], weights: torch.Tensor, load: torch.Tensor, top_k: int) -> torch.Tensor:
+    """A row's share of E Σ_e F_e P_e, which is ``top_k`` where all experts are used alike (Switch Transformer, equation 4).
+
+    F_e is the share of tokens, and P_e the mean probability, that expert e gets in a whole minibatch on all ranks. F comes
+    from ``load`` (E,), the sum of `expert_load` over its rows, without gradient: given it, the loss is a sum over tokens.
+    """
+    total = load.sum() / top_k                                                                  # weighted tokens x layers
+    return len(load) * (load / total * _routing(logits, weights, top_k)[1] / total).sum()
+
+
 def kl_penalty(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
     """(N,) estimates of KL(policy | reference) on samples of the policy (Schulman 2020, "Approximating KL divergence").
 

@@ -30,20 +30,35 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import transformers
 from PIL import Image, ImageOps
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size as idefics3_size
+from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
+from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size as pixtral_size
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
 from common.buffers import UserError, all_gather_json
 
-# A new family: its image processor here, its resize rule in Processor.grid, its placeholders in Processor.encode.
-IMAGE_PROCESSORS = {name: Qwen2VLImageProcessorPil for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
+# model_type -> how its pictures become tokens, or "text" for none. A new layout: its image processor, a branch in Processor's
+# `_set_image_processor`, `grid` and `expand`, in `_patches` and `vision_inputs`, where it differs; the rest is in common.
+FAMILIES = {"qwen2_vl": "qwen", "qwen2_5_vl": "qwen", "qwen3_vl": "qwen", "qwen3_vl_moe": "qwen", "llava": "llava",
+            "llava_next": "llava_next", "gemma3": "gemma3", "internvl": "internvl", "mistral3": "pixtral",
+            "idefics3": "idefics3", "smolvlm": "idefics3", "qwen2": "text", "qwen3": "text", "llama": "text",
+            "mistral": "text"}
+IMAGE_PROCESSORS = {"qwen": "Qwen2VL", "llava": "CLIP", "llava_next": "LlavaNext", "gemma3": "Gemma3", "internvl": "GotOcr2",
+                    "pixtral": "Pixtral", "idefics3": "Idefics3"}  # where the files do not say; then a name of these or:
+OTHER_IMAGE_PROCESSORS = ("Llava", "Siglip", "SmolVLM")
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# Special tokens around pictures that no config names: never to be sampled.
+IMAGE_TOKENS = {"internvl": r"</?img>|<video>|<IMG_CONTEXT>", "pixtral": r"\[IMG(_BREAK|_END)?\]",
+                "idefics3": r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"}
+IDEFICS3_FAKE = "<fake_token_around_image>"
 MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -57,8 +72,8 @@ class Prompt:
     messages: list[dict]  # as given to the chat template
     text: str  # rendered prompt, one placeholder per image
     images: tuple[str, ...]  # absolute paths
-    grids: tuple[tuple[int, int, int], ...]  # (t, h, w) in patches, one per image
-    input_ids: torch.Tensor  # (P,) int64, placeholders expanded to t*h*w // merge_size² each
+    grids: tuple[tuple[int, ...], ...]  # what `Processor.grid` says of each image
+    input_ids: torch.Tensor  # (P,) int64, placeholders expanded as `Processor.expand` says
     reference: str | None
     label: str | None
 
@@ -122,17 +137,44 @@ class Processor:
             self.config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.files = {path.stem: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in paths}
-            if self.config.model_type not in IMAGE_PROCESSORS:
-                raise ValueError(f"family {self.config.model_type!r} is not one of {', '.join(IMAGE_PROCESSORS)}")
-            self._set_image_processor(min_pixels, max_pixels)
+            self.layout = layout(self.config)
+            self.image_processor = None
+            if self.layout != "text":
+                self._set_image_processor(min_pixels, max_pixels)
             self._set_tokens()
         except (OSError, ValueError) as error:
             raise ValueError(f"--model {folder}: {error}") from error
 
     def _set_image_processor(self, min_pixels: int, max_pixels: int) -> None:
+        config, tower, self.call = self.config, self.config.vision_config, {}
         settings = self.files["processor_config"].get("image_processor") or self.files["preprocessor_config"]
         if not settings:
             raise ValueError("no preprocessor_config.json, so no rule from pictures to patches")
+        known = (*IMAGE_PROCESSORS.values(), *OTHER_IMAGE_PROCESSORS)
+        name = settings.get("image_processor_type") or IMAGE_PROCESSORS[self.layout]
+        name = re.sub("(ImageProcessor)?(Fast|Pil)?$", "", name, count=1)
+        if name not in known:
+            raise ValueError(f"image processor {name!r} is not one of {', '.join(known)}")
+        if self.layout != "qwen" and (min_pixels or max_pixels):
+            raise ValueError(f"min_pixels {min_pixels}, max_pixels {max_pixels}: {config.model_type} resizes by its own files")
+        if self.layout == "qwen":
+            settings = self._qwen_settings(settings, min_pixels, max_pixels)
+        elif self.layout == "gemma3" and settings.get("do_pan_and_scan"):
+            raise ValueError("do_pan_and_scan: crops beside the picture are not supported; switch it off in the files")
+        elif self.layout == "internvl":
+            self.call = {"crop_to_patches": True}           # as its processor does, whatever the file says
+        elif self.layout == "pixtral":
+            self.patch_size = tower.patch_size * getattr(config, "spatial_merge_size", 1)
+            self.call = {"patch_size": {"height": self.patch_size, "width": self.patch_size}}
+        elif self.layout == "idefics3":
+            self.call = {"return_row_col_info": True}
+        try:
+            self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
+        except ImportError as error:
+            raise ValueError(f"transformers {transformers.__version__} does not process pictures of {config.model_type} without "
+                             "torchvision; a newer one does") from error
+
+    def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
         # the default of the class, for every later checkpoint. Hence `size`, always.
         given = (settings.get("size") or {}) | {key: value for key, value in settings.items() if value}
@@ -142,10 +184,9 @@ class Processor:
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
         if not 0 < low <= high:
             raise ValueError(f"min_pixels {low}, max_pixels {high}: must be 0 < min <= max")
-        settings = {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
+        return {key: value for key, value in settings.items() if key not in ("min_pixels", "max_pixels")} | {
             "size": {"shortest_edge": low, "longest_edge": high}, "do_resize": True, "patch_size": self.patch_size,
             "merge_size": self.merge_size, "temporal_patch_size": tower.temporal_patch_size}
-        self.image_processor = IMAGE_PROCESSORS[self.config.model_type].from_dict(settings)
 
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
@@ -153,52 +194,150 @@ class Processor:
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
-        self.image_token_id = config.image_token_id
-        ids = {self.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id}
+        self.image_token_id = image_token_id(config)
+        ids = {getattr(config, f"{name}_token_id", None)
+               for name in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
+        ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if self.layout in IMAGE_TOKENS
+                and re.fullmatch(IMAGE_TOKENS[self.layout], token.content)}
         # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing there to ban.
-        self.banned_ids = tuple(sorted(i for i in ids if i < config.text_config.vocab_size))
+        self.banned_ids = tuple(sorted(i for i in ids - {None} if 0 <= i < config.get_text_config().vocab_size))
+        # What the template writes for a picture: the image token, but in Gemma3 the one that begins a picture.
+        self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
+                                                           else self.image_token_id) if self.layout != "text" else ""
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
-        self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special
-                                and (i in ids | ends or token.content in str(tokenizer.chat_template))]
+        self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
+                                or token.special and (i in ends or token.content in str(tokenizer.chat_template))]
         tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
         tokenizer.backend_tokenizer.no_padding()
 
-    def grid(self, width: int, height: int) -> tuple[int, int, int]:
-        """(1, h, w) patches of a picture of width x height pixels. ValueError for sides longer than 200 : 1."""
-        low, high = self.image_processor.size["shortest_edge"], self.image_processor.size["longest_edge"]
-        h, w = smart_resize(height, width, self.patch_size * self.merge_size, low, high)
-        return 1, h // self.patch_size, w // self.patch_size
+    def grid(self, width: int, height: int) -> tuple[int, ...]:
+        """What the family's tokens for a picture of width x height pixels depend on, from its size alone: (1, h, w) patches,
+        or (height, width) in pixels once resized, or the tiles, or their (rows, columns), or the size as it is.
+        ValueError for sides longer than 200 : 1, in families that refuse these."""
+        processor = self.image_processor
+        if self.layout == "qwen":
+            low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
+            h, w = smart_resize(height, width, self.patch_size * self.merge_size, low, high)
+            return 1, h // self.patch_size, w // self.patch_size
+        if self.layout in ("llava", "gemma3"):
+            return self.config.vision_config.image_size, self.config.vision_config.image_size
+        if self.layout == "internvl":
+            return (processor.get_number_of_image_patches(height, width, dict(self.call)),)
+        if self.layout == "llava_next":
+            return height, width
+        shape = np.broadcast_to(np.uint8(0), (3, height, width))           # the rules read the shape of an array: no memory
+        if self.layout == "pixtral":
+            return pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+        if self.layout == "idefics3":
+            return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
+        raise ValueError(f"unknown layout {self.layout}")
+
+    def _tiles(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles of Idefics3, (0, 0) for a picture in one piece: as its image processor enlarges it."""
+        if not self.image_processor.do_image_splitting:
+            return 0, 0
+        side = self.image_processor.max_image_size["longest_edge"]
+        ratio, up = width / height, lambda length: -(-length // side)
+        if width >= height:
+            columns = up(width)
+            rows = up(int(columns * side / ratio))
+        else:
+            rows = up(height)
+            columns = up(int(rows * side * ratio))
+        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
+
+    def expand(self, grid: tuple[int, ...]) -> tuple[str, list[int]]:
+        """What stands in the prompt for a picture: a text, and how often each of the image tokens in it is repeated.
+
+        The counts are those of the features that the model makes, by its config; the texts those of the families' processors.
+        """
+        config, token = self.config, self.tokenizer.convert_ids_to_tokens(self.image_token_id)
+        if self.layout == "qwen":
+            return token, [grid[0] * grid[1] * grid[2] // self.merge_size**2]
+        if self.layout == "gemma3":
+            end = self.tokenizer.convert_ids_to_tokens(config.eoi_token_id)
+            return f"\n\n{self.placeholder}{token}{end}\n\n", [config.mm_tokens_per_image]
+        if self.layout == "pixtral":
+            rows, columns = grid[0] // self.patch_size, grid[1] // self.patch_size
+            return f"{token}[IMG_BREAK]" * (rows - 1) + f"{token}[IMG_END]", [columns] * rows
+        size, patch = (np.atleast_1d(value)[0] for value in (config.vision_config.image_size, config.vision_config.patch_size))
+        side = int(size // patch)                                                       # patches along a tile
+        if self.layout == "internvl":
+            return f"<img>{token}</img>", [grid[0] * int(side * config.downsample_ratio) ** 2]
+        if self.layout == "idefics3":
+            rows, columns = grid
+            tiles = "".join("".join(f"{IDEFICS3_FAKE}<row_{i + 1}_col_{j + 1}>{token}" for j in range(columns)) + "\n"
+                            for i in range(rows)) + ("\n" if rows else "")
+            return f"{tiles}{IDEFICS3_FAKE}<global-img>{token}{IDEFICS3_FAKE}", \
+                [side**2 // config.scale_factor**2] * (rows * columns + 1)
+        # CLIP puts one class token before the patches; the strategy "default" drops the first token, whatever it is.
+        count = side**2 + (config.vision_config.model_type == "clip_vision_model") \
+            - (config.vision_feature_select_strategy == "default")
+        if self.layout == "llava_next":
+            rows, columns = get_anyres_image_grid_shape(grid, config.image_grid_pinpoints, int(size))
+            _, height, width = unpad_image(torch.empty(1, rows * side, columns * side, device="meta"), grid).shape
+            count += height * (width + 1)                                               # every row ends with a newline
+        return token, [count]
 
     def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor]:
         """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image expanded.
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image."""
         if typed := [token for token in self.reserved_tokens if token in str(messages)]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
+        if self.layout != "text":  # whose templates may know parts only; those of text models know strings only
+            messages = [{**m, "content": _parts(m["content"])} for m in messages]
         try:
             text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program that came with the checkpoint, and raises what it likes
             raise ValueError(f"the chat template cannot render this ({error!r})") from error
         text.encode("utf-8")  # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer
-        # The template has written the special tokens: the tokenizer must not add its own on top.
-        ids = np.array(self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
-        is_image = ids == self.image_token_id
-        if is_image.sum() != len(grids):
-            raise ValueError(f"image-token mismatch: {is_image.sum()} image placeholders in the rendered prompt for "
+        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in _parts(m["content"])]
+        if lost := [part for part in said if part not in text]:
+            raise ValueError(f"the chat template leaves out {lost[0]!r:.80}")
+        before, *behind = text.split(self.placeholder) if self.placeholder else [text]
+        if len(behind) != len(grids):
+            raise ValueError(f"image-token mismatch: {len(behind)} image placeholders in the rendered prompt for "
                              f"{len(grids)} images (a template for text only?)")
+        words, counts = zip(*map(self.expand, grids)) if grids else ((), ())
+        # The template has written the special tokens: the tokenizer must not add its own on top. But in the families whose
+        # processors have it add the BOS if the template has not.
+        bos = self.tokenizer.bos_token if self.layout not in ("text", "qwen") else None
+        ids = self.tokenizer.backend_tokenizer.encode(
+            before + "".join(word + part for word, part in zip(words, behind)),
+            add_special_tokens=bos is not None and not text.startswith(bos)).ids
+        ids, counts = np.array(ids, dtype=np.int64), sum(counts, [])
+        is_image = ids == self.image_token_id
+        if is_image.sum() != len(counts):
+            raise ValueError(f"image-token mismatch: {is_image.sum()} image tokens in the encoded prompt for {len(counts)}")
         repeats = np.ones_like(ids)
-        repeats[is_image] = [t * h * w // self.merge_size**2 for t, h, w in grids]
+        repeats[is_image] = counts
         return text, torch.from_numpy(ids.repeat(repeats))
 
     def save(self, folder: str) -> None:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
         self.tokenizer.save_pretrained(folder)
-        self.image_processor.save_pretrained(folder)
+        if self.image_processor is not None:
+            self.image_processor.save_pretrained(folder)
         for name in ("generation_config", "judge", "processor_config", "video_preprocessor_config"):
             # The nested image processor would take precedence over the pixel bounds just written.
             if settings := {key: value for key, value in self.files[name].items() if key != "image_processor"}:
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
+
+
+def layout(config) -> str:
+    """How the family of a model's config lays out its pictures. Raises ValueError: a family that is not supported."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    if config.model_type == "llava" and config.vision_config.model_type == "pixtral":
+        return "pixtral"
+    return FAMILIES[config.model_type]
+
+
+def image_token_id(config) -> int:
+    """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
+    return getattr(config, "image_token_id", -1)
 
 
 def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
@@ -295,6 +434,8 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
     """
     messages = _chat(prompt, len(images), system_prompt)
     paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+    if paths and processor.layout == "text":
+        raise ValueError(f"{len(paths)} images for {processor.config.model_type}, a model of text only")
     if grids is None:
         sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
         grids = tuple(processor.grid(width, height) for width, height in sizes)
@@ -340,17 +481,39 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Decode the pictures of a prompt: patches (ΣP, C) float32 and grids (I, 3) int64; None without pictures.
+    """Decode the pictures of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64; None without
+    pictures.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    batch = processor.image_processor(images=[read_image(image) for image in prompt.images], return_tensors="pt")
-    if (found := tuple(map(tuple, batch["image_grid_thw"].tolist()))) != prompt.grids:
+    pixels, found = zip(*(_patches(processor, read_image(path)) for path in prompt.images))
+    if found != prompt.grids:
         raise ValueError(f"{', '.join(prompt.images)}: patch grids {prompt.grids} by the headers, {found} decoded: "
                          "changed since loaded, or EXIF behind the body of a PNG (--verify_images reads it)")
-    return batch["pixel_values"], batch["image_grid_thw"]
+    return torch.cat(pixels), torch.tensor(found)
+
+
+def _patches(processor: Processor, image: Image.Image) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """One picture by the family's image processor, and its grid by what came out."""
+    layout = processor.layout
+    batch = processor.image_processor(images=[[image]] if layout == "idefics3" else [image], return_tensors="pt",
+                                      **processor.call)
+    pixels = batch["pixel_values"]
+    if layout == "qwen":
+        return pixels, tuple(batch["image_grid_thw"][0].tolist())
+    if layout == "idefics3":
+        return pixels[0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
+    if layout == "internvl":
+        return pixels, (len(pixels),)
+    if layout == "llava_next":
+        return pixels[0], tuple(batch["image_sizes"][0].tolist())
+    if layout == "pixtral":           # pictures of all sizes: as patches they stand one behind the other
+        side, grid = processor.config.vision_config.patch_size, tuple(batch["image_sizes"][0].tolist())
+        patches = pixels[0].unfold(1, side, side).unfold(2, side, side)                                  # (3, h, w, s, s)
+        return patches.permute(1, 2, 0, 3, 4).flatten(0, 1), grid
+    return pixels, tuple(pixels.shape[-2:])
 
 
 @dataclass
@@ -649,19 +812,25 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
-def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str):
+def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
+                     window: int | None = None):
     """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
 
     With ``causal`` and more keys than queries the mask is aligned at the bottom right: query i of a segment sees the
-    surplus keys and its own first i+1 (FlashAttention >= 2.1, Dao 2023).
+    surplus keys and its own first i+1 (FlashAttention >= 2.1, Dao 2023). ``window``: of the keys before it and its own, only
+    so many.
     """
+    left = -1 if window is None else window - 1
     if backend == "flash_attn":
         from flash_attn import flash_attn_varlen_func
-        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal)
+        return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal,
+                                      window_size=(left, -1))
     from torch.nn.attention.varlen import varlen_attn
     accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
-    options: dict[str, Any] = {"window_size": (-1, 0 if causal else -1)} if "window_size" in accepted \
+    options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
         else {"is_causal": causal}
+    if window is not None and "window_size" not in accepted:
+        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
     elif q.shape[1] != k.shape[1]:
@@ -693,14 +862,16 @@ class SlotCache:
 
 
 class PackedAttention:
-    """Attention of one packed row: every segment is causal in itself and may see one earlier segment in full.
+    """Attention of one packed row: every segment is causal in itself and may see one earlier stretch in full.
 
     A prompt is a segment without prefix; each of its responses is a segment whose prefix is that prompt. Nothing else
     is visible, so a row may hold any number of groups. Built once per row and shared by all layers; it reaches the
-    attention function as the keyword argument ``attention``.
+    attention function as the keyword argument ``attention``. A layer with a sliding window sees only so many of these
+    keys, the nearest: a segment's own tokens stand behind its prefix, wherever the row holds them.
 
     Args:
-        segments: (start, end, prefix_start, prefix_end) in row order, covering the row.
+        segments: (start, end, prefix_start, prefix_end) in row order, covering the row; a fifth entry True where the
+            segment's tokens see each other in both directions (see `attention_segments`).
         cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot ``plan[1][i]``, position
             ``plan[2][i]``: one prompt may go to many slots.
     """
@@ -708,26 +879,34 @@ class PackedAttention:
     def __init__(self, segments: list[tuple[int, int, int, int]], backend: str, device: torch.device,
                  cache: SlotCache | None = None, plan: tuple[torch.Tensor, ...] = ()):
         self.backend, self.cache, self.plan = backend, cache, plan
-        table = np.asarray(segments, dtype=np.int64)                                                       # (S, 4)
+        table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)                # (S, 5)
         len_q = table[:, 1] - table[:, 0]
         len_k = len_q + table[:, 3] - table[:, 2]
         to_device = lambda array: torch.as_tensor(array).to(device, non_blocking=True)  # noqa: E731
         if backend == "sdpa":
             self.buckets, order, offset = [], np.empty(len_q.sum(), dtype=np.int64), 0
             for members in bucket_segments(len_q, len_k):
-                q_rows, k_rows, mask = bucket_indices(table[members])
+                q_rows, k_rows = bucket_indices(table[members])
                 inside = np.arange(q_rows.shape[1])[None] < len_q[members][:, None]                        # (b, Lq)
                 order[q_rows[inside]] = offset + np.flatnonzero(inside)
                 offset += q_rows.size
-                self.buckets.append((to_device(q_rows), to_device(k_rows), None if mask is None else to_device(mask)))
+                self.buckets.append((table[members], to_device(q_rows), to_device(k_rows)))
             self.order = to_device(order)        # (N,) where each row of the packed row lies in the buckets' outputs
+            self.masks: dict[int | None, list[torch.Tensor | None]] = {}         # by window, made for the first such layer
             return
-        spans = [np.arange(a, b) for start, end, p_start, p_end in segments for a, b in ((p_start, p_end), (start, end))]
-        self.key_rows = to_device(np.concatenate(spans)) if (table[:, 3] > table[:, 2]).any() else None
-        self.cu_q, self.cu_k = (to_device(np.concatenate([[0], np.cumsum(n)]).astype(np.int32)) for n in (len_q, len_k))
-        self.max_q, self.max_k = int(len_q.max()), int(len_k.max())
+        self.calls, places = [], []              # segments that see both ways cannot share a call with the causal ones
+        for both in sorted(set(table[:, 4])):
+            part = table[:, 4] == both
+            q_rows = np.concatenate([np.arange(start, end) for start, end, *_ in table[part]])
+            k_rows = np.concatenate([np.arange(a, b) for start, end, p_start, p_end, _ in table[part]
+                                     for a, b in ((p_start, p_end), (start, end))])
+            cu_q, cu_k = (to_device(np.concatenate([[0], np.cumsum(n[part])]).astype(np.int32)) for n in (len_q, len_k))
+            self.calls.append((None if part.all() else to_device(q_rows), None if len(k_rows) == len_q.sum() else
+                               to_device(k_rows), cu_q, cu_k, int(len_q[part].max()), int(len_k[part].max()), not both))
+            places.append(q_rows)
+        self.order = to_device(np.argsort(np.concatenate(places))) if len(places) > 1 else None
 
-    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+    def __call__(self, layer: int, q, k, v, scale: float, window: int | None = None) -> torch.Tensor:
         """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                                              # (N, H, D)
         if self.cache is not None:
@@ -735,21 +914,44 @@ class PackedAttention:
             self.cache.keys[layer][slots, positions] = k[rows]
             self.cache.values[layer][slots, positions] = v[rows]
         if self.backend == "sdpa":
-            return self._bucketed(q, k, v, scale)[None]
-        if self.key_rows is not None:         # repeats a prompt's keys per response; its backward sums their gradients
-            k, v = k.index_select(0, self.key_rows), v.index_select(0, self.key_rows)
-        return varlen_attention(q, k, v, self.cu_q, self.cu_k, self.max_q, self.max_k, scale, True, self.backend)[None]
-
-    def _bucketed(self, q, k, v, scale: float) -> torch.Tensor:
-        """One SDPA call per bucket of similar segments; (N, H, D) -> (N, Hq, D)."""
+            return self._bucketed(q, k, v, scale, window)[None]
         outputs = []
-        for q_rows, k_rows, mask in self.buckets:
+        for q_rows, k_rows, cu_q, cu_k, max_q, max_k, causal in self.calls:
+            # Repeats a prompt's keys per response; its backward sums their gradients.
+            part = [x if rows is None else x.index_select(0, rows) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
+            outputs.append(varlen_attention(*part, cu_q, cu_k, max_q, max_k, scale, causal, self.backend, window))
+        return (outputs[0] if self.order is None else torch.cat(outputs).index_select(0, self.order))[None]
+
+    def _bucketed(self, q, k, v, scale: float, window: int | None) -> torch.Tensor:
+        """One SDPA call per bucket of similar segments; (N, H, D) -> (N, Hq, D)."""
+        if window not in self.masks:
+            masks = [bucket_mask(table, window) for table, *_ in self.buckets]
+            self.masks[window] = [mask if mask is None else torch.from_numpy(mask).to(q.device) for mask in masks]
+        outputs = []
+        for (_, q_rows, k_rows), mask in zip(self.buckets, self.masks[window]):
             batch = [x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)        # (b, H, L, D)
                      for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows))]
             out = F.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, scale=scale,
                                                  enable_gqa=q.shape[1] != k.shape[1])
             outputs.append(out.transpose(1, 2).flatten(0, 1))                                       # (b * Lq, Hq, D)
         return torch.cat(outputs).index_select(0, self.order)
+
+
+def attention_segments(config, segments: list[tuple], image_rows: torch.Tensor) -> list[tuple]:
+    """The segments of a row as the family's decoder attends to them. In Gemma3 the tokens of one picture see each other, so a
+    prompt is cut into text and pictures, each of which has all before it as its prefix; ``image_rows`` (M,) ascending."""
+    if layout(config) != "gemma3" or not len(image_rows):
+        return segments
+    rows = image_rows.cpu().numpy()
+    pictures = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    pieces = []
+    for start, end, *prefix in segments:
+        at = start
+        for first, behind in ((int(p[0]), int(p[-1]) + 1) for p in pictures if start <= p[0] < end):
+            pieces += [(at, first, start, at), (first, behind, start, first, True)]
+            at = behind
+        pieces.append((at, end, *(prefix if at == start else (start, at))))
+    return [piece for piece in pieces if piece[0] < piece[1]]
 
 
 def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, small: int = 1 << 14) -> list[np.ndarray]:
@@ -768,19 +970,27 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, sm
     return buckets + [order[start:]]
 
 
-def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Row indices and mask of a bucket: table (b, 4) -> q_rows (b, Lq), k_rows (b, Lk), mask (b, 1, Lq, Lk) or None
-    where plain causal attention is the same. Padding points at the segment's first row and is masked out."""
+def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding points at the segment's
+    first row."""
     start, end, p_start, p_end = (table[:, i:i + 1] for i in range(4))                                     # (b, 1)
     own, prefix = end - start, p_end - p_start
     i, j = np.arange(own.max())[None], np.arange((own + prefix).max())[None]
     q_rows = np.where(i < own, start + i, start)
-    k_rows = np.where(j < prefix, p_start + j, np.where(j < prefix + own, start + j - prefix, start))
-    if (prefix == 0).all() and (own == own[0]).all():
-        return q_rows, k_rows, None
-    offset = (j - prefix)[:, None]                                                                      # (b, 1, Lk)
-    mask = (offset < 0) | ((offset <= i[..., None]) & (offset < own[..., None]))                       # (b, Lq, Lk)
-    return q_rows, k_rows, mask[:, None]
+    return q_rows, np.where(j < prefix, p_start + j, np.where(j < prefix + own, start + j - prefix, start))
+
+
+def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
+    """Which keys each query of a bucket sees, (b, 1, Lq, Lk) bool; None where plain causal attention is the same."""
+    own, prefix, both = table[:, 1:2] - table[:, :1], table[:, 3:4] - table[:, 2:3], table[:, 4:] > 0      # (b, 1)
+    if (prefix == 0).all() and (own == own[0]).all() and not both.any() and (window is None or own[0] <= window):
+        return None
+    i = np.minimum(np.arange(own.max()), own - 1)[..., None]    # (b, Lq, 1); padding sees something, or it would be NaN
+    j = (np.arange((own + prefix).max()) - prefix)[:, None]     # (b, 1, Lk) place behind the prefix, below 0 inside it
+    mask = (j < own[..., None]) & ((j <= i) | both[..., None])
+    if window is not None:
+        mask &= i - j < window
+    return mask[:, None]
 
 
 class DecodeAttention:
@@ -794,12 +1004,18 @@ class DecodeAttention:
     def __init__(self, cache: SlotCache, lengths: torch.Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
         self.slots = torch.arange(len(lengths), device=lengths.device)
-        if backend == "sdpa":
-            self.mask = (torch.arange(longest, device=lengths.device)[None] <= lengths[:, None])[:, None, None]
+        self.masks: dict[int | None, torch.Tensor] = {}                    # by window, made for the first such layer
 
-    def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
+    def mask(self, window: int | None) -> torch.Tensor:
+        """(B, 1, 1, longest): the keys that the new tokens see."""
+        if window not in self.masks:
+            age = self.lengths[:, None] - torch.arange(self.longest, device=self.lengths.device)       # (B, longest)
+            self.masks[window] = ((age >= 0) & (age < (window or self.longest)))[:, None, None]
+        return self.masks[window]
+
+    def __call__(self, layer: int, q, k, v, scale: float, window: int | None = None) -> torch.Tensor:
         """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq, D)."""
-        size = len(self.lengths)
+        size, left = len(self.lengths), -1 if window is None else window - 1
         keys, values = self.cache.keys[layer], self.cache.values[layer]                        # (slots, M, Hkv, D)
         keys[self.slots, self.lengths] = k[0].transpose(0, 1)
         values[self.slots, self.lengths] = v[0].transpose(0, 1)
@@ -807,24 +1023,25 @@ class DecodeAttention:
         if self.backend == "flash_attn":
             from flash_attn import flash_attn_with_kvcache
             out = flash_attn_with_kvcache(q[:, None], keys[:size], values[:size], softmax_scale=scale,
-                                          cache_seqlens=(self.lengths + 1).int(), causal=True)[:, 0]
+                                          cache_seqlens=(self.lengths + 1).int(), causal=True, window_size=(left, -1))[:, 0]
         elif self.backend == "varlen":    # the aten operator of every supported torch takes seqused_k, varlen_attn not
             bounds = torch.arange(size + 1, device=q.device, dtype=torch.int32)
             out = torch.ops.aten._flash_attention_forward(
                 q, keys[:size].flatten(0, 1), values[:size].flatten(0, 1), bounds, bounds * self.cache.capacity, 1,
-                self.cache.capacity, 0.0, False, False, scale=scale, seqused_k=(self.lengths + 1).int())[0]
+                self.cache.capacity, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=-1,
+                seqused_k=(self.lengths + 1).int())[0]
         else:                             # the query heads of one key head side by side: no repeated keys, no GQA path
             grouped = q.unflatten(1, (keys.shape[2], -1))                                           # (B, Hkv, G, D)
             seen = slice(0, self.longest)
             out = F.scaled_dot_product_attention(grouped, keys[:size, seen].transpose(1, 2),
-                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask,
+                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask(window),
                                                  scale=scale).flatten(1, 2)
         return out[None]
 
 
-def _language_attention(module, query, key, value, attention_mask, scaling=None, attention=None, **_):
+def _language_attention(module, query, key, value, attention_mask, scaling=None, attention=None, sliding_window=None, **_):
     """The attention function of the language model: ``attention`` is one of the two classes above."""
-    return attention(module.layer_idx, query, key, value, scaling), None
+    return attention(module.layer_idx, query, key, value, scaling, sliding_window), None
 
 
 def _vision_attention(module, query, key, value, attention_mask, scaling=None, cu_seq_lens_q=None, cu_seq_lens_k=None,
@@ -846,25 +1063,75 @@ for _backend in ("flash_attn", "varlen"):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def language_model(model: nn.Module) -> nn.Module:
+    """The decoder: a part of `model.model`, or all of it in a model of text only."""
+    return getattr(model.model, "language_model", None) or getattr(model.model, "text_model", None) or model.model
+
+
+def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """What stands beside the decoder in `model.model`: tower, projector, a learnt newline. Empty where left out."""
+    core, decoder = model.model, language_model(model)
+    parts = {} if decoder is core else {**core._modules, **core._parameters}
+    return {name: part for name, part in parts.items() if part is not None and part is not decoder}
+
+
+def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `vision_parts`."""
+    return [p for part in vision_parts(model).values() for p in ([part] if torch.is_tensor(part) else part.parameters())]
+
+
+def feature_levels(config) -> int:
+    """K of `image_features`."""
+    return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
+
+
+def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them."""
+    kind = layout(config)
+    if kind == "qwen":
+        return {"pixel_values": patches, "image_grid_thw": grids}
+    if kind == "llava_next":
+        return {"pixel_values": patches, "image_sizes": grids}
+    if kind == "idefics3":
+        return {"pixel_values": patches[None]}
+    if kind != "pixtral":
+        return {"pixel_values": patches}
+    side, images = patches.shape[-1], patches.new_zeros(len(grids), 3, *grids.amax(dim=0).tolist())
+    shapes = [(h // side, w // side) for h, w in grids.tolist()]
+    for image, (h, w), part in zip(images, shapes, patches.split([h * w for h, w in shapes])):
+        whole = part.view(h, w, 3, side, side).permute(2, 0, 3, 1, 4).reshape(3, h * side, w * side)
+        image[:, :h * side, :w * side] = whole
+    return {"pixel_values": images, "image_sizes": grids}
+
+
+def token_types(config, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What transformers asks for in some families: which tokens are pieces of pictures."""
+    name = {"qwen": "mm_token_type_ids", "gemma3": "token_type_ids"}.get(layout(config))
+    return {name: (input_ids == image_token_id(config)).int()} if name else {}
+
+
 @torch.no_grad()
 def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
-    """Run the vision tower: patches (P, C), grids (I, 3) -> (K, M, H), M merged image tokens.
+    """Run the vision tower on what `load_pixels` made of pictures of any number of prompts -> (K, M, H), M image tokens.
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
     """
-    tower = model.model.visual
-    out = model.model.get_image_features(patches.to(tower.device, tower.dtype), grids.to(tower.device), return_dict=True)
+    weight = vision_parameters(model)[0]
+    patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
+    out = model.model.get_image_features(**vision_inputs(model.config, patches, grids), return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
-    return torch.stack([level if torch.is_tensor(level) else torch.cat(list(level)) for level in levels])
+    return torch.stack([(level if torch.is_tensor(level) else torch.cat(list(level))).flatten(0, -2) for level in levels])
 
 
 def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
     """Last hidden states of a packed row, (N, H).
 
-    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. The fourth position row,
-    which transformers reads to detect packing, is zero: our attention goes by segments and no mask is built.
+    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. Families without
+    rotary positions in three dimensions have three equal rows of them. The fourth row of the others, which transformers
+    reads to detect packing, is zero: our attention goes by segments and no mask is built.
     """
-    embeds = model.model.get_input_embeddings()(row.input_ids)                                           # (1, N, H)
+    decoder = language_model(model)
+    embeds = decoder.get_input_embeddings()(row.input_ids)                                               # (1, N, H)
     deepstack: dict[str, Any] = {}
     if row.features is not None:
         features = row.features.to(embeds.dtype)
@@ -872,15 +1139,34 @@ def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
         if len(features) > 1:
             is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(1, row.image_rows, True)
             deepstack = {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features[1:])}
-    positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                           # (4, 1, N)
-    return model.model.language_model(inputs_embeds=embeds, position_ids=positions, use_cache=False,
-                                      attention=attention, **deepstack).last_hidden_state[0]
+    positions = row.positions[0]                                                                             # (1, N)
+    if hasattr(model.model, "get_rope_index"):
+        positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                       # (4, 1, N)
+    return decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False, attention=attention,
+                   **deepstack).last_hidden_state[0]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules that choose the experts of each MoE layer and return (router logits, ...); none in a dense model."""
+    return [module for module in language_model(model).modules() if type(module).__name__.endswith("TopKRouter")]
+
+
+@contextmanager
+def router_logits(model: nn.Module):
+    """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the list it yields."""
+    found: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda module, args, out: found.append(out[0])) for router in routers(model)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max + 1``."""
     ids = prompt.input_ids[None]
-    if not prompt.grids:
+    if not prompt.grids or not hasattr(model.model, "get_rope_index"):
         return torch.arange(ids.shape[1]).expand(3, -1)
     positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=(ids == image_token_id).int(),
                                               image_grid_thw=torch.tensor(prompt.grids))
@@ -890,7 +1176,7 @@ def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> t
 def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt, computed at first use."""
     if group not in prompts.positions:
-        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], image_token_id(model.config))
     return prompts.positions[group]
 
 
@@ -903,7 +1189,11 @@ def image_token_count(prompt: Prompt, image_token_id: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Hub files and modules spell the same weights differently; tried in this order.
-KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visual|language_model)", "model.language_model."))
+KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visual|language_model)", "model.language_model."),
+                 (r"^language_model\.model\.", "model.language_model."), (r"^language_model\.", ""),
+                 (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
+                 (r"^(multi_modal_projector|image_newline)", r"model.\1"))
+VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
 
 
 def resolve_folder(name: str) -> Path:
@@ -954,8 +1244,8 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as tensors:
             for key in tensors.keys():
-                if key.removeprefix("model.").startswith("visual."):
-                    found[key.removeprefix("model.")] = functools.partial(safe_open(path, "pt").get_tensor, key)
+                if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
+                    found[name] = functools.partial(safe_open(path, "pt").get_tensor, key)
     return found
 
 
@@ -965,8 +1255,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
     """
-    if "sliding_attention" in (getattr(config.text_config, "layer_types", None) or []):
-        raise ValueError("the checkpoint's text model has sliding-window layers, which packed rows do not support")
+    family, text = AutoModelForCausalLM if layout(config) == "text" else AutoModelForImageTextToText, config.get_text_config()
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(text, name, None):
+            raise ValueError(f"the checkpoint's text model has {name} {getattr(text, name)}, which is not supported")
     register = nn.Module.register_parameter
 
     def register_on_meta(module, name, parameter):
@@ -976,11 +1268,11 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
     nn.Module.register_parameter = register_on_meta
     try:
-        model = AutoModelForImageTextToText.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
+        model = family.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
-    if not vision:
-        model.model.visual = None
+    for name in () if vision else vision_parts(model):
+        setattr(model.model, name, None)
     if not head:
         model.lm_head = None
     return model
@@ -988,8 +1280,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    model.config.text_config._attn_implementation = ATTENTION_NAME
-    model.model.language_model.config._attn_implementation = ATTENTION_NAME
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    language_model(model).config._attn_implementation = ATTENTION_NAME
+    if layout(model.config) != "qwen":
+        return                                   # the other towers have no windows: SDPA, their default, is one call per block
     # The name must be set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
     vision = VISION_ATTENTION_NAME + backend if backend != "sdpa" else "sdpa"
     model.config.vision_config._attn_implementation = vision
@@ -1034,10 +1328,11 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
-                if tuple(value.get_shape()) != tuple(target.shape):
+                turned = name and as_in_files(model.config, name, target).shape
+                if tuple(value.get_shape()) not in (tuple(target.shape), tuple(turned or target.shape)):
                     raise ValueError(f"{folder / file}: {key} is {tuple(value.get_shape())}, the model's config.json "
                                      f"asks for {tuple(target.shape)}")
-                copy_rows(target, value)
+                copy_rows(target, value, turned=tuple(value.get_shape()) != tuple(target.shape))
                 spelled[name or key] = key
     tied = {id(p) for n, p in parameters.items() if n in spelled}
     missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied]
@@ -1046,18 +1341,25 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
     return spelled
 
 
+def as_in_files(config, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A parameter as checkpoints hold it: those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed."""
+    return weight.transpose(1, 2) if config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name else weight
+
+
 @torch.no_grad()
-def copy_rows(target: torch.Tensor, value) -> None:
-    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0."""
+def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; ``turned``: with
+    dimensions 1 and 2 exchanged."""
+    turn = (lambda rows: rows.transpose(1, 2)) if turned else (lambda rows: rows)
     if not isinstance(target, DTensor):
-        target.copy_(value[:])
+        target.copy_(turn(value[:]))
         return
     local = target.to_local()
     shard_dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
     rows = -(-target.shape[0] // target.device_mesh.size(shard_dim))    # FSDP2 cuts into ceil-sized chunks
     start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
     if len(local):
-        local.copy_(value[start:start + len(local)])
+        local.copy_(turn(value[start:start + len(local)]))
 
 
 @contextmanager

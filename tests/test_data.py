@@ -138,7 +138,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
 @pytest.mark.parametrize("change, message", [
     (lambda f: (f / "config.json").unlink(), "config.json"),
     (lambda f: edit(f / "config.json", model_type="nonsense"), "nonsense"),
-    (lambda f: (f / "config.json").write_text('{"model_type": "llava"}'), "family 'llava' is not one of qwen2_vl, "),
+    (lambda f: (f / "config.json").write_text('{"model_type": "mllama"}'), "family 'mllama' is not one of qwen2_vl, "),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
     (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
     (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),

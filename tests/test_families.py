@@ -1,0 +1,426 @@
+"""Every family against Hugging Face, on a tiny random checkpoint in the family's own files: prompt ids = those of the
+family's processor, packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step
+whose export `from_pretrained` loads."""
+
+import dataclasses
+import functools
+import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import start, take
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from test_packed import random_samples
+from tokenizers.processors import TemplateProcessing
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
+                          GenerationConfig, PreTrainedTokenizerFast)
+
+import toy
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import vlm
+from common.buffers import gather_samples
+from common.vlm import FAMILIES, Processor
+
+TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
+          "patch_size": 7}
+# What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
+TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {
+    "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+    "vision_end_token": "<|vision_end|>"}),
+    "qwen3_vl_moe": ("<|vision_start|><|image_pad|><|vision_end|>", {
+        "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+        "vision_end_token": "<|vision_end|>"}),
+    "llava": ("<image>\n", {"image_token": "<image>"}),
+    "llava_next": ("<image>\n", {"image_token": "<image>"}),
+    "gemma3": ("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+                                    "eoi_token": "<end_of_image>"}),
+    "internvl": ("<IMG_CONTEXT>\n", {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>",
+                                     "context_image_token": "<IMG_CONTEXT>"}),
+    "mistral3": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
+    "pixtral": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
+    "idefics3": ("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
+                             "utterance": "<end_of_utterance>"}
+                 | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)})}
+TOKENS["smolvlm"] = TOKENS["idefics3"]
+PINPOINTS = [[28, 56], [56, 28], [56, 56]]
+PLAIN = ("llava", "llava_next", "gemma3", "idefics3")       # whose own processors work without torchvision
+TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24}}
+KINDS = [*TEXT_ONLY, *TOKENS]
+TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
+{{%- if message.content is string -%}}{strings}{{%- else -%}}
+{{%- for part in message.content -%}}{{%- if part.type == 'image' -%}}{image}{{%- else -%}}{{{{ part.text }}}}{{%- endif -%}}
+{{%- endfor -%}}{{%- endif -%}}<|im_end|>{{{{ '\\n' }}}}{{%- endfor -%}}<|im_start|>assistant{{{{ '\\n' }}}}"""
+REWARD = '''
+def letters(prompts, responses, references, labels, images):
+    """Depends on the response, so that samples of one prompt differ."""
+    return [sum(c in "aeiou " for c in r) / max(1, len(r)) for r in responses]
+'''
+
+
+def make_tokenizer(kind: str):
+    """The toy's byte-level BPE under the family's special tokens; it adds a BOS unless the template writes one."""
+    image, special = TOKENS.get(kind, ("", {}))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=toy.make_tokenizer().backend_tokenizer, bos_token="<s>",
+                                        eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=special)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    bos = tokenizer.bos_token_id
+    if not kind.startswith("qwen"):
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    # A template for text writes its BOS and knows strings only; one for pictures may know parts only.
+    tokenizer.chat_template = TEMPLATE.format(bos="<s>" if kind in (*TEXT_ONLY, "gemma3") else "", image=image,
+                                              strings="{{ message.content }}" if kind in TEXT_ONLY else "")
+    return tokenizer
+
+
+def make_config(kind: str, tokenizer):
+    """A model of 2 + 2 layers with the family's own config class."""
+    vocabulary = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    if kind in TEXT_ONLY:
+        return AutoConfig.for_model(kind, **TEXT, **vocabulary, **TEXT_ONLY[kind])
+    image, special = TOKENS[kind]
+    ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
+    if kind == "qwen2_vl":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config={
+            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14})
+    if kind == "qwen3_vl_moe":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "rope_parameters": rope}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
+            "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]})
+    if kind == "internvl":
+        vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
+                                    image_token_id=ids["context_image_token_id"])
+    text = {"mistral3": "mistral", "pixtral": "mistral", "gemma3": "gemma3_text"}.get(kind, "llama")
+    tower = {"gemma3": "siglip_vision_model", "mistral3": "pixtral", "pixtral": "pixtral", "idefics3": "idefics3_vision",
+             "smolvlm": "smolvlm_vision"}.get(kind, "clip_vision_model")
+    more = {"gemma3": {"mm_tokens_per_image": 4, "boi_token_index": ids.get("boi_token_id"),
+                       "eoi_token_index": ids.get("eoi_token_id")},
+            "mistral3": {"spatial_merge_size": 2}, "pixtral": {"vision_feature_select_strategy": "full",
+                                                               "vision_feature_layer": -1},
+            "llava_next": {"image_grid_pinpoints": PINPOINTS}}.get(kind, {"scale_factor": 2})
+    windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+    name = "image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index"
+    return AutoConfig.for_model("llava" if kind == "pixtral" else kind, **{name: ids["image_token_id"]}, **more,
+                                text_config=TEXT | vocabulary | {"model_type": text} | (windows if kind == "gemma3" else {}),
+                                vision_config=VISION | {"model_type": tower})
+
+
+def make_image_processor(kind: str):
+    """The family's Pillow image processor, for small pictures."""
+    if kind.startswith("qwen"):
+        return transformers.Qwen2VLImageProcessorPil(patch_size=14, size={"shortest_edge": 28**2, "longest_edge": 112**2})
+    square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
+    if kind == "llava":
+        return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
+    if kind == "llava_next":
+        return transformers.LlavaNextImageProcessorPil(size=shortest, crop_size=square, image_grid_pinpoints=PINPOINTS)
+    if kind == "gemma3":
+        return transformers.Gemma3ImageProcessorPil(size=square)
+    if kind == "internvl":
+        return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
+    if kind in ("mistral3", "pixtral"):
+        return transformers.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=7)
+    name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
+    return getattr(transformers, f"{name}ImageProcessorPil")(size={"longest_edge": 75}, max_image_size={"longest_edge": 28})
+
+
+def save_processor(kind: str, folder, tokenizer) -> None:
+    """Tokenizer, template and image processor in the files that the family's processor writes, where it works here."""
+    images = make_image_processor(kind)
+    if kind not in PLAIN:
+        tokenizer.save_pretrained(folder)
+        images.save_pretrained(folder)
+        return
+    options = {"image_processor": images, "tokenizer": tokenizer, "chat_template": tokenizer.chat_template}
+    if kind == "gemma3":
+        processor = transformers.Gemma3Processor(**options, image_seq_length=4)
+    elif kind == "idefics3":
+        processor = transformers.Idefics3Processor(**options, image_seq_len=4)
+    else:
+        maker = transformers.LlavaProcessor if kind == "llava" else transformers.LlavaNextProcessor
+        processor = maker(**options, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+    processor.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory, picture_rows):
+    """Folder, our run of it, and the oracle with Hugging Face's own attention."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    tokenizer = make_tokenizer(kind)
+    try:
+        make_image_processor(kind) if kind in TOKENS else None
+    except ImportError:
+        pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
+    auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
+    model = auto.from_config(make_config(kind, tokenizer))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():                      # large enough that attention is not uniform and positions matter
+        for name, parameter in model.named_parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.save_pretrained(folder)
+    if kind in ("llava", "gemma3", "qwen3_vl_moe"):         # the files on the hub are older than the modules
+        weights = load_file(folder / "model.safetensors")
+        weights = {name.replace("vision_tower.", "vision_tower.vision_model."):
+                   value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    if kind in TEXT_ONLY:
+        tokenizer.save_pretrained(folder)
+    else:
+        save_processor(kind, folder, tokenizer)
+    data, source = folder / "rows.jsonl", Path(picture_rows)
+    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    for row in rows:
+        row["images"] = [] if kind in TEXT_ONLY else [str(source.parent / name) for name in row["images"]]
+    data.write_text("\n".join(map(json.dumps, rows)))
+    env = start(folder, data)
+    oracle = type(model).from_pretrained(folder, attn_implementation="eager").eval()
+    return SimpleNamespace(kind=kind, folder=folder, data=data, env=env, oracle=oracle)
+
+
+def hf_inputs(family, prompt) -> dict:
+    """What the family's own processor makes of a prompt's messages and pictures."""
+    messages = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}] if isinstance(m["content"], str)
+                 else [dict(part) for part in m["content"]]} for m in prompt.messages]
+    pictures = [Image.open(path).convert("RGB") for path in prompt.images]
+    if family.kind in TEXT_ONLY:
+        return AutoTokenizer.from_pretrained(family.folder).apply_chat_template(
+            prompt.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    if family.kind in PLAIN:
+        for part, picture in zip((p for m in messages for p in m["content"] if p["type"] == "image"), pictures):
+            part["image"] = picture
+        return dict(AutoProcessor.from_pretrained(family.folder).apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"))
+    # The others want torchvision or more for their videos: their own words for a picture, put in by hand.
+    tokenizer = AutoTokenizer.from_pretrained(family.folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    token = TOKENS[family.kind][1]["context_image_token" if family.kind == "internvl" else "image_token"]
+    batch, options = {}, {}
+    stand_in = SimpleNamespace(
+        image_token=token, image_processor=SimpleNamespace(merge_size=2), start_image_token="<img>", end_image_token="</img>",
+        image_seq_length=4, image_seq_len=4, fake_image_token="<fake_token_around_image>", global_image_token="<global-img>")
+    if family.kind == "internvl":
+        options["crop_to_patches"] = True
+    elif family.kind in ("mistral3", "pixtral"):
+        options["patch_size"] = 14 if family.kind == "mistral3" else 7
+    elif family.kind == "smolvlm":
+        options["return_row_col_info"] = True
+    if pictures:
+        batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options))
+    if family.kind in ("mistral3", "pixtral"):              # its processor cannot even be looked at without torchvision
+        words = lambda _, batch, i: "[IMG_BREAK]".join(  # noqa: E731
+            ["[IMG]" * (int(batch["image_sizes"][i][1]) // options["patch_size"])]
+            * (int(batch["image_sizes"][i][0]) // options["patch_size"])) + "[IMG_END]"
+    else:
+        maker = {"qwen2_vl": "Qwen2VL", "qwen3_vl_moe": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
+        words = getattr(transformers, f"{maker}Processor").replace_image_token
+    first, *rest = text.split(token)
+    text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
+    inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
+    if family.kind.startswith("qwen"):
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == family.oracle.config.image_token_id).int()
+    return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")}
+
+
+def test_prompt_ids_equal_those_of_the_familys_processor(family):
+    for prompt in family.env.prompts:
+        assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
+
+
+def test_packed_logprobs_equal_one_forward_per_sample(family):
+    env, prompts = family.env, take(family.env)
+    vocabulary = family.oracle.config.get_text_config().vocab_size
+    samples = gather_samples(random_samples([3, 2, 2, 3], vocabulary))
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+        expected = []
+        for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+            inputs = hf_inputs(family, env.prompts[group])
+            start_row = inputs["input_ids"].shape[1] - 1
+            for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
+                more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(name, torch.zeros_like(tokens))
+                inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
+            logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
+            logits[:, list(env.processor.banned_ids)] = -torch.inf
+            expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    ours = ppo.score_tokens(env.run, env.actor, prompts, samples)
+    finite = torch.cat(expected).isfinite()                                # a drawn token may be a banned one
+    assert finite.sum() > 0.9 * len(finite)
+    error = (ours - torch.cat(expected))[finite].abs().max()
+    assert error < 1e-5 * torch.cat(expected)[finite].abs().max(), float(error)
+
+
+def test_greedy_rollouts_equal_generate(family):
+    env = family.env
+    samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
+    for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
+        inputs = hf_inputs(family, prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=12,
+                                     suppress_tokens=list(env.processor.banned_ids))
+        assert tokens.tolist() == out[0, inputs["input_ids"].shape[1]:].tolist()
+    assert samples.lengths.max() > 3
+
+
+def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
+    moe = ["--aux_loss_coef", "0.01"] if family.kind == "qwen3_vl_moe" else []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    (tmp_path / "reward.py").write_text(REWARD)
+    try:
+        metrics = ppo.main(["--model", str(family.folder), "--data", str(family.data), "--max_prompt_tokens", "512",
+                            "--max_new_tokens", "6", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "1",
+                            "--actor_lr", "1e-3", "--reward", f"{tmp_path / 'reward.py'}:letters",
+                            "--out", str(tmp_path / "run"), *moe])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert not moe or 0.01 < metrics["train/aux_loss"] < 0.06           # coefficient x (2 where even, 6 where all go to two)
+    assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/critic_grad_norm"] > 0
+    exported = tmp_path / "run" / "export" / "step-1"
+    shapes = [{name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
+              for folder in (family.folder, exported)]
+    assert shapes[0] == shapes[1]                                        # names and shapes as the checkpoint came
+    model, report = type(family.oracle).from_pretrained(exported, output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    before = dict(family.oracle.named_parameters())
+    moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
+    frozen = {name for name, _ in model.named_parameters() if any(part in name for part in (
+        "visual", "vision", "projector", "connector", "newline"))}
+    assert moved and not moved & frozen
+    again = start(exported, family.data)
+    assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
+
+
+def test_the_judge_generates_what_generate_does(family, tmp_path):
+    """The reward model's evaluation pads prompts of several lengths into one batch."""
+    rows = [json.loads(line) for line in family.data.read_text().splitlines()]
+    data = tmp_path / "judge.jsonl"
+    data.write_text("".join(json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n"
+                            for row in rows))
+    run = grm.start_run(grm.parse_args(["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out",
+                                        str(tmp_path / "judge"), "--eval_max_new_tokens", "5", "--eval_batch", "4"]))
+    processor, _, _, examples = grm.load_data(run)
+    judge = grm.build_judge(run, processor)
+    with grm.PromptLoader(run, processor, [], []) as loader:
+        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+    texts = grm.generate(run, processor, judge, prompts, 0)
+    for i, example in enumerate(examples):
+        inputs = hf_inputs(family, example.prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
+                                     suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
+        assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_unknown_families_are_refused_by_name(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
+    toy.make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="family 'mllama' is not one of " + ", ".join(FAMILIES)):
+        Processor(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
+def test_a_text_model_refuses_pictures(family, picture_rows):
+    with pytest.raises(ppo.UserError, match=f"1 images for {family.kind}, a model of text only"):
+        start(family.folder, picture_rows)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+@pytest.mark.parametrize("budget", [10**6, 150])
+def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget):
+    """Value and gradients, over one pack and over several with split groups."""
+    env, prompts = family.env, take(family.env)
+    update = dataclasses.replace(env.args.update, aux_loss_coef=0.5, max_tokens_per_pack=budget)
+    run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
+    samples = gather_samples(random_samples([3, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+    load = ppo.expert_load(run, env.actor, prompts, samples, None)
+    total, packs = 0.0, 0
+    for row, attention in ppo.packed_rows(run, env.actor.model, prompts, samples):
+        with vlm.router_logits(env.actor.model) as logits:
+            logp, _ = env.actor(row, attention)
+        share = ppo.balance_loss(run, env.actor, row, logits, load)
+        (share + 0 * logp.sum()).backward()                 # FSDP gathers a layer's weights when its output gets a gradient
+        total, packs = total + share.item(), packs + 1
+    assert (packs == 1) == (budget > 10**5)
+
+    batch: dict[str, list] = {}
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        inputs = hf_inputs(family, env.prompts[group])
+        more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
+        for name, value in inputs.items():
+            batch.setdefault(name, []).append(torch.cat([value[0], more[name].to(value.dtype)]) if name in more else value)
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    aux = family.oracle(**{name: pad(parts) if name in more else torch.cat(parts) for name, parts in batch.items()},
+                        output_router_logits=True, use_cache=False).aux_loss
+    (0.5 * aux).backward()
+    assert abs(total - 0.5 * aux.item()) < 1e-5 * total
+    expected = dict(family.oracle.model.language_model.named_parameters())
+    for name, parameter in vlm.language_model(env.actor.model).named_parameters():
+        if (gradient := expected[name].grad) is not None:
+            error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
+            assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
+    family.oracle.zero_grad()
+    env.actor.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["qwen2"], indirect=True)
+def test_a_dense_model_has_no_experts_to_balance(family):
+    with pytest.raises(ppo.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
+        start(family.folder, family.data, "--aux_loss_coef", "0.1")
+
+
+def naive_attention(q, k, v, segments, window, scale):
+    """Query by query: q (N, Hq, D), k and v (N, Hkv, D) -> (N, Hq, D)."""
+    out = torch.zeros_like(q)
+    for first, end, p_start, p_end, *both in segments:
+        rows = [*range(p_start, p_end), *range(first, end)]                    # of the keys, in the segment's order
+        for i in range(first, end):
+            own = i - first + p_end - p_start
+            seen = [row for j, row in enumerate(rows) if (j <= own or any(both)) and (window is None or own - j < window)]
+            for head in range(q.shape[1]):
+                kv = head // (q.shape[1] // k.shape[1])
+                out[i, head] = (k[seen, kv] @ q[i, head] * scale).softmax(0) @ v[seen, kv]
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
+    """SDPA over buckets, and the calls that a GPU would make, with a loop in the kernel's place."""
+    generator = torch.Generator().manual_seed(0)
+    segments = [(0, 14, 0, 0), (14, 19, 0, 14), (19, 20, 0, 14), (20, 26, 20, 20), (26, 30, 20, 26)]
+    pictures = torch.tensor([2, 3, 4, 9, 10, 11, 12, 20, 21])
+    pieces = vlm.attention_segments(SimpleNamespace(model_type="gemma3"), segments, pictures)
+    assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)] and len(pieces) == 10
+    assert vlm.attention_segments(SimpleNamespace(model_type="llava_next"), segments, pictures) == segments
+    q, k, v = (torch.randn(30, heads, 8, generator=generator) for heads in (4, 2, 2))
+
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, backend, window):
+        out = []
+        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
+            assert b - a <= max_q and d - c <= max_k
+            stretch = torch.cat([torch.zeros(int((d - c) - (b - a)), *q.shape[1:]), q[a:b]])
+            length, prefix = int(d - c), int((d - c) - (b - a))
+            part = naive_attention(stretch, k[c:d], v[c:d], [(prefix, length, 0, prefix, not causal)], window, scale)
+            out.append(part[prefix:])
+        return torch.cat(out)
+
+    monkeypatch.setattr(vlm, "varlen_attention", kernel)
+    for parts in (segments, pieces):
+        expected = naive_attention(q, k, v, parts, window, 0.3)
+        for backend in ("sdpa", "varlen"):
+            attention = vlm.PackedAttention(parts, backend, torch.device("cpu"))
+            ours = attention(0, *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, window)[0]
+            assert (ours - expected).abs().max() < 1e-5, backend
