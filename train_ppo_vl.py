@@ -1884,11 +1884,15 @@ class RolloutEngine:
         capacity = max((prompts.lengths[g] for g in groups), default=1) + self.args.max_new_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * count))
         self.cache = SlotCache(actor.model.config.text_config, slots, capacity, run.dtype, device)
-        integers = lambda: torch.zeros(slots, dtype=torch.int64, device=device)  # noqa: E731
-        self.length, self.rope, self.count, self.last, self.draw, self.number = (integers() for _ in range(6))     # (slots,)
+        self.rows = torch.arange(slots, device=device)
+        self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self.length, self.rope, self.count = self.counters            # (slots,) cached tokens, next position, response tokens
+        self.last, self.keys = torch.zeros_like(self.counters[:2])    # (slots,) newest token, noise key of the sequence
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
-        self.out_tokens = torch.zeros(slots, self.args.max_new_tokens, dtype=torch.int64, device=device)
-        self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens, device=device)
+        # One column more than is read: a finished slot that still computes writes behind its end.
+        self.out_tokens = torch.zeros(slots, self.args.max_new_tokens + 1, dtype=torch.int64, device=device)
+        self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens + 1, device=device)
+        self.state = [self.length, self.rope, self.count, self.last, self.keys, self.done, self.out_tokens, self.out_logprobs]
         self.owner: list[tuple[int, int] | None] = [None] * slots     # host side: (group, sample number) of a busy slot
         self.stored = [0] * slots                                     # host side: at least the cached tokens of a slot
         self.searched = [0] * slots                                   # host side: tokens already searched for stop strings
@@ -1963,40 +1967,38 @@ class RolloutEngine:
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
         slot, length, following, draw, number = torch.tensor(state, device=device).T                                # (b,) each
-        self.length[slot], self.rope[slot], self.draw[slot], self.number[slot] = length, following, draw, number
-        self.count[slot] = 0
-        self.done[slot] = False
+        self.length[slot], self.rope[slot], self.count[slot], self.done[slot] = length, following, 0, False
+        self.keys[slot] = losses.sequence_keys(self.run.args.run.seed, self.stream, draw, number)
         self.sample(hidden[last_rows], slot)
+        self.count[slot] = 1
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Slots that are done compute too; nothing of theirs changes."""
-        live = ~self.done[:size]
         row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         longest = min(max(self.stored[:size]) + 1, self.cache.capacity)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
         hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
-        self.length[:size] += live
-        self.rope[:size] += live
         self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
-        self.sample(hidden, torch.arange(size, device=hidden.device))
+        live = ~self.done[:size]
+        self.sample(hidden, slice(0, size))
+        self.counters[:, :size] += live
 
-    def sample(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        """Draw the next token of ``slots`` (b,) from the last hidden states (b, H) and append it where not done."""
-        actor, count, live = self.actor, self.count[slots], ~self.done[slots]
-        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned,
-                                    count < self.args.min_new_tokens, actor.stop_ids)                                   # (b, V)
+    def sample(self, hidden: torch.Tensor, slots: torch.Tensor | slice) -> None:
+        """Draw the next token of ``slots`` (b,) from the last hidden states (b, H), and see whether it is the last one."""
+        actor, args, count = self.actor, self.args, self.count[slots]
+        too_short = count < args.min_new_tokens if args.min_new_tokens else None
+        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned, too_short,
+                                    actor.stop_ids)                                                                     # (b, V)
         if self.greedy:
             ids = logits.argmax(dim=-1)
         else:
-            keys = losses.noise_keys(self.run.args.run.seed, self.stream, self.draw[slots], self.number[slots], count)
-            ids = losses.gumbel_race(truncate_distribution(logits, self.args.top_k, self.args.top_p), keys)
-        logprobs = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)      # untruncated, as in training
-        place = count.clamp(max=self.args.max_new_tokens - 1)
-        self.out_tokens[slots, place] = torch.where(live, ids, self.out_tokens[slots, place])
-        self.out_logprobs[slots, place] = torch.where(live, logprobs, self.out_logprobs[slots, place])
-        self.last[slots] = torch.where(live, ids, self.last[slots])
-        self.count[slots] = count + live
-        self.done[slots] |= torch.isin(ids, actor.stop_ids) | (count + 1 >= self.args.max_new_tokens)
+            ids = losses.gumbel_race(truncate_distribution(logits, args.top_k, args.top_p),
+                                     losses.token_keys(self.keys[slots], count))
+        logprobs = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]             # untruncated, as in training
+        place = self.rows[slots], count
+        self.out_tokens[place], self.out_logprobs[place] = ids, logprobs
+        self.last[slots] = ids
+        self.done[slots] = self.done[slots] | torch.isin(ids, actor.stop_ids) | (count + 1 >= args.max_new_tokens)
 
     def harvest(self, results: dict) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the device."""
@@ -2037,8 +2039,7 @@ class RolloutEngine:
         source = [slot for slot in active if slot >= len(active)]
         if source:
             self.cache.move(source, target)
-            for state in (self.length, self.rope, self.count, self.last, self.draw, self.number, self.done, self.out_tokens,
-                          self.out_logprobs):
+            for state in self.state:
                 state[target] = state[source]
             for s, t in zip(source, target):
                 self.owner[t], self.stored[t], self.searched[t] = self.owner[s], self.stored[s], self.searched[s]
