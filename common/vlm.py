@@ -406,15 +406,18 @@ class SlotCache:
 
     def __init__(self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
         head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        shape = (text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = [text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim]
+        if device.type == "cpu":       # in memory the tokens of a head lie side by side, as matrix products want them
+            shape[2], shape[3] = shape[3], shape[2]
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if device.type == "cpu":
+            self.keys, self.values = self.keys.transpose(2, 3), self.values.transpose(2, 3)
         self.slots, self.capacity = slots, capacity
 
-    def move(self, source: list[int], target: list[int]) -> None:
-        """Copy slots ``source`` over slots ``target`` (disjoint lists)."""
+    def move(self, source: list[int], target: list[int], longest: int) -> None:
+        """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint lists)."""
         for cache in (self.keys, self.values):
-            cache[:, target] = cache[:, source]
+            cache[:, target, :longest] = cache[:, source, :longest]
 
 
 class PackedAttention:
@@ -520,7 +523,9 @@ class DecodeAttention:
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
         self.slots = torch.arange(len(lengths), device=lengths.device)
         if backend == "sdpa":
-            self.mask = (torch.arange(longest, device=lengths.device)[None] <= lengths[:, None])[:, None, None]
+            unseen = torch.arange(longest, device=lengths.device) > lengths[:, None, None, None]         # (B, 1, 1, M)
+            mask = torch.zeros(unseen.shape, dtype=cache.keys.dtype, device=lengths.device).masked_fill_(unseen, -torch.inf)
+            self.mask = mask.expand(-1, cache.keys.shape[3], -1, -1).flatten(0, 1)                     # (B * Hkv, 1, M)
 
     def __call__(self, layer: int, q, k, v, scale: float) -> torch.Tensor:
         """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq, D)."""
@@ -539,11 +544,14 @@ class DecodeAttention:
                 q, keys[:size].flatten(0, 1), values[:size].flatten(0, 1), bounds, bounds * self.cache.capacity, 1,
                 self.cache.capacity, 0.0, False, False, scale=scale, seqused_k=(self.lengths + 1).int())[0]
         else:                             # the query heads of one key head side by side: no repeated keys, no GQA path
-            grouped = q.unflatten(1, (keys.shape[2], -1))                                           # (B, Hkv, G, D)
-            seen = slice(0, self.longest)
-            out = F.scaled_dot_product_attention(grouped, keys[:size, seen].transpose(1, 2),
-                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask,
-                                                 scale=scale).flatten(1, 2)
+            queries = q.reshape(size * keys.shape[2], -1, q.shape[-1])                              # (B * Hkv, G, D)
+            k, v = (x[:size, :self.longest].transpose(1, 2).flatten(0, 1) for x in (keys, values))  # (B * Hkv, M, D)
+            if q.dtype == torch.float32:  # SDPA costs up to twice as much for so few queries
+                scores = torch.baddbmm(self.mask, queries, k.transpose(1, 2), alpha=scale)          # (B * Hkv, G, M)
+                out = torch.bmm(scores.softmax(-1), v)
+            else:                         # with scores and sums in float32
+                out = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask, scale=scale)
+            out = out.view(q.shape)
         return out[None]
 
 

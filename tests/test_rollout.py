@@ -1,6 +1,7 @@
 """The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
 
 import dataclasses
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -139,3 +140,19 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not():
     kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
     assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
     assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dtype, monkeypatch):
+    """The hooks and wrappers left out during generation neither gather nor cast anything that is not gathered and cast."""
+    env = start(checkpoint, picture_rows, "--dtype", dtype)
+    called = []
+    layers = env.actor.model.model.language_model.layers
+    handle = layers[0].register_forward_hook(lambda *_: called.append(1))                 # a user's hook stays
+    bare, tokens = generate(env, take(env), 4)
+    assert called and "forward" not in vars(env.actor.model.model.language_model)
+    handle.remove()
+    assert all(len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1 for layer in layers)
+    monkeypatch.setattr(ppo, "bare_forwards", lambda actor: nullcontext())
+    usual, expected = generate(env, take(env), 4)
+    assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
