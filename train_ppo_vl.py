@@ -20,28 +20,18 @@ Invariants, each with a test:
   * Collectives stand under no condition that could differ between ranks.
 """
 
-import argparse
-import dataclasses
-import fcntl
 import functools
-import hashlib
 import importlib.util
-import inspect
 import json
 import math
 import os
 import re
-import shutil
-import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
-from collections import OrderedDict, deque
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -54,24 +44,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
-                            make_blocks, make_packs, minibatches)
-from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
-from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
-                        image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
-                        read_image, resolve_folder, skeleton, use_attention, with_same_tower)
+from common.buffers import (Row, Samples, UserError, all_gather_json, build_row, data_order, exchange_features, fail_together,
+                            gather_samples, make_blocks, make_packs, minibatches)
+from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
+                            catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
+                            list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
+from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader, SlotCache,
+                        StepPrompts, bare_forwards, choose_attention, clear_forward_order, image_features,
+                        image_token_count, language_hidden, load_prompts, load_weights, materialize, positions_of,
+                        read_image, resolve_folder, skeleton, unsharded, use_attention, user_text, with_same_tower)
 
-HERE = Path(__file__).resolve().parent
-EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
+GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
 TRAIN, EVAL = 0, 1   # streams of sampling noise: a prompt met in both gets unrelated samples
 
 
@@ -80,7 +71,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     reward = load_reward(args.reward.reward)
     run = start_run(args)
-    checkpoints = Checkpoints(run)
+    checkpoints = Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     processor, train_prompts, eval_prompts = load_data(run)
     actor, critic, reference = build_models(run, processor)
     models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
@@ -88,7 +79,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0}
-    state = resume(run, checkpoints, models, fresh, len(train_prompts))
+    state = checkpoints.resume(flags_of(args) | {"data (rows)": len(train_prompts)}, neutral_flags(args), fresh, models,
+                               keep_newer=args.eval.eval_only)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
@@ -117,11 +109,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     elif state["step"] and not recorded:                       # killed between the save of this step and its record
         end_step(state["step"], state["metrics"])
     if state["step"]:
-        export_if_due(run, actor, processor, state["step"])    # or between the save and the export
+        checkpoints.export_if_due(actor, processor, state["step"], args.update.steps)      # or between the save and the export
     catch_signals()
     metrics = state["metrics"]
 
-    with checkpoints, PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
+    choose = functools.partial(prompts_of_step, args, train_prompts)
+    with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
+                                   state["dropped_prompts"]) as loader:
         loader.prefetch(state["step"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
@@ -160,7 +154,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stop and step < args.update.steps:              # the next start evaluates, records and exports this step
                 break
             metrics = end_step(step, metrics)
-            export_if_due(run, actor, processor, step)
+            checkpoints.export_if_due(actor, processor, step, args.update.steps)
     preempted = state["step"] < args.update.steps
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
@@ -178,11 +172,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------------------------
 # Arguments: one frozen dataclass per stage; a field is a flag
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def flag(default, help: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf):
-    """A field of an argument class: its default, its help with the unit, and the values or bounds it must respect."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
 
 
 @dataclass(frozen=True)
@@ -236,6 +225,8 @@ class RolloutArgs:
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
     prefill_tokens: int = flag(16384, "tokens per prefill call", low=1)
     poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU", low=0)
+    cuda_graphs: str = flag("auto", "decode by CUDA graphs, captured anew in every rollout: one launch per step. auto: on GPU, "
+                                    f"for a batch size that has lasted {GRAPH_PAYS} steps", ("auto", "on", "off"))
 
 
 @dataclass(frozen=True)
@@ -304,25 +295,6 @@ class EvalArgs:
 
 
 @dataclass(frozen=True)
-class CheckpointArgs:
-    """checkpoints"""
-    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never",
-                           low=-1)
-    keep_last: int = flag(2, "complete checkpoints kept", low=1)
-    keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
-    save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
-                              ("unrestricted", "single_node", "single_process", "single_thread"))
-    save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
-    max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
-    export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
-    resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
-                               "never: --out must be new; or the path of a checkpoint, "
-                               "from which an --out without checkpoints starts")
-    resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
-                                    ("refuse", "allow"))
-
-
-@dataclass(frozen=True)
 class RunArgs:
     """run"""
     out: Path = flag(Path("runs/ppo"), "output folder")
@@ -355,110 +327,19 @@ class Args:
         return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++"))
 
 
-def finite_float(text: str) -> float:
-    """argparse type: a float that is neither NaN nor infinite."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
-class UserError(ValueError):
-    """Something the user can mend: one message from rank 0, exit code 2 of every worker, no traceback."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        raise UserError(message)
-
-
-def build_parser(groups: dict[str, type], description: str) -> Parser:
-    """One argument group per dataclass; flags that were not given stay absent, so a --config value can stand."""
-    parser = Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", metavar="FILE", help="JSON object of flags (such as <out>/args.json); flags override it")
-    for group in groups.values():
-        section = parser.add_argument_group(group.__doc__)
-        for field in dataclasses.fields(group):
-            help_text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
-            if field.type is bool:
-                section.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=help_text)
-            else:
-                kind = finite_float if field.type is float else field.type
-                section.add_argument(f"--{field.name}", type=kind, choices=field.metadata["choices"] or None,
-                                     metavar=None if field.metadata["choices"] else field.type.__name__.upper(), help=help_text)
-    return parser
-
-
-def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
-    """Flags from a JSON file, checked like flags.
-
-    Raises:
-        UserError: not a JSON object, an unknown flag, or a value of another type.
-    """
-    try:
-        config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: {error}") from error
-    known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
-    if not isinstance(config, dict) or not set(config) <= set(known):
-        extra = sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object"
-        raise UserError(f"--config {path}: unknown flags: {extra}")
-    for name, value in config.items():
-        field = known[name]
-        accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
-        wrong_kind = not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool)
-        if wrong_kind or value != value or value in (math.inf, -math.inf):
-            raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
-        if field.metadata["choices"] and value not in field.metadata["choices"]:
-            raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
-        config[name] = field.type(value)
-    return config
-
-
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags, over --config, over defaults; without --model and --config: the toy.
 
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    groups = {field.name: field.type for field in dataclasses.fields(Args)}
-    given = vars(build_parser(groups, __doc__).parse_args(argv))
-    config = given.pop("config", None)
-    idle = {"critic_model", "init_critic_from", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & set(given)
-    if config is None and "model" not in given:
-        config = str(embedded_toy("args.json"))
-    values = (read_config(config, groups) if config else {}) | given
-    args = Args(**{name: group(**{field.name: values[field.name] for field in dataclasses.fields(group)
-                                  if field.name in values}) for name, group in groups.items()})
+    values, given = read_flags({field.name: field.type for field in fields(Args)}, __doc__, argv, "args.json")
+    idle = {"critic_model", "init_critic_from", "critic_lr", "value_clip", "gae_lambda", "freezing_actor_steps"} & given
+    args = fill_groups(Args, values)
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(sorted(idle))}")
     check_args(args)
     return args
-
-
-def embedded_toy(name: str) -> Path:
-    """The toy's argument file ``name``; the first process of each machine writes the toy if it is not there yet."""
-    config, program = HERE / "toy" / name, HERE / "launch" / "toy.py"
-    if not config.exists() and not program.exists():
-        raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
-    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        subprocess.run([sys.executable, str(program), "--out", str(config.parent)], check=True)
-    while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
-        time.sleep(0.2)
-    return config
-
-
-def out_of_bounds(args: Args) -> list[str]:
-    """What is wrong with single flags."""
-    problems = []
-    for group in vars(args).values():
-        for field in dataclasses.fields(group):
-            value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
-            if field.type in (int, float) and not low <= value <= high:
-                at_most = f" and at most {high:g}" if high < math.inf else ""
-                problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
-    return problems
 
 
 def check_args(args: Args) -> None:
@@ -505,15 +386,21 @@ def check_args(args: Args) -> None:
 
 
 def flags_of(args: Args) -> dict[str, Any]:
-    """Arguments as flags, JSON-ready, paths of models, data and reward absolute: what --config reads back from any folder."""
-    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
-    flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+    """Arguments as flags, paths of models, data and reward absolute: what --config reads back from any folder."""
+    flags = list_flags(args)
     for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
-        flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+        flags[name] = absolute(flags[name])
     program, colon, function = flags["reward"].rpartition(":")
-    if colon and Path(program).exists():
-        flags["reward"] = f"{Path(program).resolve()}:{function}"
-    return flags
+    return flags | ({"reward": f"{absolute(program)}:{function}"} if colon else {})
+
+
+def neutral_flags(args: Args) -> set[str]:
+    """Flags that change where, how fast or how visibly a run computes, but not what."""
+    groups = (EvalArgs, CheckpointArgs, RunArgs)
+    return {field.name for group in groups for field in fields(group)} - {"seed"} | {
+        "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
+        "cuda_graphs", "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk",
+        "eval_data", "max_eval_rows"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -552,6 +439,8 @@ def start_run(args: Args) -> Run:
         backend = choose_attention(args.model.attention, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
+    if args.rollout.cuda_graphs == "on" and device.type != "cuda":
+        raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
@@ -562,13 +451,6 @@ def start_run(args: Args) -> Run:
             print("warning: restarted workers cannot connect through torchrun's own store; for --max_restarts set "
                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun", flush=True)
     return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
-
-
-def fail_together(problem: str | None) -> None:
-    """Raise UserError on every rank if any rank has a problem; one rank raising alone would leave the others waiting."""
-    problems = [p for p in all_gather_json(problem) if p]
-    if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def load_data(run: Run) -> tuple[Processor, list[Prompt], list[Prompt]]:
@@ -692,6 +574,17 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     return load_weights(module.model, folder, {"value_head.weight": head.weight})
 
 
+def load_critic_weights(path: Path, critic: Critic) -> None:
+    """Start a critic from the critic of another run's checkpoint: weights only, its optimizer starts fresh."""
+    if path not in [found for _, found in complete_checkpoints(path.parent)]:
+        raise UserError(f"--init_critic_from {path}: not a complete checkpoint")
+    weights = {f"critic.model.{name}": value for name, value in get_model_state_dict(critic).items()}
+    try:
+        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(path)))
+    except dcp.api.CheckpointException as error:
+        raise UserError(f"--init_critic_from {path}: {describe_failure(error)}") from error
+
+
 def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:
     """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
     trained = [p for p in module.parameters() if p.requires_grad]
@@ -719,96 +612,17 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Prompts of a step
+# Prompts and rollout
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class StepPrompts:
-    """The prompts of one step. Each rank decodes, and computes features for, the pictures of its own prompts only."""
-
-    prompts: list[Prompt]
-    draws: list[int]                               # number of this draw among all prompts ever taken
-    owners: list[int]                              # rank that rolls the prompt out
-    positions: dict[int, torch.Tensor]             # (3, P) for the prompts needed so far
-    patches: dict[int, tuple]                      # own pictures, until their features exist
-    features: dict[int, torch.Tensor]              # own features, (K, M, H) on the CPU
-    dropped: list[int]                             # prompts whose pictures do not decode (--on_bad_row skip)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [len(prompt.input_ids) for prompt in self.prompts]
-
-
-class PromptLoader:
-    """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
-
-    def __init__(self, run: Run, processor: Processor, actor: Policy, rows: list[Prompt], dropped: int = 0):
-        self.run, self.processor, self.rows, self.model = run, processor, rows, actor.model
-        self.pool = ThreadPoolExecutor(run.args.data.data_threads, thread_name_prefix="pictures")
-        self.pending: dict[int, tuple] = {}
-        self.dropped = dropped                                                      # prompts since the start of the run
-
-    def __enter__(self) -> "PromptLoader":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.pool.shutdown(cancel_futures=True)
-
-    def prefetch(self, index: int) -> None:
-        """Start decoding this rank's pictures of the 0-based step ``index``."""
-        args = self.run.args
-        if index >= args.update.steps:
-            return
-        size = args.rollout.prompts_per_step
-        draws = range(index * size, (index + 1) * size)
-        prompts = [self.rows[i] for i in data_order(draws, len(self.rows), args.run.seed)]
-        self.pending[index] = self.submit(prompts, list(draws))
-
-    def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:
-        own = range(self.run.rank, len(prompts), self.run.world)
-        return prompts, draws, {i: self.pool.submit(load_pixels, prompts[i], self.processor) for i in own}
-
-    def take(self, index: int) -> StepPrompts:
-        """The prompts of a step, decoded."""
-        prompts = self.collect(*self.pending.pop(index))
-        if len(prompts.dropped) == len(prompts.prompts):
-            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others "
-                            "decodes")
-        return prompts
-
-    def collect(self, prompts: list[Prompt], draws: list[int], futures: dict) -> StepPrompts:
-        """Wait for the pictures.
-
-        Raises:
-            UserError: on every rank, if a picture of any rank does not decode and --on_bad_row is error.
-        """
-        patches, bad = {}, {}
-        for i, future in futures.items():
-            try:
-                pixels = future.result()
-            except ValueError as error:
-                bad[i] = f"{prompts[i].source}: {error}"
-            else:
-                patches |= {i: pixels} if pixels is not None else {}
-        problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
-        if problems and self.run.args.data.on_bad_row == "error":
-            raise UserError("\n".join(problems.values()))
-        self.dropped += len(problems)
-        owners = [i % self.run.world for i in range(len(prompts))]
-        return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
-
-
-def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
-    """(3, P) rotary positions of a prompt, computed at first use."""
-    if group not in prompts.positions:
-        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
-    return prompts.positions[group]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Rollout
-# ---------------------------------------------------------------------------------------------------------------------
+def prompts_of_step(args: Args, rows: list[Prompt], index: int) -> tuple[list[Prompt], list[int]] | None:
+    """The prompts of the 0-based step ``index`` and their draw numbers: how many prompts were taken before each."""
+    if index >= args.update.steps:
+        return None
+    size = args.rollout.prompts_per_step
+    draws = range(index * size, (index + 1) * size)
+    return [rows[i] for i in data_order(draws, len(rows), args.run.seed)], list(draws)
 
 
 def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts, count: int, stream: int,
@@ -822,7 +636,7 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
     with torch.no_grad(), unsharded(actor):
         compute_features(run, actor, prompts)
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
-        with bare_forwards(actor):
+        with bare_forwards(actor.model):
             results = engine.generate(own, count)
     order = sorted(results)
     tokens = [results[key][0] for key in order]
@@ -850,10 +664,6 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
         counts = [image_token_count(prompts.prompts[g], owner.model.config.image_token_id) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
-
-
-def image_token_count(prompt: Prompt, image_token_id: int) -> int:
-    return int((prompt.input_ids == image_token_id).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1288,11 +1098,6 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def falls_due(step: int, every: int, last: int) -> bool:
-    """Whether something that happens every so many steps (-1: only after the last one, 0: never) happens after ``step``."""
-    return (step == last and every != 0) or (every > 0 and step % every == 0)
-
-
 def evaluation_due(args: Args, step: int, rows: int) -> bool:
     """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
     passes = [done * args.rollout.prompts_per_step // rows for done in (step - 1, step)]
@@ -1306,7 +1111,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
-    with PromptLoader(run, processor, actor, rows) as loader:
+    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
         chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         pending = loader.submit([rows[i] for i in chunks[0]], [rows[i].index for i in chunks[0]])
         for n, chunk in enumerate(chunks):
@@ -1357,13 +1162,6 @@ def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, what was asked, what was answered, what it earned."""
     return [draw_sample([read_image(path) for path in record["images"]], record["question"], record["response"],
                         f"reward {record['reward']:.2f}   reference: {record['reference']}") for record in records]
-
-
-def user_text(messages: list[dict]) -> str:
-    """What the user says in a conversation, without markup and image places."""
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return "\n".join(part if isinstance(part, str) else "\n".join(p["text"] for p in part if p.get("type") == "text")
-                     for part in said)
 
 
 def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples) -> dict[str, float]:
@@ -1443,426 +1241,6 @@ def profiled(run: Run, step: int):
     trace.export_chrome_trace(str(folder / f"step-{step}-rank-{run.rank}.json"))
 
 
-def export_if_due(run: Run, module: nn.Module, processor: Processor, step: int) -> None:
-    """Export the model after ``step`` if --export_every says so and it has not been done."""
-    folder = run.args.run.out / "export" / f"step-{step}"
-    if falls_due(step, run.args.checkpoint.export_every, run.args.update.steps) and not all_gather_json(folder.exists())[0]:
-        export(run, module, processor, folder)
-
-
-@torch.no_grad()
-def export(run: Run, module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
-    """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
-    config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call."""
-    parameters = dict(module.model.named_parameters(remove_duplicate=False))
-    dtype = getattr(processor.config, "dtype", None) or torch.float32
-    files: list[list[str]] = [[]]
-    size = 0
-    for name in module.spelled:
-        n_bytes = parameters[name].numel() * dtype.itemsize
-        if files[-1] and size + n_bytes > shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += n_bytes
-    aside = folder.with_name(f".{folder.name}.tmp")
-    index, problem = {}, None
-    for k, names in enumerate(files):
-        file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        shard = {}
-        for name in names:
-            parameter = parameters[name]
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
-            if run.rank == 0:
-                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
-                index[module.spelled[name]] = file
-        if run.rank == 0 and not problem:
-            try:
-                aside.mkdir(parents=True, exist_ok=True)
-                save_file(shard, aside / file, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
-                problem = str(error)
-    if run.rank == 0 and not problem:
-        try:
-            if len(files) > 1:
-                table = {"metadata": {}, "weight_map": index}
-                (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
-            processor.config.save_pretrained(aside)
-            processor.save(str(aside))
-            for path in aside.iterdir():
-                sync_folder(path)
-            if folder.exists():
-                shutil.rmtree(folder)
-            aside.rename(folder)
-            write_pointer(folder.parent / "latest", folder.name)
-        except OSError as error:
-            problem = str(error)
-    problem = all_gather_json(problem)[0]
-    if problem and run.rank == 0:
-        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Checkpoints: a folder is complete or it does not exist
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Checkpoints:
-    """Writes and finds <out>/checkpoints/step-N.
-
-    A save goes into a fresh hidden folder: every rank's tensors as safetensors, in the background, then on rank 0
-    COMMITTED.json with the size of every file, fsync, rename to step-N, the `latest` pointer, and only then the deletion
-    of old checkpoints. Death at any instant leaves the earlier checkpoints as they were. One save is in flight at most.
-    """
-
-    def __init__(self, run: Run):
-        self.run, self.args, self.failed, self.waited = run, run.args.checkpoint, 0, 0.0
-        self.folder = run.args.run.out / "checkpoints"
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=run.args.run.timeout))  # of the background
-        self.pending: tuple[int, Path, Any] | None = None
-        problem = None
-        if run.rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                problem = self.take_lock()
-                stale = [*self.folder.glob(".tmp-*"), *self.folder.with_name("export").glob(".step-*")]
-                for path in [] if problem else stale:                       # of a life that died while it was writing
-                    shutil.rmtree(path)
-            except OSError as error:
-                problem = f"--out {run.args.run.out}: {error}"
-        fail_together(problem)
-
-    def take_lock(self) -> str | None:
-        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only."""
-        self.lock = open(self.run.args.run.out / ".lock", "a+")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self.lock.seek(0)
-            return f"--out {self.run.args.run.out} is in use by a live run: {self.lock.read().strip()}"
-        self.lock.truncate(0)
-        self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}))
-        self.lock.flush()
-        return None
-
-    def close(self) -> None:
-        """Release the folder."""
-        if self.run.rank == 0:
-            self.lock.close()
-
-    def save(self, step: int, training: dict[str, Any], scalars: dict) -> None:
-        """Start saving; the tensors are copied before this returns, so training may go on changing them."""
-        started, problem, aside = time.perf_counter(), None, self.folder / f".tmp-step-{step}"
-        self.finish(wait=True)
-        tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}   # the rest are arguments
-        if self.run.rank == 0:
-            try:
-                needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(self.folder).free
-                if needed * 1.02 + 2 ** 20 > free:
-                    raise OSError(f"{needed / 2 ** 30:.3f} GiB are needed and {free / 2 ** 30:.3f} GiB free in {self.folder}")
-                aside.mkdir()
-                write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
-            except (OSError, ValueError) as error:                          # ValueError: a scalar is not finite
-                problem = str(error)
-        if any(problems := all_gather_json(problem)):
-            return self.report(step, aside, next(filter(None, problems)))
-        writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
-        take_turns(writer, self.args.save_strategy, self.group)
-        kill_point("before-write")
-        self.pending = step, aside, dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
-        if self.args.save_blocking:
-            self.finish(wait=True)
-        self.waited = time.perf_counter() - started
-
-    def finish(self, wait: bool = False) -> None:
-        """Commit the save in flight if it has been written on all ranks; with ``wait``, wait for that."""
-        if self.pending is None:
-            return
-        step, aside, future = self.pending
-        if not wait and not all(all_gather_json(future.done())):
-            return
-        self.pending, problem = None, None
-        try:
-            future.result()
-        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-            problem = f"rank {self.run.rank} on {socket.gethostname()}: {describe_failure(error)}"
-        problems = [p for p in all_gather_json(problem) if p]
-        if not problems and self.run.rank == 0:
-            try:
-                self.commit(step, aside)
-            except OSError as error:
-                problems = [str(error)]
-        problems = all_gather_json(problems)[0]
-        if problems:
-            return self.report(step, aside, problems[0])
-        self.failed = 0
-
-    def commit(self, step: int, aside: Path) -> None:
-        """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only."""
-        kill_point("before-commit")
-        files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
-        state = json.loads((aside / "state.json").read_text())
-        write_durably(aside / "COMMITTED.json", json.dumps({"step": step, "world_size": self.run.world, "files": files,
-                                                            "arguments_hash": state["arguments_hash"]}, indent=1))
-        sync_folder(aside)
-        kill_point("before-rename")
-        final = self.folder / f"step-{step}"
-        if final.exists():                            # left by a life whose later records were not resumed from
-            shutil.rmtree(final)
-        aside.rename(final)
-        sync_folder(self.folder)
-        kill_point("before-pointer")
-        write_pointer(self.folder / "latest", final.name)
-        kill_point("before-rotation")
-        best = self.best_step()
-        for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
-            if old_step != best:
-                try:
-                    old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
-                    shutil.rmtree(self.folder / f".tmp-old-{old.name}")
-                except OSError as error:
-                    print(f"warning: the old checkpoint {old} was not deleted: {error}", flush=True)
-
-    def best_step(self) -> int | None:
-        """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
-        memory: they outlive a kill, and a resume drops those of steps that are taken again."""
-        name, values = self.args.keep_best, {}
-        if name and (self.run.args.run.out / "metrics.jsonl").exists():
-            with open(self.run.args.run.out / "metrics.jsonl", encoding="utf-8", newline="\n") as file:
-                records = [json.loads(line) for line in file if name in line]
-            values = {record["step"]: record[name] for record in records if name in record and "step" in record}
-        return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
-
-    def report(self, step: int, aside: Path, problem: str) -> None:
-        """Count a failed save; give up after --max_failed_saves in a row."""
-        self.failed += 1
-        if self.run.rank == 0:
-            shutil.rmtree(aside, ignore_errors=True)
-            print(f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}", flush=True)
-        if self.failed >= self.args.max_failed_saves:
-            raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
-
-    def check_quality(self, metrics: dict[str, float]) -> None:
-        """Raises UserError if an evaluation has no metric of the name of --keep_best."""
-        name = self.args.keep_best
-        if name and name not in metrics:
-            raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
-
-    def __enter__(self) -> "Checkpoints":
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        if kind is None or issubclass(kind, UserError):        # which all ranks raise together: what was written counts
-            self.finish(wait=True)
-
-
-def kill_point(name: str) -> None:
-    """A marked instant of the save protocol. Tests set KILL_AT to die there; otherwise nothing happens."""
-    if os.environ.get("KILL_AT") == name and os.environ.get("KILL_RANK", "0") == os.environ.get("RANK", "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_durably(path: Path, text: str) -> None:
-    with open(path, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def write_pointer(pointer: Path, name: str) -> None:
-    """Replace a pointer file: readers see the old name or the new one."""
-    write_durably(pointer.with_name(f".{pointer.name}.tmp"), name + "\n")
-    os.replace(pointer.with_name(f".{pointer.name}.tmp"), pointer)
-    sync_folder(pointer.parent)
-
-
-def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.ProcessGroup) -> None:
-    """Let only some ranks write at a time: all, those of one node, or one. Runs in the background, between collectives."""
-    if strategy == "unrestricted":
-        return
-    turn = int(os.environ.get("GROUP_RANK", 0)) if strategy == "single_node" else dist.get_rank()
-    turns = int(os.environ.get("GROUP_WORLD_SIZE", 1)) if strategy == "single_node" else dist.get_world_size()
-    write = writer.write_data
-
-    def in_turn(plan, planner):
-        for _ in range(turn):
-            dist.barrier(group)
-        try:
-            return write(plan, planner)
-        finally:                                                          # also after an error, or the others would hang
-            for _ in range(turns - turn):
-                dist.barrier(group)
-
-    writer.write_data = in_turn
-
-
-def describe_failure(error: BaseException) -> str:
-    """One line; torch's CheckpointException carries the failures of the ranks."""
-    failures = getattr(error, "failures", None) or {0: error}
-    rank, cause = next(iter(failures.items()))
-    cause = cause[0] if isinstance(cause, tuple) else cause
-    return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
-
-
-def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(step, folder) of every complete checkpoint, newest first."""
-    found = []
-    for path in folder.glob("step-*"):
-        try:
-            committed = json.loads((path / "COMMITTED.json").read_text())
-            files = committed["files"]
-            whole = "state.json" in files and \
-                all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
-            step = int(path.name.removeprefix("step-"))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
-            continue
-        if whole and path.name == f"step-{step}" and committed.get("step") == step:
-            found.append((step, path))
-    return sorted(found, reverse=True)
-
-
-# Flags that change where, how fast or how visibly a run computes, but not what.
-NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens",
-                 "poll_every",
-                 "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk"} \
-    | {field.name for group in (EvalArgs, CheckpointArgs, RunArgs) for field in dataclasses.fields(group)} - {"seed"} \
-    | {"eval_data", "max_eval_rows"}
-
-
-def resume(run: Run, checkpoints: Checkpoints, models: dict[str, tuple[nn.Module, torch.optim.Optimizer]],
-           state: dict[str, Any], rows: int) -> dict[str, Any]:
-    """Load the checkpoint that --resume asks for and return its state; the fresh ``state`` when there is none.
-
-    Raises:
-        UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
-    """
-    args, choice = run.args, run.args.checkpoint.resume
-    flags = flags_of(args) | {"data (rows)": rows}
-    found, parent = complete_checkpoints(checkpoints.folder), Path(choice).resolve().parent
-    if choice not in ("auto", "must", "never") and (not found or parent == checkpoints.folder.resolve()):
-        # With a path of another run, what --out already has goes first: a requeued job must not start over.
-        found = [(step, path) for step, path in complete_checkpoints(parent) if path.name == Path(choice).name]
-    path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
-    problem = None
-    if choice == "never" and (path or (args.run.out / "metrics.jsonl").exists()):
-        problem = f"--resume never: {args.run.out} already holds a run; choose another --out"
-    elif choice not in ("auto", "never") and path is None:
-        problem = f"--resume {choice}: no complete checkpoint in {checkpoints.folder if choice == 'must' else choice}"
-    elif path is not None:
-        state = json.loads((Path(path) / "state.json").read_text())
-        changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
-                   if state["arguments"].get(name) != value]
-        neutral = NEUTRAL_FLAGS | ({"steps"} if args.update.lr_schedule == "constant" else set())
-        altering = [text for text in changed if text[2:].split()[0] not in neutral]
-        if altering and args.checkpoint.resume_changed_args == "refuse":
-            problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
-                       + ". Choose another --out, or --resume_changed_args allow")
-    fail_together(problem)
-    if path is None:
-        if run.rank == 0:
-            print(f"starting from step 0: no complete checkpoint in {checkpoints.folder}", flush=True)
-    else:
-        load_training_state(Path(path), models)
-        if run.rank == 0:
-            # Newer checkpoints than the one we go on from: the next start would take them for ours.
-            for step, newer in complete_checkpoints(checkpoints.folder) if not args.eval.eval_only else ():
-                if step > state["step"]:
-                    newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
-            print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
-    return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
-
-
-def load_critic_weights(path: Path, critic: Critic) -> None:
-    """Start a critic from the critic of another run's checkpoint: weights only, its optimizer starts fresh."""
-    if path not in [found for _, found in complete_checkpoints(path.parent)]:
-        raise UserError(f"--init_critic_from {path}: not a complete checkpoint")
-    weights = {f"critic.model.{name}": value for name, value in get_model_state_dict(critic).items()}
-    try:
-        dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(path)))
-    except dcp.api.CheckpointException as error:
-        raise UserError(f"--init_critic_from {path}: {describe_failure(error)}") from error
-
-
-STOP_SIGNALS: list[int] = []  # what arrived; looked at by all ranks together after each step
-
-
-def catch_signals() -> None:
-    """SIGTERM (a cancelled job) and SIGUSR1 (SLURM's warning) ask for a stop after the step in progress."""
-    for number in (signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, lambda received, _: STOP_SIGNALS.append(received))
-
-
-def stop_requested() -> bool:
-    """Whether any rank was asked to stop: the same answer on all of them."""
-    return any(all_gather_json(bool(STOP_SIGNALS)))
-
-
-def training_state(models: dict[str, tuple[nn.Module, torch.optim.Optimizer]]) -> dict[str, Any]:
-    """Weights and optimizer state of all roles in one flat dictionary; frozen weights are those of --model."""
-    state: dict[str, Any] = {}
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
-    for role, (module, optimizer) in models.items():
-        weights, moments = get_state_dict(module, optimizer, options=options)
-        state |= {f"{role}.model.{name}": value for name, value in weights.items()}
-        state |= {f"{role}.optimizer.{name}": value for name, value in moments.items()}
-    return state
-
-
-def load_training_state(path: Path, models: dict[str, tuple[nn.Module, torch.optim.Optimizer]]) -> None:
-    """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written it."""
-    state = training_state(models)
-    dcp.load({name: value for name, value in state.items() if torch.is_tensor(value)},
-             storage_reader=HuggingFaceStorageReader(str(path)))
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
-    for role, (module, optimizer) in models.items():
-        part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()
-                       if name.startswith(f"{role}.{kind}.")} for kind in ("model", "optimizer")}
-        set_state_dict(module, optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"], options=options)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Appendix: FSDP2 details
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def unsharded(module: nn.Module):
-    """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""
-    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
-    module._get_fsdp_state()._lazy_init()      # a first unshard() below would otherwise initialise each part as a root
-    for handle in [part.unshard(async_op=True) for part in parts]:
-        if handle is not None:
-            handle.wait()
-    for part in parts:
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not module, recurse=False)
-        clear_forward_order(module)
-
-
-def clear_forward_order(module: nn.Module) -> None:
-    """Forget forwards without a backward: FSDP2 records every forward and only a backward clears the record, so a
-    frozen model, or a long rollout, would grow it without bound."""
-    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group is not None:
-                    group._post_forward_indices.clear()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Appendix: the rollout engine
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1895,6 +1273,11 @@ class RolloutEngine:
         self.out_tokens = torch.zeros(slots, self.args.max_new_tokens + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens + 1, device=device)
         self.state = [self.length, self.rope, self.count, self.last, self.keys, self.done, self.out_tokens, self.out_logprobs]
+        # Weights change address with each gathering, so graphs last for one rollout: one per batch size, from one pool.
+        self.steps_by_size: dict[int, int] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.eager_steps = {"auto": GRAPH_PAYS, "on": 1, "off": math.inf}[self.args.cuda_graphs] if self.pool else math.inf
         self.owner: list[tuple[int, int] | None] = [None] * slots     # host side: (group, sample number) of a busy slot
         self.stored = [0] * slots                                     # host side: at least the cached tokens of a slot
         self.searched = [0] * slots                                   # host side: tokens already searched for stop strings
@@ -1976,11 +1359,31 @@ class RolloutEngine:
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Slots that are done compute too; nothing of theirs changes."""
-        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         longest = min(max(self.stored[:size]) + 1, self.cache.capacity)
+        self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
+        if self.eager_steps == math.inf:
+            return self.step(size, longest)
+        size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
+        self.steps_by_size[size] = steps = self.steps_by_size.get(size, 0) + 1
+        if steps <= self.eager_steps:                # the first also sets up what a capture must find: workspaces, kernels
+            return self.step(size, self.cache.capacity)
+        if size not in self.graphs:
+            self.graphs[size] = self.capture(size)
+        self.graphs[size].replay()
+
+    def capture(self, size: int) -> torch.cuda.CUDAGraph:
+        """A graph of `step`. Its numbers are device state: nothing is baked in but addresses, batch size and capacity."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do meanwhile (NCCL's watchdog, a checkpoint being written) must not end the capture.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            self.step(size, self.cache.capacity)
+        return graph
+
+    def step(self, size: int, longest: int) -> None:
+        """The device's part of `decode`; the host reads nothing back. ``longest``: bound of cached tokens plus the new one."""
+        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
         hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
-        self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
         live = ~self.done[:size]
         self.sample(hidden, slice(0, size))
         self.counters[:, :size] += live
@@ -2012,7 +1415,7 @@ class RolloutEngine:
         if not ready:
             return
         tokens, logprobs, counts = self.out_tokens[ready].cpu(), self.out_logprobs[ready].cpu(), self.count[ready].tolist()
-        stop_ids = set(self.actor.stop_ids.tolist())
+        stop_ids, freed = set(self.actor.stop_ids.tolist()), []
         for slot, row_tokens, row_logprobs, n in zip(ready, tokens, logprobs, counts):
             end = self.stop_string_end(slot, row_tokens[:n].tolist())
             if end is None and not done[slot]:
@@ -2020,8 +1423,10 @@ class RolloutEngine:
             n = end or n
             truncated = end is None and int(row_tokens[n - 1]) not in stop_ids
             results[self.owner[slot]] = row_tokens[:n].clone(), row_logprobs[:n].clone(), truncated
-            self.owner[slot] = None
-            self.done[slot] = True
+            self.owner[slot], self.stored[slot] = None, 0
+            freed.append(slot)
+        self.done[freed] = True
+        self.length[freed] = 0                       # a free slot decodes along; it need not read an old sequence for that
 
     def stop_string_end(self, slot: int, tokens: list[int]) -> int | None:
         """Number of tokens up to the one that completes a stop string, or None."""
@@ -2050,26 +1455,6 @@ class RolloutEngine:
         return list(range(len(active)))
 
 
-@contextmanager
-def bare_forwards(actor: Policy):
-    """Skip what surrounds the layers and has nothing to do here: FSDP2's hooks (the weights are gathered, and everything is in
-    the compute dtype already) and transformers' wrappers (defaults, recording). They take a quarter of a toy's decoding step."""
-    core = actor.model.model.language_model
-    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in core.modules() if isinstance(part, FSDPModule)]
-    for part, pre_hooks, hooks in hooked:
-        state = part._get_fsdp_state()
-        part._forward_pre_hooks = OrderedDict(pre_hooks)
-        part._forward_hooks = OrderedDict(hooks)
-        del part._forward_pre_hooks[state._pre_forward_hook_handle.id], part._forward_hooks[state._post_forward_hook_handle.id]
-    core.forward = inspect.unwrap(type(core).forward).__get__(core)
-    try:
-        yield
-    finally:
-        del core.forward
-        for part, pre_hooks, hooks in hooked:
-            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
-
-
 def truncate_distribution(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     """Keep the top_k likeliest ids and, of those, the smallest set with probability top_p; the rest is -inf. (b, V)."""
     if top_k:
@@ -2079,39 +1464,6 @@ def truncate_distribution(logits: torch.Tensor, top_k: int, top_p: float) -> tor
         before = ordered.softmax(dim=-1).cumsum(dim=-1) - ordered.softmax(dim=-1)           # probability of likelier ids
         logits = torch.full_like(logits, -torch.inf).scatter(1, ids, ordered.masked_fill(before >= top_p, -torch.inf))
     return logits
-
-
-def run_main(program: Callable[[], Any]) -> None:
-    """Run a script's main: exit code 2 and one message from rank 0 for what the user can mend, on every rank alike."""
-    try:
-        program()
-    except UserError as error:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)          # torchrun ends the others as soon as one of them has exited
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        speak_first()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        sys.exit(2)
-    except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
-            raise
-        # The peers' own reasons stand above; this one only lost them.
-        print(f"error: rank {os.environ.get('RANK', 0)} lost contact with another rank, which died or did not answer within "
-              f"--timeout: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-        os._exit(1)                                            # no destructor may wait for the lost rank
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def speak_first() -> None:
-    """Wait until rank 0 has printed its message: a faster rank that exits would have it killed while it still imports."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                              timeout=timedelta(seconds=60))
-        if int(os.environ["RANK"]) == 0:
-            store.set("rank 0 has spoken", "yes")
-        store.wait(["rank 0 has spoken"])
 
 
 if __name__ == "__main__":

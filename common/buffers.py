@@ -21,6 +21,10 @@ Block = tuple[int, tuple[int, ...]]  # (index into the step's prompts, indices o
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a row
 
 
+class UserError(ValueError):
+    """Something the user can mend: one message from rank 0, exit code 2 of every worker, no traceback."""
+
+
 @dataclass
 class Samples:
     """Responses of one step, ordered by (prompt, sample number); per-token tensors are flat, (N,).
@@ -107,6 +111,13 @@ def all_gather_json(value) -> list:
     """Gather one small JSON value from every rank (no pickle travels)."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(bytes(part.numpy())) for part in all_gather_ragged(data)]
+
+
+def fail_together(problem: str | None) -> None:
+    """Raise UserError on every rank if any rank has a problem; one rank raising alone would leave the others waiting."""
+    problems = [p for p in all_gather_json(problem) if p]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
 
 
 def gather_samples(local: Samples) -> Samples:

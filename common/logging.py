@@ -1,32 +1,178 @@
-"""Everything a run writes but its checkpoints: metrics, progress, pictures.
+"""What a run is told and what it leaves behind: flags in; metrics, progress, pictures, checkpoints and exports out.
 
+    flag, read_flags, CheckpointArgs           dataclasses of flags -> --help, --config, checked values
     MetricSums     sums over tokens and samples, kept on the device -> one dict of means, the same on all ranks
     StageTimer     wall seconds per stage of a step
     environment    versions and git commit for the first record
     RunLogger      rank 0's files: metrics.jsonl, tensorboard/, samples/step-*.jsonl and .png; the bar, the lines
     draw_sample, contact_sheet, plot_curves    PNG pictures by Pillow alone
+    Checkpoints    a folder is complete or it does not exist: save in the background, commit by rename, resume, export
+    run_main       exit codes: 0 done, 2 what the user can mend, 75 stopped by a signal with everything saved
 
 Metric names carry their TensorBoard section: rollout/, train/, eval/, perf/. JSON has no NaN: it is an error.
 """
 
+import argparse
+import dataclasses
+import fcntl
+import hashlib
 import json
 import math
 import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
 from bisect import bisect_right
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any, Callable
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
 from PIL import Image, ImageDraw, ImageFont, ImageOps
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from common.buffers import all_gather_json
+from common.buffers import UserError, all_gather_json, fail_together
+
+EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def flag(default, help: str, choices: tuple = (), low: float = -math.inf, high: float = math.inf):
+    """A field of an argument class: its default, its help with the unit, and the values or bounds it must respect."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices, "low": low, "high": high})
+
+
+def finite_float(text: str) -> float:
+    """argparse type: a float that is neither NaN nor infinite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise UserError(message)
+
+
+def build_parser(groups: dict[str, type], description: str) -> Parser:
+    """One argument group per dataclass; flags that were not given stay absent, so a --config value can stand."""
+    parser = Parser(description=description, allow_abbrev=False, argument_default=argparse.SUPPRESS,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", help="JSON object of flags (such as <out>/args.json); flags override it")
+    for group in groups.values():
+        section = parser.add_argument_group(group.__doc__)
+        for field in dataclasses.fields(group):
+            help_text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
+            if field.type is bool:
+                section.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, help=help_text)
+            else:
+                kind = finite_float if field.type is float else field.type
+                section.add_argument(f"--{field.name}", type=kind, choices=field.metadata["choices"] or None,
+                                     metavar=None if field.metadata["choices"] else field.type.__name__.upper(), help=help_text)
+    return parser
+
+
+def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
+    """Flags from a JSON file, checked like flags.
+
+    Raises:
+        UserError: not a JSON object, an unknown flag, or a value of another type.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: {error}") from error
+    known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
+    if not isinstance(config, dict) or not set(config) <= set(known):
+        extra = sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object"
+        raise UserError(f"--config {path}: unknown flags: {extra}")
+    for name, value in config.items():
+        field = known[name]
+        accepted = {float: (float, int), Path: (str,)}.get(field.type, (field.type,))
+        wrong_kind = not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool)
+        if wrong_kind or value != value or value in (math.inf, -math.inf):
+            raise UserError(f"--config {path}: {name} = {value!r} is not of type {field.type.__name__}")
+        if field.metadata["choices"] and value not in field.metadata["choices"]:
+            raise UserError(f"--config {path}: {name} = {value!r}: choose from {', '.join(field.metadata['choices'])}")
+        config[name] = field.type(value)
+    return config
+
+
+def read_flags(groups: dict[str, type], description: str, argv: list[str] | None, toy: str) -> tuple[dict[str, Any], set[str]]:
+    """Values of flags, over --config, over the embedded toy's file ``toy`` where neither --config nor --model is given;
+    and the names of the flags given. Raises UserError: an unknown flag or a value of another type."""
+    given = vars(build_parser(groups, description).parse_args(argv))
+    config = given.pop("config", None)
+    if config is None and "model" not in given:
+        config = str(embedded_toy(toy))
+    return (read_config(config, groups) if config else {}) | given, set(given)
+
+
+def embedded_toy(name: str) -> Path:
+    """The toy's argument file ``name``; the first process of each machine writes the toy if it is not there yet."""
+    root = Path(__file__).resolve().parents[1]
+    config, program = root / "toy" / name, root / "launch" / "toy.py"
+    if not config.exists() and not program.exists():
+        raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
+    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        subprocess.run([sys.executable, str(program), "--out", str(config.parent)], check=True)
+    while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
+        time.sleep(0.2)
+    return config
+
+
+def fill_groups(args_class: type, values: dict[str, Any]):
+    """An ``args_class``, one dataclass per group, from flag values; the others have their defaults."""
+    return args_class(**{group.name: group.type(**{field.name: values[field.name] for field in dataclasses.fields(group.type)
+                                                   if field.name in values}) for group in dataclasses.fields(args_class)})
+
+
+def out_of_bounds(args) -> list[str]:
+    """What is wrong with single flags."""
+    problems = []
+    for group in vars(args).values():
+        for field in dataclasses.fields(group):
+            value, low, high = getattr(group, field.name), field.metadata["low"], field.metadata["high"]
+            if field.type in (int, float) and not low <= value <= high:
+                at_most = f" and at most {high:g}" if high < math.inf else ""
+                problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
+    return problems
+
+
+def list_flags(args) -> dict[str, Any]:
+    """Arguments as flags, JSON-ready: what --config reads back."""
+    flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
+    return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
+
+
+def absolute(path: str) -> str:
+    """The path as seen from any folder; what is no existing path (empty, a hub name) stays."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Metrics and progress
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 class MetricSums:
@@ -302,3 +448,428 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
         draw.text((x + 24 * k, 48 * k), name, font=_font(13 * k), fill=INK, anchor="lm")
         x += 44 * k + _font(13 * k).getlength(name)
     image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints: a folder is complete or it does not exist
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def falls_due(step: int, every: int, last: int) -> bool:
+    """Whether something that happens every so many steps (-1: only after the last one, 0: never) happens after ``step``."""
+    return (step == last and every != 0) or (every > 0 and step % every == 0)
+
+
+@dataclass(frozen=True)
+class CheckpointArgs:
+    """checkpoints"""
+    save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never",
+                           low=-1)
+    keep_last: int = flag(2, "complete checkpoints kept", low=1)
+    keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
+    save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
+                              ("unrestricted", "single_node", "single_process", "single_thread"))
+    save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
+    max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
+    export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
+    resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
+                               "never: --out must be new; or the path of a checkpoint, "
+                               "from which an --out without checkpoints starts")
+    resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
+                                    ("refuse", "allow"))
+
+
+Models = dict[str, tuple[nn.Module, torch.optim.Optimizer]]  # by role: actor, critic, judge
+
+
+class Checkpoints:
+    """Writes and finds <out>/checkpoints/step-N, and exports to <out>/export/step-N.
+
+    A save goes into a fresh hidden folder: every rank's tensors as safetensors, in the background, then on rank 0
+    COMMITTED.json with the size of every file, fsync, rename to step-N, the `latest` pointer, and only then the deletion
+    of old checkpoints. Death at any instant leaves the earlier checkpoints as they were. One save is in flight at most.
+    """
+
+    def __init__(self, out: Path, args: CheckpointArgs, timeout: float):
+        self.out, self.folder, self.args, self.rank = out, out / "checkpoints", args, dist.get_rank()
+        self.failed, self.waited = 0, 0.0                                   # saves in a row; seconds that training waited
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
+        self.pending: tuple[int, Path, Any] | None = None
+        problem = None
+        if self.rank == 0:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                problem = self.take_lock()
+                stale = [*self.folder.glob(".tmp-*"), *self.folder.with_name("export").glob(".step-*")]
+                for path in [] if problem else stale:                       # of a life that died while it was writing
+                    shutil.rmtree(path)
+            except OSError as error:
+                problem = f"--out {out}: {error}"
+        fail_together(problem)
+
+    def take_lock(self) -> str | None:
+        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only."""
+        self.lock = open(self.out / ".lock", "a+")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.lock.seek(0)
+            return f"--out {self.out} is in use by a live run: {self.lock.read().strip()}"
+        self.lock.truncate(0)
+        self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}))
+        self.lock.flush()
+        return None
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self.rank == 0:
+            self.lock.close()
+
+    def resume(self, flags: dict[str, Any], neutral: set[str], state: dict[str, Any], models: Models,
+               keep_newer: bool) -> dict[str, Any]:
+        """Load the checkpoint that --resume asks for and return its state; the fresh ``state`` when there is none.
+
+        Args:
+            flags: what the checkpoint's must equal, but for the ``neutral`` ones, which do not alter the result.
+            keep_newer: leave newer checkpoints than the one loaded, which the next start would take for ours.
+        Raises:
+            UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
+        """
+        choice, found = self.args.resume, complete_checkpoints(self.folder)
+        parent = Path(choice).resolve().parent
+        if choice not in ("auto", "must", "never") and (not found or parent == self.folder.resolve()):
+            # With a path of another run, what --out already has goes first: a requeued job must not start over.
+            found = [(step, path) for step, path in complete_checkpoints(parent) if path.name == Path(choice).name]
+        path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
+        problem = None
+        if choice == "never" and (path or (self.out / "metrics.jsonl").exists()):
+            problem = f"--resume never: {self.out} already holds a run; choose another --out"
+        elif choice not in ("auto", "never") and path is None:
+            problem = f"--resume {choice}: no complete checkpoint in {self.folder if choice == 'must' else choice}"
+        elif path is not None:
+            state = json.loads((Path(path) / "state.json").read_text())
+            changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
+                       if state["arguments"].get(name) != value]
+            altering = [text for text in changed if text[2:].split()[0] not in neutral]
+            if altering and self.args.resume_changed_args == "refuse":
+                problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
+                           + ". Choose another --out, or --resume_changed_args allow")
+        fail_together(problem)
+        if path is not None:
+            load_training_state(Path(path), models)
+        if self.rank == 0 and path is None:
+            print(f"starting from step 0: no complete checkpoint in {self.folder}", flush=True)
+        elif self.rank == 0:
+            for step, newer in () if keep_newer else complete_checkpoints(self.folder):
+                if step > state["step"]:
+                    newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
+            print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
+        return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
+
+    def save(self, step: int, training: dict[str, Any], scalars: dict) -> None:
+        """Start saving; the tensors are copied before this returns, so training may go on changing them."""
+        started, problem, aside = time.perf_counter(), None, self.folder / f".tmp-step-{step}"
+        self.finish(wait=True)
+        tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}   # the rest are arguments
+        if self.rank == 0:
+            try:
+                needed, free = sum(t.numel() * t.element_size() for t in tensors.values()), shutil.disk_usage(self.folder).free
+                if needed * 1.02 + 2 ** 20 > free:
+                    raise OSError(f"{needed / 2 ** 30:.3f} GiB are needed and {free / 2 ** 30:.3f} GiB free in {self.folder}")
+                aside.mkdir()
+                write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
+            except (OSError, ValueError) as error:                          # ValueError: a scalar is not finite
+                problem = str(error)
+        if any(problems := all_gather_json(problem)):
+            return self.report(step, aside, next(filter(None, problems)))
+        writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
+        take_turns(writer, self.args.save_strategy, self.group)
+        kill_point("before-write")
+        self.pending = step, aside, dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
+        if self.args.save_blocking:
+            self.finish(wait=True)
+        self.waited = time.perf_counter() - started
+
+    def finish(self, wait: bool = False) -> None:
+        """Commit the save in flight if it has been written on all ranks; with ``wait``, wait for that."""
+        if self.pending is None:
+            return
+        step, aside, future = self.pending
+        if not wait and not all(all_gather_json(future.done())):
+            return
+        self.pending, problem = None, None
+        try:
+            future.result()
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
+        problems = [p for p in all_gather_json(problem) if p]
+        if not problems and self.rank == 0:
+            try:
+                self.commit(step, aside)
+            except OSError as error:
+                problems = [str(error)]
+        problems = all_gather_json(problems)[0]
+        if problems:
+            return self.report(step, aside, problems[0])
+        self.failed = 0
+
+    def commit(self, step: int, aside: Path) -> None:
+        """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only."""
+        kill_point("before-commit")
+        files = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
+        state = json.loads((aside / "state.json").read_text())
+        write_durably(aside / "COMMITTED.json", json.dumps({"step": step, "world_size": dist.get_world_size(), "files": files,
+                                                            "arguments_hash": state["arguments_hash"]}, indent=1))
+        sync_folder(aside)
+        kill_point("before-rename")
+        final = self.folder / f"step-{step}"
+        if final.exists():                            # left by a life whose later records were not resumed from
+            shutil.rmtree(final)
+        aside.rename(final)
+        sync_folder(self.folder)
+        kill_point("before-pointer")
+        write_pointer(self.folder / "latest", final.name)
+        kill_point("before-rotation")
+        best = self.best_step()
+        for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
+            if old_step != best:
+                try:
+                    old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
+                    shutil.rmtree(self.folder / f".tmp-old-{old.name}")
+                except OSError as error:
+                    print(f"warning: the old checkpoint {old} was not deleted: {error}", flush=True)
+
+    def best_step(self) -> int | None:
+        """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
+        memory: they outlive a kill, and a resume drops those of steps that are taken again."""
+        name, values = self.args.keep_best, {}
+        if name and (self.out / "metrics.jsonl").exists():
+            with open(self.out / "metrics.jsonl", encoding="utf-8", newline="\n") as file:
+                records = [json.loads(line) for line in file if name in line]
+            values = {record["step"]: record[name] for record in records if name in record and "step" in record}
+        return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
+
+    def report(self, step: int, aside: Path, problem: str) -> None:
+        """Count a failed save; give up after --max_failed_saves in a row."""
+        self.failed += 1
+        if self.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            print(f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): {problem}", flush=True)
+        if self.failed >= self.args.max_failed_saves:
+            raise UserError(f"{self.failed} checkpoints in a row could not be saved, the last because: {problem}")
+
+    def check_quality(self, metrics: dict[str, float]) -> None:
+        """Raises UserError if an evaluation has no metric of the name of --keep_best."""
+        name = self.args.keep_best
+        if name and name not in metrics:
+            raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
+
+    def export_if_due(self, module: nn.Module, processor, step: int, last: int) -> None:
+        """Export the model after ``step`` if --export_every says so and it has not been done."""
+        folder = self.out / "export" / f"step-{step}"
+        if falls_due(step, self.args.export_every, last) and not all_gather_json(folder.exists())[0]:
+            export(module, processor, folder)
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if kind is None or issubclass(kind, UserError):        # which all ranks raise together: what was written counts
+            self.finish(wait=True)
+
+
+def kill_point(name: str) -> None:
+    """A marked instant of the save protocol. Tests set KILL_AT to die there; otherwise nothing happens."""
+    if os.environ.get("KILL_AT") == name and os.environ.get("KILL_RANK", "0") == os.environ.get("RANK", "0"):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_durably(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames and new names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def write_pointer(pointer: Path, name: str) -> None:
+    """Replace a pointer file: readers see the old name or the new one."""
+    write_durably(pointer.with_name(f".{pointer.name}.tmp"), name + "\n")
+    os.replace(pointer.with_name(f".{pointer.name}.tmp"), pointer)
+    sync_folder(pointer.parent)
+
+
+def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.ProcessGroup) -> None:
+    """Let only some ranks write at a time: all, those of one node, or one. Runs in the background, between collectives."""
+    if strategy == "unrestricted":
+        return
+    turn = int(os.environ.get("GROUP_RANK", 0)) if strategy == "single_node" else dist.get_rank()
+    turns = int(os.environ.get("GROUP_WORLD_SIZE", 1)) if strategy == "single_node" else dist.get_world_size()
+    write = writer.write_data
+
+    def in_turn(plan, planner):
+        for _ in range(turn):
+            dist.barrier(group)
+        try:
+            return write(plan, planner)
+        finally:                                                          # also after an error, or the others would hang
+            for _ in range(turns - turn):
+                dist.barrier(group)
+
+    writer.write_data = in_turn
+
+
+def describe_failure(error: BaseException) -> str:
+    """One line; torch's CheckpointException carries the failures of the ranks."""
+    failures = getattr(error, "failures", None) or {0: error}
+    rank, cause = next(iter(failures.items()))
+    cause = cause[0] if isinstance(cause, tuple) else cause
+    return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
+
+
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every complete checkpoint, newest first."""
+    found = []
+    for path in folder.glob("step-*"):
+        try:
+            committed = json.loads((path / "COMMITTED.json").read_text())
+            files = committed["files"]
+            whole = "state.json" in files and \
+                all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
+            step = int(path.name.removeprefix("step-"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
+            continue
+        if whole and path.name == f"step-{step}" and committed.get("step") == step:
+            found.append((step, path))
+    return sorted(found, reverse=True)
+
+
+def training_state(models: Models) -> dict[str, Any]:
+    """Weights and optimizer state of all roles in one flat dictionary; frozen weights are those of --model."""
+    state: dict[str, Any] = {}
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
+    for role, (module, optimizer) in models.items():
+        weights, moments = get_state_dict(module, optimizer, options=options)
+        state |= {f"{role}.model.{name}": value for name, value in weights.items()}
+        state |= {f"{role}.optimizer.{name}": value for name, value in moments.items()}
+    return state
+
+
+def load_training_state(path: Path, models: Models) -> None:
+    """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written it."""
+    state = training_state(models)
+    dcp.load({name: value for name, value in state.items() if torch.is_tensor(value)},
+             storage_reader=HuggingFaceStorageReader(str(path)))
+    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
+    for role, (module, optimizer) in models.items():
+        part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()
+                       if name.startswith(f"{role}.{kind}.")} for kind in ("model", "optimizer")}
+        set_state_dict(module, optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"], options=options)
+
+
+@torch.no_grad()
+def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
+    """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
+    config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call."""
+    parameters = dict(module.model.named_parameters(remove_duplicate=False))
+    dtype = getattr(processor.config, "dtype", None) or torch.float32
+    files: list[list[str]] = [[]]
+    size = 0
+    for name in module.spelled:
+        n_bytes = parameters[name].numel() * dtype.itemsize
+        if files[-1] and size + n_bytes > shard_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += n_bytes
+    aside = folder.with_name(f".{folder.name}.tmp")
+    index, problem = {}, None
+    for k, names in enumerate(files):
+        file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
+        shard = {}
+        for name in names:
+            parameter = parameters[name]
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
+            if dist.get_rank() == 0:
+                shard[module.spelled[name]] = full.to(dtype).cpu().contiguous()
+                index[module.spelled[name]] = file
+        if dist.get_rank() == 0 and not problem:
+            try:
+                aside.mkdir(parents=True, exist_ok=True)
+                save_file(shard, aside / file, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
+                problem = str(error)
+    if dist.get_rank() == 0 and not problem:
+        try:
+            if len(files) > 1:
+                table = {"metadata": {}, "weight_map": index}
+                (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+            processor.config.save_pretrained(aside)
+            processor.save(str(aside))
+            for path in aside.iterdir():
+                sync_folder(path)
+            if folder.exists():
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            write_pointer(folder.parent / "latest", folder.name)
+        except OSError as error:
+            problem = str(error)
+    problem = all_gather_json(problem)[0]
+    if problem and dist.get_rank() == 0:
+        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How a run ends
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+STOP_SIGNALS: list[int] = []  # what arrived; looked at by all ranks together after each step
+
+
+def catch_signals() -> None:
+    """SIGTERM (a cancelled job) and SIGUSR1 (SLURM's warning) ask for a stop after the step in progress."""
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: STOP_SIGNALS.append(received))
+
+
+def stop_requested() -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    return any(all_gather_json(bool(STOP_SIGNALS)))
+
+
+def run_main(program: Callable[[], Any]) -> None:
+    """Run a script's main: exit code 2 and one message from rank 0 for what the user can mend, on every rank alike."""
+    try:
+        program()
+    except UserError as error:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)          # torchrun ends the others as soon as one of them has exited
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        speak_first()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        sys.exit(2)
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        # The peers' own reasons stand above; this one only lost them.
+        print(f"error: rank {os.environ.get('RANK', 0)} lost contact with another rank, which died or did not answer within "
+              f"--timeout: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        os._exit(1)                                            # no destructor may wait for the lost rank
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def speak_first() -> None:
+    """Wait until rank 0 has printed its message: a faster rank that exits would have it killed while it still imports."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=timedelta(seconds=60))
+        if int(os.environ["RANK"]) == 0:
+            store.set("rank 0 has spoken", "yes")
+        store.wait(["rank 0 has spoken"])

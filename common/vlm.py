@@ -2,10 +2,10 @@
 
     JSONL row -> messages -> chat template -> token ids, image placeholders expanded -> Prompt      load_prompts
     picture   -> header: width, height -> patch grid, when the data are loaded                      Processor.grid
-              -> body: correct RGB -> patches, when a step needs them                               load_pixels
+              -> body: correct RGB -> patches, when a step needs them                 load_pixels, PromptLoader
     patches   -> vision tower -> image features                                                     image_features
     row       -> embeddings with the features in place -> language model -> hidden states           language_hidden
-    folder    -> model on meta -> (sharded by the script) -> weights streamed into shards  skeleton, load_weights
+    folder    -> model on meta -> (sharded by the script) -> weights streamed into shards  skeleton, load_weights, unsharded
 
 Shapes: P prompt tokens, I images, M image tokens, N tokens of a packed row, H hidden size (or heads, with D), B slots.
 A user's mistake is a ValueError that names the file, the line and the numbers.
@@ -16,8 +16,10 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,14 +28,18 @@ from typing import Any, Callable
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from safetensors import safe_open
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+from common.buffers import UserError, all_gather_json
 
 # A new family: its image processor here, its resize rule in Processor.grid, its placeholders in Processor.encode.
 IMAGE_PROCESSORS = {name: Qwen2VLImageProcessorPil for name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")}
@@ -344,6 +350,227 @@ def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, tor
     return batch["pixel_values"], batch["image_grid_thw"]
 
 
+@dataclass
+class StepPrompts:
+    """The prompts of one step. Each rank decodes, and computes features for, the pictures of its own prompts only."""
+
+    prompts: list[Prompt]
+    draws: list[int]                               # number of this draw among all prompts ever taken
+    owners: list[int]                              # rank that rolls the prompt out
+    positions: dict[int, torch.Tensor]             # (3, P) for the prompts needed so far
+    patches: dict[int, tuple]                      # own pictures, until their features exist
+    features: dict[int, torch.Tensor]              # own features, (K, M, H) on the CPU
+    dropped: list[int]                             # prompts whose pictures do not decode (--on_bad_row skip)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(prompt.input_ids) for prompt in self.prompts]
+
+
+class PromptLoader:
+    """Decodes the pictures of the next step in threads while the model works on this one.
+
+    Args:
+        choose: 0-based step -> its prompts and their draw numbers, or None behind the last step.
+        on_bad_row: "error" or "skip", for pictures whose body does not decode.
+        dropped: prompts dropped so far.
+    """
+
+    def __init__(self, processor: Processor, threads: int, on_bad_row: str, choose: Callable | None = None, dropped: int = 0):
+        self.processor, self.on_bad_row, self.choose, self.dropped = processor, on_bad_row, choose, dropped
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.pool = ThreadPoolExecutor(threads, thread_name_prefix="pictures")
+        self.pending: dict[int, tuple] = {}
+
+    def __enter__(self) -> "PromptLoader":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.pool.shutdown(cancel_futures=True)
+
+    def prefetch(self, index: int) -> None:
+        """Start decoding this rank's pictures of the 0-based step ``index``."""
+        if chosen := self.choose(index):
+            self.pending[index] = self.submit(*chosen)
+
+    def take(self, index: int) -> StepPrompts:
+        """The prompts of a step, decoded."""
+        prompts = self.collect(*self.pending.pop(index))
+        if len(prompts.dropped) == len(prompts.prompts):
+            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others "
+                            "decodes")
+        return prompts
+
+    def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:
+        own = range(self.rank, len(prompts), self.world)
+        return prompts, draws, {i: self.pool.submit(load_pixels, prompts[i], self.processor) for i in own}
+
+    def collect(self, prompts: list[Prompt], draws: list[int], futures: dict) -> StepPrompts:
+        """Wait for the pictures.
+
+        Raises:
+            UserError: on every rank, if a picture of any rank does not decode and ``on_bad_row`` is error.
+        """
+        patches, bad = {}, {}
+        for i, future in futures.items():
+            try:
+                pixels = future.result()
+            except ValueError as error:
+                bad[i] = f"{prompts[i].source}: {error}"
+            else:
+                patches |= {i: pixels} if pixels is not None else {}
+        problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
+        if problems and self.on_bad_row == "error":
+            raise UserError("\n".join(problems.values()))
+        self.dropped += len(problems)
+        owners = [i % self.world for i in range(len(prompts))]
+        return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))
+
+
+def user_text(messages: list[dict]) -> str:
+    """What the user says in a conversation, without markup and image places."""
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return "\n".join(part if isinstance(part, str) else "\n".join(p["text"] for p in part if p.get("type") == "text")
+                     for part in said)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Judgements: rows to questions, targets and verdicts. judge.json holds what is needed to ask in the same way.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+# kind: (template, verdicts, what a template must hold). The verdicts of scores are those of the training rows.
+JUDGEMENTS = {
+    "pictures": ("Request: {prompt}\nPicture A: <image>\nPicture B: <image>\nWhich picture fits the request better? "
+                 "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+                 ["A", "B", "tie"], ["{prompt}"]),
+    "answers": ("Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\nWhich answer is better? End with "
+                "<answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+                ["A", "B", "tie"], ["{prompt}", "{response_a}", "{response_b}"]),
+    "correct": ("Question: {prompt}\nAnswer: {response}\nIs the answer correct? End with <answer>yes</answer> or "
+                "<answer>no</answer>.", ["yes", "no"], ["{prompt}", "{response}"]),
+    "score": ("Question: {prompt}\nAnswer: {response}\nHow good is the answer? End with <answer>its score</answer>.",
+              [], ["{prompt}", "{response}"]),
+}
+VERDICT_FRAME = "<answer>{verdict}</answer>"
+SWAPPED = {"A": "B", "B": "A"}
+# The field that tells a row's kind (the first that is there), the kind, further fields beside prompt, images, source.
+JUDGEMENT_FIELDS = {"score": ("score", {"question", "response", "critique"}),
+         "correct": ("correct", {"question", "response", "critique"}),
+         "responses": ("answers", {"preferred", "critique"}), "preferred": ("pictures", {"critique"}),
+         "response": ("response", {"messages"})}
+
+
+def fill(template: str, **values: str) -> str:
+    """Replace {name} in one pass: a value that holds braces stays as it is."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def parse_verdict(text: str, which: str, words: list[str] | None) -> str | None:
+    """The verdict of a judgement: one of ``words`` (None: any text), numbers by their value; None if there is none."""
+    def spell(word: str) -> str:
+        try:
+            return f"{float(word):g}"
+        except ValueError:
+            return word.lower()
+
+    found = re.findall(r"<answer>((?:(?!</?answer>).)*+)</answer>", text, re.DOTALL)
+    said = found[0 if which == "first" else -1].strip() if found else ""
+    return (said or None) if words is None else {spell(word): word for word in words}.get(spell(said))
+
+
+def check_judgement(row: dict) -> tuple[str, str]:
+    """The field that tells the kind of a row, and the kind. Raises ValueError: unknown, missing or wrong fields."""
+    mark = next((field for field in JUDGEMENT_FIELDS if field in row), None)
+    if mark is None:
+        raise ValueError("a row needs a target: one of the fields response, preferred, correct and score")
+    kind, extra = JUDGEMENT_FIELDS[mark]
+    known = {mark, "prompt", "images", "source"} | extra
+    if unknown := sorted(set(row) - known):
+        raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
+                         f"{', '.join(sorted(known))}")
+    prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
+    pair = row.get("responses", ["", ""])
+    number = type(row.get("score", 0)) in (int, float) and math.isfinite(row.get("score", 0))
+    rules = {
+        "one prompt": len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str),
+        "texts as response, critique and source": all(isinstance(row.get(field) or "", str) for field in (
+            "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
+        "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
+        "two texts as responses": isinstance(pair, list) and [type(text) for text in pair] == [str, str],
+        "two images or two responses": kind != "pictures" or len(image_list(row.get("images"), "images")) == 2,
+        "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
+        "true or false as correct": isinstance(row.get("correct", True), bool),
+        "a finite number as score": number,
+    }
+    if wrong := [need for need, holds in rules.items() if not holds]:
+        raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}")
+    return mark, kind
+
+
+def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
+    """What a row asks and wants to hear, once per order: kind, order, prompt (for the system instruction), question,
+    images, text, verdict. Raises ValueError."""
+    mark, kind = check_judgement(row)
+    prompt = next(row[field] for field in ("prompt", "question", "messages") if field in row)
+    images, critique = image_list(row.get("images"), "images"), row.get("critique") or ""
+    if kind == "response":
+        verdict = parse_verdict(row["response"], judge["which_answer"], None)
+        return [{"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images,
+                 "text": row["response"], "verdict": verdict}]
+    pair = kind in ("pictures", "answers")
+    both = pair and orders == "both"
+    if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
+        raise ValueError(f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}")
+    examples = []
+    for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
+        first, second = row.get("responses", ["", ""])[::turn]
+        verdict = row[mark] if kind == "pictures" else row.get("preferred") or (
+            f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
+        verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
+        said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
+        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
+                        response_a=first, response_b=second)
+        examples.append({"kind": kind, "order": order, "prompt": prompt, "question": question, "verdict": verdict,
+                         "images": images[::turn] if kind == "pictures" else images,
+                         "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
+    return examples
+
+
+def answer_frame(processor: Processor) -> tuple[str, int]:
+    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token after."""
+    tokenizer, mark = processor.tokenizer, "(the answer)"
+    for form in (str, lambda text: [{"type": "text", "text": text}]):                    # some templates know only one
+        chat = [{"role": "user", "content": form("(a question)")}, {"role": "assistant", "content": form(mark)}]
+        head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+        before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)
+        if found:
+            break
+    ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in processor.stop_ids]
+    return before.removeprefix(head) if before.startswith(head) else "", [*ends, tokenizer.eos_token_id][0]
+
+
+def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> torch.Tensor:
+    """(n,) label tokens of an answer: its own, as generation would see them, and the end token. Raises ValueError."""
+    if typed := [token for token in processor.reserved_tokens if token in text]:
+        raise ValueError(f"special token {typed[0]} in the target")
+    ids = processor.tokenizer.encode(frame[0] + text, add_special_tokens=False)
+    return torch.tensor([*ids, frame[1]], dtype=torch.int64)
+
+
+def judge_prompt(processor: Processor, ask: dict, index: int, source: str, *, folder: str, max_prompt_tokens: int,
+                 verify_images: bool = False) -> Prompt:
+    """The prompt of one entry of `read_judgement`, under the judge's system instruction. Raises ValueError."""
+    system, said = processor.files["judge"]["system_instruction"], ask["prompt"]
+    if "{prompt}" in system:
+        try:
+            system = fill(system, prompt=said if isinstance(said, str) else user_text(said))
+        except (KeyError, TypeError) as error:                                        # messages that nobody has checked yet
+            raise ValueError(f"messages need role and content, as text or parts ({error!r})") from error
+    return make_prompt(processor, index, source, ask["question"], ask["images"], folder=folder, system_prompt=system,
+                       max_prompt_tokens=max_prompt_tokens, verify_images=verify_images)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Attention: packed rows (training, scoring, prefill) and decoding over KV slots
 # ---------------------------------------------------------------------------------------------------------------------
@@ -620,6 +847,17 @@ def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> t
     return positions[:, 0]
 
 
+def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
+    """(3, P) rotary positions of a prompt, computed at first use."""
+    if group not in prompts.positions:
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], model.config.image_token_id)
+    return prompts.positions[group]
+
+
+def image_token_count(prompt: Prompt, image_token_id: int) -> int:
+    return int((prompt.input_ids == image_token_id).sum())
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Loading: parameters on meta, sharded from outside, then streamed from safetensors into the shards
 # ---------------------------------------------------------------------------------------------------------------------
@@ -770,3 +1008,54 @@ def copy_rows(target: torch.Tensor, value) -> None:
     start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
     if len(local):
         local.copy_(value[start:start + len(local)])
+
+
+@contextmanager
+def unsharded(module: nn.Module):
+    """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""
+    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    module._get_fsdp_state()._lazy_init()      # a first unshard() below would otherwise initialise each part as a root
+    for handle in [part.unshard(async_op=True) for part in parts]:
+        if handle is not None:
+            handle.wait()
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not module, recurse=False)
+        clear_forward_order(module)
+
+
+def clear_forward_order(module: nn.Module) -> None:
+    """Forget forwards without a backward: FSDP2 records every forward and only a backward clears the record, so a
+    frozen model, or a long rollout, would grow it without bound."""
+    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    group._post_forward_indices.clear()
+
+
+@contextmanager
+def bare_forwards(model: nn.Module):
+    """Skip what surrounds the layers and has nothing to do where the weights are gathered and everything is in the compute
+    dtype already: FSDP2's hooks and transformers' wrappers (defaults, recording), a quarter of a toy's decoding step. FSDP's
+    waits for its own streams could not be captured in a CUDA graph either."""
+    core = model.model.language_model
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in core.modules() if isinstance(part, FSDPModule)]
+    for part, pre_hooks, hooks in hooked:
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id], part._forward_hooks[state._post_forward_hook_handle.id]
+    core.forward = inspect.unwrap(type(core).forward).__get__(core)
+    try:
+        yield
+    finally:
+        del core.forward
+        for part, pre_hooks, hooks in hooked:
+            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks

@@ -67,7 +67,7 @@ def take(env, count: int | None = None):
     import train_ppo_vl as ppo
 
     rows = env.prompts[:count]
-    with ppo.PromptLoader(env.run, env.processor, env.actor, rows) as loader:
+    with ppo.PromptLoader(env.processor, 1, "error") as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
 
 

@@ -26,6 +26,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import train_ppo_vl as ppo
+from common import logging
 
 REWARD = '''
 import os
@@ -53,8 +54,9 @@ ALGORITHMS = {
 
 # ----------------------------------------------------------------------------- what a life may suffer
 def die(function: str, call: int, ranks: list[int] | None = None) -> None:
-    """SIGKILL of this process at the given call (1-based) of a function of the script."""
-    original, calls = getattr(ppo, function), []
+    """SIGKILL of this process at the given call (1-based) of a function of the script, or of common/logging.py."""
+    module = ppo if hasattr(ppo, function) else logging
+    original, calls = getattr(module, function), []
 
     def counted(*arguments, **named):
         calls.append(function)
@@ -62,7 +64,7 @@ def die(function: str, call: int, ranks: list[int] | None = None) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*arguments, **named)
 
-    setattr(ppo, function, counted)
+    setattr(module, function, counted)
 
 
 def die_at_record(step: int) -> None:
@@ -92,7 +94,7 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
     """The writer of one rank (-1: all) fails at the given saves (1-based), is slow, or finds its disk full."""
-    original, calls = ppo.HuggingFaceStorageWriter.write_data, []
+    original, calls = logging.HuggingFaceStorageWriter.write_data, []
 
     def write(self, plan, planner):
         calls.append(plan)
@@ -111,7 +113,7 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
                 file.write(json.dumps([int(os.environ["RANK"]), started, time.time()]) + "\n")
         return result
 
-    ppo.HuggingFaceStorageWriter.write_data = write
+    logging.HuggingFaceStorageWriter.write_data = write
 
 
 def hang(call: int, rank: int) -> None:
@@ -430,7 +432,7 @@ def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, ra
     shutil.copytree(undisturbed("grpo", 2), out)
     for step in (3, 4, 5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    ppo.write_pointer(out / "checkpoints" / "latest", "step-2")
+    logging.write_pointer(out / "checkpoints" / "latest", "step-2")
     before = contents(out / "checkpoints" / "step-2")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
     life = lives.wait(lives.start(argv, 2, KILL_AT=point, KILL_RANK=str(rank)))

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+import common.logging
 import train_ppo_vl as ppo
 
 SCRIPT = Path(ppo.__file__)
@@ -31,6 +33,9 @@ def test_every_flag_is_read():
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
             read |= {(group, node.attr) for group in GROUPS if owner in (group, "args")}
+    checkpoints = ast.parse(inspect.getsource(common.logging.Checkpoints))
+    read |= {("checkpoint", node.attr) for node in ast.walk(checkpoints)
+             if isinstance(node, ast.Attribute) and getattr(node.value, "attr", "") == "args"}
     unread = [f"--{field.name}" for group, field in FIELDS if (group, field.name) not in read]
     assert not unread
 
@@ -78,7 +83,7 @@ def test_a_flag_reaches_its_field():
         line = [f"--{field.name}", str(value)]
         if field.type is bool:
             line = [f"--{'' if value else 'no-'}{field.name}"]
-        parsed = vars(ppo.build_parser(GROUPS, "").parse_args(line))
+        parsed = vars(common.logging.build_parser(GROUPS, "").parse_args(line))
         assert parsed == {field.name: Path(value) if field.type is Path else value}, field.name
 
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
+from common import logging, vlm
 from common.vlm import Processor, load_pixels
 
 CRITIQUE = "{A} is red and {B} is not.\nSo"
@@ -87,7 +88,7 @@ def env(qwen25, task, tmp_path_factory):
 
 def take(env, examples: list) -> grm.StepPrompts:
     """The prompts of examples as one step, pictures decoded."""
-    with grm.PromptLoader(env.run, env.processor, [], []) as loader:
+    with grm.PromptLoader(env.processor, 1, "error") as loader:
         return loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
 
 
@@ -243,26 +244,26 @@ def settings(**given: str) -> dict:
 
 def test_a_pair_is_asked_in_both_orders(env):
     judge = settings(answers_template="{prompt}|{response_a}|{response_b}", pictures_template="{prompt}<image>,<image>")
-    given, swapped = grm.read_row(ROWS[3], judge, "both")
+    given, swapped = vlm.read_judgement(ROWS[3], judge, "both")
     assert (given["images"], given["verdict"], given["order"]) == (["1.png", "2.png"], "A", "given")
     assert (swapped["images"], swapped["verdict"], swapped["order"]) == (["2.png", "1.png"], "B", "swapped")
     assert given["text"] == "A is red and B is not.\nSo\n<answer>A</answer>"
     assert swapped["text"] == "B is red and A is not.\nSo\n<answer>B</answer>"
-    given, swapped = grm.read_row(ROWS[4], judge, "both")
+    given, swapped = vlm.read_judgement(ROWS[4], judge, "both")
     assert (given["question"], given["verdict"]) == ("how many?|one {response_b}|two", "B")        # filled in one pass
     assert (swapped["question"], swapped["verdict"]) == ("how many?|two|one {response_b}", "A")
     assert given["images"] == swapped["images"] == ["2.png"]
-    assert [ask["verdict"] for ask in grm.read_row(ROWS[5], judge, "both")] == ["tie", "tie"]
-    assert [ask["order"] for ask in grm.read_row(ROWS[5], judge, "given")] == ["given"]
-    assert len(grm.read_row(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
+    assert [ask["verdict"] for ask in vlm.read_judgement(ROWS[5], judge, "both")] == ["tie", "tie"]
+    assert [ask["order"] for ask in vlm.read_judgement(ROWS[5], judge, "given")] == ["given"]
+    assert len(vlm.read_judgement(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
 
 
 def test_other_rows():
     judge = settings(correct_template="{prompt} -> {response}")
-    assert [grm.read_row(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
+    assert [vlm.read_judgement(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
         "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
-    assert grm.read_row(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
-    assert [grm.read_row(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
+    assert vlm.read_judgement(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
+    assert [vlm.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
 
 
 @pytest.mark.parametrize("row, message", {
@@ -331,11 +332,10 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     total = sum(map(len, env.datasets))
     steps = env.run.args.update.steps
     assert steps == -(-total // 4)
-    with grm.PromptLoader(env.run, env.processor, env.datasets, env.weights) as loader:
-        for step in range(steps):
-            loader.prefetch(step)
-            assert len(loader.take(step).prompts) == 4
-        taken = [id(group) for step in range(steps) for group in loader.examples[step]][:total]
+    draws = grm.mix(env.weights, steps * 4)
+    groups = [grm.examples_of_step(env.run.args, env.datasets, *draws, step) for step in range(steps)]
+    assert all(len(part) == 4 for part in groups)
+    taken = [id(group) for part in groups for group in part][:total]
     assert sorted(taken) == sorted(id(group) for part in env.datasets for group in part)
 
 
@@ -463,14 +463,14 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         return update(*args)
 
     monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(grm, "STOP_SIGNALS", [])
+    monkeypatch.setattr(logging, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
     assert stop.value.code == grm.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 0
     del stop
     gc.collect()
-    grm.STOP_SIGNALS.clear()
+    logging.STOP_SIGNALS.clear()
     grm.main(argv)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from conftest import start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import losses
+from common import losses, vlm
 
 
 def generate(env, prompts, count: int, greedy: bool = False, stream: int = ppo.TRAIN):
@@ -26,7 +27,7 @@ def with_rollout(env, **changes):
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     prompts = take(env)
-    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts]
+    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts]
     samples, ours = generate(env, prompts, 1, greedy=True)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
@@ -85,7 +86,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     prompts = take(env, 2)
     samples, _ = generate(env, prompts, 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
-    pixels = [ppo.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
+    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
     for group in range(2):
         ids = env.prompts[group].input_ids[None]
         images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
@@ -156,3 +157,38 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     monkeypatch.setattr(ppo, "bare_forwards", lambda actor: nullcontext())
     usual, expected = generate(env, take(env), 4)
     assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
+
+
+def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, monkeypatch):
+    """What `decode` does around a captured graph, with a replay that runs the step again where a GPU would: batches are padded
+    to few sizes, the cache's capacity stands for its length, and the state that a graph has seen never moves."""
+    env = start(checkpoint, picture_rows, "--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
+    expected = generate(env, take(env), 5)
+    captured, init = [], ppo.RolloutEngine.__init__
+
+    def init_with_graphs(engine, *args):
+        init(engine, *args)
+        engine.eager_steps = 1
+
+    def capture(engine, size):
+        addresses = lambda: [x.data_ptr() for x in (*engine.state, engine.cache.keys, engine.cache.values)]  # noqa: E731
+        seen = addresses()
+        captured.append(size)
+
+        def replay():
+            assert addresses() == seen
+            engine.step(size, engine.cache.capacity)
+
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
+    monkeypatch.setattr(ppo.RolloutEngine, "capture", capture)
+    samples, tokens = generate(env, take(env), 5)
+    assert tokens == expected[1] and (samples.logprobs - expected[0].logprobs).abs().max() < 1e-5
+    assert len(captured) == len(set(captured)) > 1 and set(captured) <= {1, 2, 4, 7}
+
+
+def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
+    if not torch.cuda.is_available():
+        with pytest.raises(ppo.UserError, match="needs a GPU"):
+            start(qwen25, picture_rows, "--cuda_graphs", "on")

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common import losses
+from common import logging, losses, vlm
 from common.buffers import Samples, all_gather_json, all_gather_ragged, exchange_features
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -213,7 +213,7 @@ def test_gradient_equals_naive_oracle(env, qwen25):
                for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
     for group, tokens, old, ref, adv, old_value, target in zip(samples.group.tolist(), *columns):
         prompt = env.prompts[group]
-        pixels = ppo.load_pixels(prompt, env.processor)
+        pixels = vlm.load_pixels(prompt, env.processor)
         ids = torch.cat([prompt.input_ids, tokens])[None]
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False,
@@ -551,7 +551,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     ppo.update_actor(env.run, env.actor, optimizer, step, samples, 1, 0.0)
     trained = ppo.score_tokens(env.run, env.actor, step, samples)
     assert (trained - samples.logprobs).abs().max() > 0.01
-    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf", shard_bytes=200_000)
+    logging.export(env.actor, env.processor, tmp_path / "hf", shard_bytes=200_000)
 
     source, written = tensors(any_checkpoint), tensors(tmp_path / "hf")
     assert written.keys() == source.keys()
@@ -567,7 +567,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     expected, image_id = [], env.processor.config.image_token_id
     for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
         ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
-        pixels = ppo.load_pixels(env.prompts[group], env.processor)
+        pixels = vlm.load_pixels(env.prompts[group], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         with torch.no_grad():
             logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
@@ -588,11 +588,11 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
     env = start(source, picture_rows, "--advantage", "grpo")
     assert all(p.dtype == torch.float32 for p in env.actor.parameters() if p.requires_grad)            # master weights
-    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")
+    logging.export(env.actor, env.processor, tmp_path / "hf")
     before, after = tensors(source), tensors(tmp_path / "hf")
     assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-    ppo.export(env.run, env.actor, env.processor, tmp_path / "hf")                               # again, over the first
+    logging.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 

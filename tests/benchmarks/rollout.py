@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 
 import toy
 import train_ppo_vl as ppo
+from common import vlm
 from transformers import AutoModelForImageTextToText
 
 SAMPLES, LONGEST = 8, 128
@@ -90,7 +91,7 @@ def main() -> None:
     table, useful = torch.from_numpy(lengths), int(lengths.sum())
 
     give_lengths(table)
-    pixels = [ppo.load_pixels(row, processor) for row in rows]
+    pixels = [vlm.load_pixels(row, processor) for row in rows]
     ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
               "mm_token_type_ids": (ids == processor.image_token_id).int(),
