@@ -225,8 +225,8 @@ class RolloutArgs:
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
     prefill_tokens: int = flag(16384, "tokens per prefill call", low=1)
     poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU", low=0)
-    cuda_graphs: str = flag("auto", "decode by CUDA graphs, captured anew in every rollout: one launch per step. auto: on GPU, "
-                                    f"for a batch size that has lasted {GRAPH_PAYS} steps", ("auto", "on", "off"))
+    cuda_graphs: str = flag("auto", "decode by CUDA graphs, captured anew in every rollout: one launch per step. auto: on "
+                                    f"GPU, for a batch size that has lasted {GRAPH_PAYS} steps", ("auto", "on", "off"))
 
 
 @dataclass(frozen=True)
@@ -371,6 +371,8 @@ def check_args(args: Args) -> None:
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
+            rollout.cuda_graphs != "on" or torch.cuda.is_available(),
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
@@ -439,8 +441,6 @@ def start_run(args: Args) -> Run:
         backend = choose_attention(args.model.attention, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if args.rollout.cuda_graphs == "on" and device.type != "cuda":
-        raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))

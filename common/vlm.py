@@ -1047,11 +1047,13 @@ def bare_forwards(model: nn.Module):
     dtype already: FSDP2's hooks and transformers' wrappers (defaults, recording), a quarter of a toy's decoding step. FSDP's
     waits for its own streams could not be captured in a CUDA graph either."""
     core = model.model.language_model
-    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in core.modules() if isinstance(part, FSDPModule)]
+    parts = [part for part in core.modules() if isinstance(part, FSDPModule)]
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
     for part, pre_hooks, hooks in hooked:
         state = part._get_fsdp_state()
         part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
-        del part._forward_pre_hooks[state._pre_forward_hook_handle.id], part._forward_hooks[state._post_forward_hook_handle.id]
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
     core.forward = inspect.unwrap(type(core).forward).__get__(core)
     try:
         yield
