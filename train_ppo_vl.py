@@ -57,13 +57,15 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricS
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
-                        SlotCache, StepPrompts, answer_frame, attention_segments, choose_attention, clear_forward_order,
-                        count_judgements, differing_tower, encode_target, feature_levels, fill, image_features,
-                        image_token_count, image_token_id, judge_prompt, judge_settings, language_hidden, language_model,
-                        load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict, positions_of,
-                        read_image, resolve_folder, router_logits, routers, skeleton, unsharded, use_attention, user_text,
-                        vision_parameters, with_same_tower)
+                        SlotCache, StepPrompts, answer_frame, attention_segments, bare_forwards, choose_attention,
+                        clear_forward_order, count_judgements, differing_tower, encode_target, feature_levels, fill,
+                        image_features, image_token_count, image_token_id, judge_prompt, judge_settings, language_hidden,
+                        language_model, load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict,
+                        positions_of, read_image, resolve_folder, router_logits, routers, skeleton, unsharded, use_attention,
+                        user_text, vision_parameters, with_same_tower)
 
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
+GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
 COMPARE_GROUPS = ("grpo", "group_norm", "dr_grpo", "rloo", "opo", "gpg", "reinforce_baseline")
 TRAIN, EVAL, JUDGE = 0, 1, 2   # streams of sampling noise: a prompt met in both gets unrelated samples
 
@@ -229,6 +231,8 @@ class RolloutArgs:
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
     prefill_tokens: int = flag(16384, "tokens per prefill call", low=1)
     poll_every: int = flag(0, "decoding steps between looks of the host at finished sequences; 0: 8 on GPU, 1 on CPU", low=0)
+    cuda_graphs: str = flag("auto", "decode by CUDA graphs, captured anew in every rollout: one launch per step. auto: on "
+                                    f"GPU, for a batch size that has lasted {GRAPH_PAYS} steps", ("auto", "on", "off"))
 
 
 @dataclass(frozen=True)
@@ -419,6 +423,8 @@ def check_args(args: Args) -> None:
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
+            rollout.cuda_graphs != "on" or torch.cuda.is_available(),
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
@@ -455,8 +461,8 @@ def neutral_flags(args: Args) -> set[str]:
     groups = (EvalArgs, CheckpointArgs, RunArgs)
     return {field.name for group in groups for field in fields(group)} - {"seed"} | {
         "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
-        "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk", "eval_data",
-        "max_eval_rows"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
+        "cuda_graphs", "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk",
+        "eval_data", "max_eval_rows"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -772,7 +778,8 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
     with torch.no_grad(), unsharded(actor):
         compute_features(run, actor, prompts)
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
-        results = engine.generate(own, count)
+        with bare_forwards(actor.model):
+            results = engine.generate(own, count)
     order = sorted(results)
     tokens = [results[key][0] for key in order]
     local = Samples(
@@ -1804,11 +1811,20 @@ class RolloutEngine:
         capacity = max((prompts.lengths[g] for g in groups), default=1) + self.args.max_new_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * count))
         self.cache = SlotCache(actor.model.config.get_text_config(), slots, capacity, run.dtype, device)
-        integers = lambda: torch.zeros(slots, dtype=torch.int64, device=device)  # noqa: E731
-        self.length, self.rope, self.count, self.last, self.draw, self.number = (integers() for _ in range(6))     # (slots,)
+        self.rows = torch.arange(slots, device=device)
+        self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
+        self.length, self.rope, self.count = self.counters            # (slots,) cached tokens, next position, response tokens
+        self.last, self.keys = torch.zeros_like(self.counters[:2])    # (slots,) newest token, noise key of the sequence
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
-        self.out_tokens = torch.zeros(slots, self.args.max_new_tokens, dtype=torch.int64, device=device)
-        self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens, device=device)
+        # One column more than is read: a finished slot that still computes writes behind its end.
+        self.out_tokens = torch.zeros(slots, self.args.max_new_tokens + 1, dtype=torch.int64, device=device)
+        self.out_logprobs = torch.zeros(slots, self.args.max_new_tokens + 1, device=device)
+        self.state = [self.length, self.rope, self.count, self.last, self.keys, self.done, self.out_tokens, self.out_logprobs]
+        # Weights change address with each gathering, so graphs last for one rollout: one per batch size, from one pool.
+        self.steps_by_size: dict[int, int] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self.eager_steps = {"auto": GRAPH_PAYS, "on": 1, "off": math.inf}[self.args.cuda_graphs] if self.pool else math.inf
         self.owner: list[tuple[int, int] | None] = [None] * slots     # host side: (group, sample number) of a busy slot
         self.stored = [0] * slots                                     # host side: at least the cached tokens of a slot
         self.searched = [0] * slots                                   # host side: tokens already searched for stop strings
@@ -1835,7 +1851,7 @@ class RolloutEngine:
                 pass
             self.harvest(results)                                            # one-token responses end with the prefill
             active = [slot for slot, owner in enumerate(self.owner) if owner]
-            if not waiting and len(active) <= 0.75 * (max(active, default=-1) + 1):
+            if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
                 active = self.compact(active)
             if active:
                 for _ in range(self.poll):
@@ -1884,40 +1900,58 @@ class RolloutEngine:
         segments = attention_segments(model.config, segments, row.image_rows)
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
         slot, length, following, draw, number = torch.tensor(state, device=device).T                                # (b,) each
-        self.length[slot], self.rope[slot], self.draw[slot], self.number[slot] = length, following, draw, number
-        self.count[slot] = 0
-        self.done[slot] = False
+        self.length[slot], self.rope[slot], self.count[slot], self.done[slot] = length, following, 0, False
+        self.keys[slot] = losses.sequence_keys(self.run.args.run.seed, self.stream, draw, number)
         self.sample(hidden[last_rows], slot)
+        self.count[slot] = 1
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Slots that are done compute too; nothing of theirs changes."""
-        live = ~self.done[:size]
-        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         longest = min(max(self.stored[:size]) + 1, self.cache.capacity)
+        self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
+        if self.eager_steps == math.inf:
+            return self.step(size, longest)
+        size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
+        self.steps_by_size[size] = steps = self.steps_by_size.get(size, 0) + 1
+        if steps <= self.eager_steps:                # the first also sets up what a capture must find: workspaces, kernels
+            return self.step(size, self.cache.capacity)
+        if size not in self.graphs:
+            self.graphs[size] = self.capture(size)
+        self.graphs[size].replay()
+
+    def capture(self, size: int) -> torch.cuda.CUDAGraph:
+        """A graph of `step`. Its numbers are device state: nothing is baked in but addresses, batch size and capacity."""
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: what other threads do meanwhile (NCCL's watchdog, a checkpoint being written) must not end the capture.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            self.step(size, self.cache.capacity)
+        return graph
+
+    def step(self, size: int, longest: int) -> None:
+        """The device's part of `decode`; the host reads nothing back. ``longest``: bound of cached tokens plus the new one."""
+        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
         hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
-        self.length[:size] += live
-        self.rope[:size] += live
-        self.stored[:size] = [min(n + 1, self.cache.capacity - 1) for n in self.stored[:size]]
-        self.sample(hidden, torch.arange(size, device=hidden.device))
+        live = ~self.done[:size]
+        self.sample(hidden, slice(0, size))
+        self.counters[:, :size] += live
 
-    def sample(self, hidden: torch.Tensor, slots: torch.Tensor) -> None:
-        """Draw the next token of ``slots`` (b,) from the last hidden states (b, H) and append it where not done."""
-        actor, count, live = self.actor, self.count[slots], ~self.done[slots]
-        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned,
-                                    count < self.args.min_new_tokens, actor.stop_ids)                                   # (b, V)
+    def sample(self, hidden: torch.Tensor, slots: torch.Tensor | slice) -> None:
+        """Draw the next token of ``slots`` (b,) from the last hidden states (b, H), and see whether it is the last one."""
+        actor, args, count = self.actor, self.args, self.count[slots]
+        too_short = count < args.min_new_tokens if args.min_new_tokens else None
+        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned, too_short,
+                                    actor.stop_ids)                                                                     # (b, V)
         if self.greedy:
             ids = logits.argmax(dim=-1)
         else:
-            keys = losses.noise_keys(self.run.args.run.seed, self.stream, self.draw[slots], self.number[slots], count)
-            ids = losses.gumbel_race(truncate_distribution(logits, self.args.top_k, self.args.top_p), keys)
-        logprobs = logits.gather(1, ids[:, None])[:, 0] - logits.logsumexp(dim=-1)      # untruncated, as in training
-        place = count.clamp(max=self.args.max_new_tokens - 1)
-        self.out_tokens[slots, place] = torch.where(live, ids, self.out_tokens[slots, place])
-        self.out_logprobs[slots, place] = torch.where(live, logprobs, self.out_logprobs[slots, place])
-        self.last[slots] = torch.where(live, ids, self.last[slots])
-        self.count[slots] = count + live
-        self.done[slots] |= torch.isin(ids, actor.stop_ids) | (count + 1 >= self.args.max_new_tokens)
+            ids = losses.gumbel_race(truncate_distribution(logits, args.top_k, args.top_p),
+                                     losses.token_keys(self.keys[slots], count))
+        logprobs = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]             # untruncated, as in training
+        place = self.rows[slots], count
+        self.out_tokens[place], self.out_logprobs[place] = ids, logprobs
+        self.last[slots] = ids
+        self.done[slots] = self.done[slots] | torch.isin(ids, actor.stop_ids) | (count + 1 >= args.max_new_tokens)
 
     def harvest(self, results: dict) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the device."""
@@ -1929,7 +1963,7 @@ class RolloutEngine:
         if not ready:
             return
         tokens, logprobs, counts = self.out_tokens[ready].cpu(), self.out_logprobs[ready].cpu(), self.count[ready].tolist()
-        stop_ids = set(self.actor.stop_ids.tolist())
+        stop_ids, freed = set(self.actor.stop_ids.tolist()), []
         for slot, row_tokens, row_logprobs, n in zip(ready, tokens, logprobs, counts):
             end = self.stop_string_end(slot, row_tokens[:n].tolist())
             if end is None and not done[slot]:
@@ -1937,8 +1971,10 @@ class RolloutEngine:
             n = end or n
             truncated = end is None and int(row_tokens[n - 1]) not in stop_ids
             results[self.owner[slot]] = row_tokens[:n].clone(), row_logprobs[:n].clone(), truncated
-            self.owner[slot] = None
-            self.done[slot] = True
+            self.owner[slot], self.stored[slot] = None, 0
+            freed.append(slot)
+        self.done[freed] = True
+        self.length[freed] = 0                       # a free slot decodes along; it need not read an old sequence for that
 
     def stop_string_end(self, slot: int, tokens: list[int]) -> int | None:
         """Number of tokens up to the one that completes a stop string, or None."""
@@ -1957,9 +1993,8 @@ class RolloutEngine:
         target = [slot for slot in range(len(active)) if self.owner[slot] is None]
         source = [slot for slot in active if slot >= len(active)]
         if source:
-            self.cache.move(source, target)
-            for state in (self.length, self.rope, self.count, self.last, self.draw, self.number, self.done, self.out_tokens,
-                          self.out_logprobs):
+            self.cache.move(source, target, max(self.stored[slot] for slot in source))
+            for state in self.state:
                 state[target] = state[source]
             for s, t in zip(source, target):
                 self.owner[t], self.stored[t], self.searched[t] = self.owner[s], self.stored[s], self.searched[s]

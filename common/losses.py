@@ -535,15 +535,19 @@ def _id_hashes(vocab: int, device: torch.device) -> torch.Tensor:
     return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
 
 
-def noise_keys(seed: int, stream: int, draw: torch.Tensor, sample: torch.Tensor,
-               position: torch.Tensor) -> torch.Tensor:
-    """(B,) int64 keys of the noise of one token each. ``stream``: its purpose (training, evaluation, ...); ``draw``:
-    (B,) count of prompts taken; ``sample``: (B,) sample of that prompt; ``position``: (B,) token of that sample.
+def sequence_keys(seed: int, stream: int, draw: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:
+    """(B,) int64 keys of the noise of one sequence each, for `token_keys`. ``stream``: its purpose (training,
+    evaluation, ...); ``draw``: (B,) count of prompts taken; ``sample``: (B,) sample of that prompt.
     """
     key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
-    for part in (stream, draw, sample, position):
+    for part in (stream, draw, sample):
         key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part
-    return _mix64(key)
+    return _mix64(key + (0x9E3779B97F4A7C15 - 2**64))
+
+
+def token_keys(sequence: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """(B,) keys of the noise of one token each, from those of its sequence and its position in it, (B,)."""
+    return _mix64(sequence ^ position)
 
 
 def exponential_noise(vocab: int, keys: torch.Tensor) -> torch.Tensor:

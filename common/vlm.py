@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -850,15 +851,18 @@ class SlotCache:
 
     def __init__(self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
         head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        shape = (text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        shape = [text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim]
+        if device.type == "cpu":       # in memory the tokens of a head lie side by side, as matrix products want them
+            shape[2], shape[3] = shape[3], shape[2]
+        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if device.type == "cpu":
+            self.keys, self.values = self.keys.transpose(2, 3), self.values.transpose(2, 3)
         self.slots, self.capacity = slots, capacity
 
-    def move(self, source: list[int], target: list[int]) -> None:
-        """Copy slots ``source`` over slots ``target`` (disjoint lists)."""
+    def move(self, source: list[int], target: list[int], longest: int) -> None:
+        """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint lists)."""
         for cache in (self.keys, self.values):
-            cache[:, target] = cache[:, source]
+            cache[:, target, :longest] = cache[:, source, :longest]
 
 
 class PackedAttention:
@@ -1007,10 +1011,12 @@ class DecodeAttention:
         self.masks: dict[int | None, torch.Tensor] = {}                    # by window, made for the first such layer
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """(B, 1, 1, longest): the keys that the new tokens see."""
+        """(B * Hkv, 1, longest): 0 at the keys that the new tokens see, else -inf."""
         if window not in self.masks:
             age = self.lengths[:, None] - torch.arange(self.longest, device=self.lengths.device)       # (B, longest)
-            self.masks[window] = ((age >= 0) & (age < (window or self.longest)))[:, None, None]
+            mask = torch.zeros(age.shape, dtype=self.cache.keys.dtype, device=age.device)
+            mask.masked_fill_((age < 0) | (age >= (window or self.longest)), -torch.inf)
+            self.masks[window] = mask.repeat_interleave(self.cache.keys.shape[3], dim=0)[:, None]
         return self.masks[window]
 
     def __call__(self, layer: int, q, k, v, scale: float, window: int | None = None) -> torch.Tensor:
@@ -1031,11 +1037,14 @@ class DecodeAttention:
                 self.cache.capacity, 0.0, False, False, scale=scale, window_size_left=left, window_size_right=-1,
                 seqused_k=(self.lengths + 1).int())[0]
         else:                             # the query heads of one key head side by side: no repeated keys, no GQA path
-            grouped = q.unflatten(1, (keys.shape[2], -1))                                           # (B, Hkv, G, D)
-            seen = slice(0, self.longest)
-            out = F.scaled_dot_product_attention(grouped, keys[:size, seen].transpose(1, 2),
-                                                 values[:size, seen].transpose(1, 2), attn_mask=self.mask(window),
-                                                 scale=scale).flatten(1, 2)
+            queries = q.reshape(size * keys.shape[2], -1, q.shape[-1])                              # (B * Hkv, G, D)
+            k, v = (x[:size, :self.longest].transpose(1, 2).flatten(0, 1) for x in (keys, values))  # (B * Hkv, M, D)
+            if q.dtype == torch.float32:  # SDPA costs up to twice as much for so few queries
+                scores = torch.baddbmm(self.mask(window), queries, k.transpose(1, 2), alpha=scale)  # (B * Hkv, G, M)
+                out = torch.bmm(scores.softmax(-1), v)
+            else:                         # with scores and sums in float32
+                out = F.scaled_dot_product_attention(queries, k, v, attn_mask=self.mask(window), scale=scale)
+            out = out.view(q.shape)
         return out[None]
 
 
@@ -1391,3 +1400,25 @@ def clear_forward_order(module: nn.Module) -> None:
             for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
                 if group is not None:
                     group._post_forward_indices.clear()
+
+
+@contextmanager
+def bare_forwards(model: nn.Module):
+    """Skip what surrounds the layers and has nothing to do where the weights are gathered and everything is in the compute
+    dtype already: FSDP2's hooks and transformers' wrappers (defaults, recording), a quarter of a toy's decoding step. FSDP's
+    waits for its own streams could not be captured in a CUDA graph either."""
+    core = language_model(model)
+    parts = [part for part in core.modules() if isinstance(part, FSDPModule)]
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
+    for part, pre_hooks, hooks in hooked:
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
+    core.forward = inspect.unwrap(type(core).forward).__get__(core)
+    try:
+        yield
+    finally:
+        del core.forward
+        for part, pre_hooks, hooks in hooked:
+            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks

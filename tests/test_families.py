@@ -312,7 +312,7 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
                                         str(tmp_path / "judge"), "--eval_max_new_tokens", "5", "--eval_batch", "4"]))
     processor, _, _, examples = grm.load_data(run)
     judge = grm.build_judge(run, processor)
-    with grm.PromptLoader(run, processor, [], []) as loader:
+    with grm.PromptLoader(processor, 1, "error") as loader:
         prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
     texts = grm.generate(run, processor, judge, prompts, 0)
     for i, example in enumerate(examples):

@@ -211,7 +211,7 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert records[0]["components"].keys() == {"exact", "accuracy", "length", "chars"}
     assert records[5]["components"].keys() == {"exact", "accuracy", "grm"} and json.dumps(records, allow_nan=False)
     scored.advantages = scored.returns = scored.logprobs
-    metrics = ppo.rollout_metrics(scored, scored.logprobs)
+    metrics = ppo.rollout_metrics(scored)
     assert metrics["rollout/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 

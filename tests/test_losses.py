@@ -520,8 +520,8 @@ def test_log_probs_and_draws_on_a_gpu():
     for a, b in zip(torch.autograd.grad(actual.sum(), on_gpu), torch.autograd.grad(expected.sum(), (hidden, weight))):
         assert (a.cpu() - b).float().norm() < 0.01 * b.float().norm()
     index = torch.arange(2000)
-    keys = losses.noise_keys(1, 2, index, index % 4, index % 7)
-    assert torch.equal(keys, losses.noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
+    keys = noise_keys(1, 2, index, index % 4, index % 7)
+    assert torch.equal(keys, noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
     close(losses.exponential_noise(500, keys.cuda()).cpu().log(), losses.exponential_noise(500, keys).log(), 1e-5)
     logits = torch.randn(2000, 500, generator=generator(0))
     same = losses.gumbel_race(logits.cuda(), keys.cuda()).cpu() == losses.gumbel_race(logits, keys)
@@ -531,10 +531,14 @@ def test_log_probs_and_draws_on_a_gpu():
 # Sampling noise
 
 
+def noise_keys(seed, stream, draw, sample, position):
+    return losses.token_keys(losses.sequence_keys(seed, stream, draw, sample), position)
+
+
 def keys_of(n, seed=0, stream=0):
     """Keys as neighbours in a rollout have them: draw, sample and position are small counts."""
     index = torch.arange(n)
-    return losses.noise_keys(seed, stream, index // 400, index // 50 % 8, index % 50)
+    return noise_keys(seed, stream, index // 400, index // 50 % 8, index % 50)
 
 
 def test_hashes_equal_big_integer_arithmetic():
@@ -551,7 +555,7 @@ def test_hashes_equal_big_integer_arithmetic():
     key = 7
     for part in (3, 11, 5, 100):
         key = mix64((key + 0x9E3779B97F4A7C15) % 2**64) ^ part
-    actual = losses.noise_keys(7, 3, torch.tensor([11]), torch.tensor([5]), torch.tensor([100]))
+    actual = noise_keys(7, 3, torch.tensor([11]), torch.tensor([5]), torch.tensor([100]))
     assert actual.tolist() == [signed(mix64(key))]
     mixed = mix64(int(actual) % 2**64)
     x = [mix32((mix32(v + 1) * (mixed >> 32 | 1) + mixed % 2**32) % 2**32) % 2**31 for v in range(50)]
@@ -569,9 +573,9 @@ def test_a_draw_depends_on_its_key_only():
         assert losses.gumbel_race(logits[i:i + 1], keys[i:i + 1]) == ids[i]
     torch.testing.assert_close(losses.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
     arguments = [torch.tensor([5])] * 3
-    base = losses.noise_keys(1, 2, *arguments)
-    others = [*(losses.noise_keys(*start, *arguments) for start in ((2, 2), (1, 3), (-1, 2))),
-              *(losses.noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
+    base = noise_keys(1, 2, *arguments)
+    others = [*(noise_keys(*start, *arguments) for start in ((2, 2), (1, 3), (-1, 2))),
+              *(noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
     assert len({int(k) for k in [base, *others]}) == 7
     assert keys_of(200_000).unique().numel() == 200_000
     assert losses._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000

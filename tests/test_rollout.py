@@ -1,6 +1,8 @@
 """The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
 
 import dataclasses
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -139,3 +141,54 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not():
     kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
     assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
     assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dtype, monkeypatch):
+    """The hooks and wrappers left out during generation neither gather nor cast anything that is not gathered and cast."""
+    env = start(checkpoint, picture_rows, "--dtype", dtype)
+    called = []
+    layers = env.actor.model.model.language_model.layers
+    handle = layers[0].register_forward_hook(lambda *_: called.append(1))                 # a user's hook stays
+    bare, tokens = generate(env, take(env), 4)
+    assert called and "forward" not in vars(env.actor.model.model.language_model)
+    handle.remove()
+    assert all(len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1 for layer in layers)
+    monkeypatch.setattr(ppo, "bare_forwards", lambda actor: nullcontext())
+    usual, expected = generate(env, take(env), 4)
+    assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
+
+
+def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, monkeypatch):
+    """What `decode` does around a captured graph, with a replay that runs the step again where a GPU would: batches are padded
+    to few sizes, the cache's capacity stands for its length, and the state that a graph has seen never moves."""
+    env = start(checkpoint, picture_rows, "--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
+    expected = generate(env, take(env), 5)
+    captured, init = [], ppo.RolloutEngine.__init__
+
+    def init_with_graphs(engine, *args):
+        init(engine, *args)
+        engine.eager_steps = 1
+
+    def capture(engine, size):
+        addresses = lambda: [x.data_ptr() for x in (*engine.state, engine.cache.keys, engine.cache.values)]  # noqa: E731
+        seen = addresses()
+        captured.append(size)
+
+        def replay():
+            assert addresses() == seen
+            engine.step(size, engine.cache.capacity)
+
+        return SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
+    monkeypatch.setattr(ppo.RolloutEngine, "capture", capture)
+    samples, tokens = generate(env, take(env), 5)
+    assert tokens == expected[1] and (samples.logprobs - expected[0].logprobs).abs().max() < 1e-5
+    assert len(captured) == len(set(captured)) > 1 and set(captured) <= {1, 2, 4, 7}
+
+
+def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
+    if not torch.cuda.is_available():
+        with pytest.raises(ppo.UserError, match="needs a GPU"):
+            start(qwen25, picture_rows, "--cuda_graphs", "on")

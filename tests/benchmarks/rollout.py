@@ -50,6 +50,27 @@ def write_task(folder: Path, size: str, image_tokens: int, prompts: int) -> Path
     return folder
 
 
+def give_lengths(table: torch.Tensor) -> None:
+    """From now on responses end where the table (prompts, samples) says, so that both sides have the same work."""
+    prefill, sample = ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample
+
+    def prefill_with_limit(engine, batch):
+        if not hasattr(engine, "limit"):
+            engine.limit = torch.zeros_like(engine.count)
+            engine.state.append(engine.limit)                                    # moves with its slot
+        for group, members in batch:
+            for slot, number in members:
+                engine.limit[slot] = table[group, number]
+        prefill(engine, batch)
+
+    def sample_to_limit(engine, hidden, slots):
+        done = engine.done[slots].clone()
+        sample(engine, hidden, slots)
+        engine.done[slots] = done | (engine.count[slots] + 1 >= engine.limit[slots])
+
+    ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_limit, sample_to_limit
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -69,14 +90,7 @@ def main() -> None:
     lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (flags.prompts, SAMPLES)).clip(1, LONGEST).astype(int)
     table, useful = torch.from_numpy(lengths), int(lengths.sum())
 
-    sample = ppo.RolloutEngine.sample
-
-    def sample_to_length(engine, hidden, slots):
-        """Ends a response where the table says, so that both sides have the same work."""
-        sample(engine, hidden, slots)
-        engine.done[slots] = engine.count[slots] >= table[engine.draw[slots], engine.number[slots]]
-
-    ppo.RolloutEngine.sample = sample_to_length
+    give_lengths(table)
     pixels = [vlm.load_pixels(row, processor) for row in rows]
     ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
