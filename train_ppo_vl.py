@@ -21,11 +21,14 @@ Invariants, each with a test:
 """
 
 import argparse
+import base64
 import dataclasses
 import fcntl
 import functools
 import hashlib
+import http.client
 import importlib.util
+import io
 import json
 import math
 import os
@@ -46,6 +49,7 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable
+from urllib.parse import urlsplit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy ranks on the same cores slow each other tenfold
 
@@ -77,7 +81,7 @@ TRAIN, EVAL = 0, 1   # streams of sampling noise: a prompt met in both gets unre
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate. Returns the last metrics."""
     args = parse_args(argv)
-    reward = load_reward(args.reward.reward)
+    reward = load_reward(args.reward.reward, args.reward)
     run = start_run(args)
     checkpoints = Checkpoints(run)
     processor, train_prompts, eval_prompts = load_data(run)
@@ -240,9 +244,14 @@ class RolloutArgs:
 @dataclass(frozen=True)
 class RewardArgs:
     """reward"""
-    reward: str = flag("boxed", "rule (exact, boxed, answer) or file.py:function")
-    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds", low=1e-6)
-    reward_workers: int = flag(1, "threads that score in parallel", low=1)
+    reward: str = flag("boxed", "rule (exact, boxed, answer), file.py:function, or reward server: http://host:port/path")
+    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
+    reward_workers: int = flag(1, "threads that score in parallel: for a reward server, requests at the same time per rank",
+                               low=1)
+    remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+    remote_timeout: float = flag(30.0, "longest time of one request to a reward server, seconds", low=1e-6)
+    remote_retries: int = flag(4, "further tries of a request after a time-out, a lost connection or an answer 5xx; the "
+                                  "pauses before them grow from 0.5 s to at most 8 s", low=0)
 
 
 @dataclass(frozen=True)
@@ -490,6 +499,8 @@ def check_args(args: Args) -> None:
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
+        f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
+            args.reward.remote_timeout <= args.reward.reward_timeout or not is_url(args.reward.reward),
     }
     problems += [message for message, holds in rules.items() if not holds]
     try:
@@ -510,7 +521,7 @@ def flags_of(args: Args) -> dict[str, Any]:
     for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
         flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
     program, colon, function = flags["reward"].rpartition(":")
-    if colon and Path(program).exists():
+    if colon and not is_url(flags["reward"]) and Path(program).exists():
         flags["reward"] = f"{Path(program).resolve()}:{function}"
     return flags
 
@@ -958,17 +969,25 @@ def rule_reward(rule: str, prompts, responses, references, labels, images) -> di
     return {"reward": [0.9 * a + 0.1 * f for a, f in zip(accuracy, formats)], "accuracy": accuracy, "format": formats}
 
 
-def load_reward(spec: str) -> Callable:
-    """The reward function of `--reward`: `exact`, `boxed`, `answer`, or `path.py:function`. Raises UserError.
+def is_url(spec: str) -> bool:
+    """Whether `--reward` names a server."""
+    return spec.startswith(("http://", "https://"))
+
+
+def load_reward(spec: str, args: RewardArgs = RewardArgs()) -> Callable:
+    """The reward function of `--reward`: `exact`, `boxed`, `answer`, `path.py:function`, or an URL. Raises UserError.
 
     `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats or a
     dict of such lists: its "reward" is the reward, or else the sum of all; the others are logged as components.
     """
     if spec in ("exact", "boxed", "answer"):
         return lambda *batch: rule_reward(spec, *batch)
+    if is_url(spec):
+        return remote_reward(spec, args)
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"--reward {spec}: expected one of exact, boxed, answer, or an existing path.py:function")
+        raise UserError(f"--reward {spec}: expected one of exact, boxed, answer, an existing path.py:function, or an "
+                        "URL http://host:port/path")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
@@ -982,6 +1001,107 @@ def load_reward(spec: str) -> Callable:
 
 class RewardError(RuntimeError):
     """A reward function failed; the message shows its spec, the numbers and the sample."""
+
+
+MAX_REPLY = 2 ** 26  # bytes that are read of a reward server's answer
+
+
+def remote_reward(url: str, args: RewardArgs) -> Callable:
+    """The reward function that asks a server; the README has the contract. Raises UserError: an URL that cannot be asked.
+
+    A call POSTs its samples --remote_batch at a time, one request after the other: `score_samples` makes --reward_workers
+    calls side by side. What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a
+    valid one is a RewardError at once. No proxy, redirect or password is used.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        valid = bool(host) and "@" not in parts.netloc and not parts.fragment and re.fullmatch("[!-~]+", url)
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid:
+        raise UserError(f"--reward {url}: expected http://host:port/path or https://..., without spaces, user name or #")
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+    def post(body: bytes) -> tuple[int, bytes]:
+        """One try: the status and what the server said."""
+        deadline, said = time.monotonic() + args.remote_timeout, b""
+        connection = connect(host, port, timeout=args.remote_timeout)
+        try:
+            connection.request("POST", target, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            while chunk := response.read1(2 ** 16):
+                said += chunk
+                if len(said) > MAX_REPLY:
+                    raise RewardError(f"the server's answer is longer than {MAX_REPLY} bytes")
+                if time.monotonic() > deadline:  # the socket's own time-out starts anew with every byte
+                    raise TimeoutError("timed out in the middle of the answer")
+            if response.length:  # a read1 at the end of the stream does not look
+                raise http.client.IncompleteRead(said, response.length)
+            return response.status, said
+        finally:
+            connection.close()
+
+    def ask(body: bytes) -> bytes:
+        """The server's answer with status 200, after as many tries as it takes or --remote_retries allow."""
+        for attempt in range(args.remote_retries + 1):
+            try:
+                status, said = post(body)
+                problem = f"HTTP {status}: {said[:500].decode(errors='replace')!r}"
+            except (OSError, http.client.IncompleteRead) as error:
+                status, problem = 0, f"{type(error).__name__}: {error}"
+            except http.client.HTTPException as error:
+                raise RewardError(f"the server does not speak HTTP: {type(error).__name__}: {error}") from error
+            if status == 200:
+                return said
+            if 0 < status < 500:
+                raise RewardError(f"the server answered {problem}")
+            if attempt < args.remote_retries:
+                pause = min(8.0, 0.5 * 2 ** attempt)
+                print(f"--reward {url}: {problem}; retry {attempt + 1} of {args.remote_retries} in {pause:g} s", flush=True)
+                time.sleep(pause)
+        raise RewardError(f"no answer in {args.remote_retries + 1} tries (--remote_retries), at last {problem}")
+
+    def score(prompts, responses, references, labels, images) -> dict[str, list[float]]:
+        columns: dict[str, list[float]] = {}
+        for start in range(0, len(responses), args.remote_batch):
+            part = slice(start, start + args.remote_batch)
+            pictures = {path: encode_picture(path) for path in sorted({path for paths in images[part] for path in paths})}
+            said = ask(json.dumps({
+                "queries": [prompt + response for prompt, response in zip(prompts[part], responses[part])],
+                "prompts": prompts[part], "responses": responses[part], "references": references[part],
+                "labels": labels[part], "images": [[pictures[path] for path in paths] for paths in images[part]]}).encode())
+            answer = read_reply(said, len(responses[part]))
+            if columns and answer.keys() != columns.keys():
+                raise RewardError(f"the server's components were {sorted(columns)} and are now {sorted(answer)}")
+            for name, values in answer.items():
+                columns.setdefault(name, []).extend(values)
+        return columns
+
+    return score
+
+
+def encode_picture(path: str) -> str:
+    """A picture, upright and RGB, as PNG in base64."""
+    file = io.BytesIO()
+    read_image(path).save(file, "PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_reply(said: bytes, count: int) -> dict[str, list[float]]:
+    """{"rewards": [...], further components} of a server's answer, as a reward function returns them; `score_samples`
+    looks at the numbers. Raises RewardError."""
+    try:
+        reply = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(f"the server's answer is not JSON ({error}): {said[:500].decode(errors='replace')!r}") from error
+    if not isinstance(reply, dict) or "rewards" not in reply or "reward" in reply:
+        raise RewardError(f'the server must answer {{"rewards": [...]}}, with components beside it or not: {reply!r:.500}')
+    for name, values in reply.items():
+        if not isinstance(values, list) or len(values) != count:
+            raise RewardError(f"the server's {name!r} must be a list of {count} numbers, one per sample: {values!r:.500}")
+    return {"reward": reply.pop("rewards")} | reply
 
 
 def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
@@ -1729,7 +1849,8 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 # Flags that change where, how fast or how visibly a run computes, but not what.
 NEUTRAL_FLAGS = {"attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens",
                  "poll_every",
-                 "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk"} \
+                 "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries",
+                 "max_tokens_per_pack", "share_prompts", "head_chunk"} \
     | {field.name for group in (EvalArgs, CheckpointArgs, RunArgs) for field in dataclasses.fields(group)} - {"seed"} \
     | {"eval_data", "max_eval_rows"}
 
