@@ -61,8 +61,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, make_blocks,
-                            make_packs)
+from common.buffers import (Row, Samples, all_gather_json, build_row, exchange_features, make_blocks, make_packs, mix,
+                            parse_datasets, take_rows)
 from common.logging import RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, PackedAttention, Processor, Prompt, choose_attention, image_features,
                         image_list, language_hidden, load_pixels, load_rows, load_weights, make_prompt, materialize,
@@ -382,16 +382,6 @@ def out_of_bounds(args: Args) -> list[str]:
                 at_most = f" and at most {high:g}" if high < math.inf else ""
                 problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
     return problems
-
-
-def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
-    """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; no weights: None. Raises ValueError."""
-    found = [re.fullmatch(r"(.+?)(?::([\d.eE+-]+))?", part.strip()) for part in spec.split(",") if part.strip()]
-    sets = [(match[1], None if match[2] is None else float(match[2])) for match in found]
-    given = [weight for _, weight in sets if weight is not None]
-    if (spec and not sets) or len(given) not in (0, len(sets)) or not all(0 < weight < math.inf for weight in given):
-        raise ValueError(f"{spec}: expected files separated by commas, all of them or none with a weight above 0")
-    return sets
 
 
 def flags_of(args: Args) -> dict[str, Any]:
@@ -793,16 +783,6 @@ class StepPrompts:
         return [len(prompt.input_ids) for prompt in self.prompts]
 
 
-def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set i has the time
-    (j + 1/2) / weight i: shares are exact at every moment, and a longer plan begins like a shorter one."""
-    counts = [math.ceil(draws * weight / sum(weights)) + 1 for weight in weights]
-    which = np.repeat(np.arange(len(weights)), counts)
-    number = np.concatenate([np.arange(0), *map(np.arange, counts)])
-    order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
-    return which[order], number[order]
-
-
 class PromptLoader:
     """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
 
@@ -819,12 +799,9 @@ class PromptLoader:
         """Start decoding this rank's pictures of the 0-based step ``index``."""
         size, seed = self.run.args.update.prompts_per_step, self.run.args.run.seed
         draws = range(len(self.which))[index * size:(index + 1) * size]
-        which, number = self.which[draws.start:draws.stop], self.number[draws.start:draws.stop]
-        picks = {}
-        for k in set(which.tolist()):
-            own = number[which == k]                                                     # consecutive
-            picks[k] = iter(data_order(range(own[0], own[-1] + 1), len(self.datasets[k]), seed))
-        self.examples[index] = [self.datasets[k][next(picks[k])] for k in which.tolist()]
+        picks = take_rows(self.which[draws.start:draws.stop], self.number[draws.start:draws.stop],
+                          [len(part) for part in self.datasets], seed)
+        self.examples[index] = [self.datasets[k][row] for k, row in picks]
         self.pending[index] = self.submit([group[0].prompt for group in self.examples[index]], list(draws))
 
     def __enter__(self) -> "PromptLoader":

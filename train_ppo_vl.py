@@ -66,8 +66,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, all_gather_json, build_row, data_order, exchange_features, gather_samples,
-                            make_blocks, make_packs, minibatches)
+from common.buffers import (Row, Samples, all_gather_json, build_row, exchange_features, gather_samples, make_blocks,
+                            make_packs, minibatches, mix, parse_datasets, take_rows)
 from common.logging import MetricSums, RunLogger, StageTimer, draw_sample
 from common.vlm import (FLASH_ATTN_INSTALL, DecodeAttention, PackedAttention, Processor, Prompt, SlotCache, choose_attention,
                         image_features, language_hidden, load_pixels, load_prompts, load_weights, materialize, prompt_positions,
@@ -84,23 +84,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     reward = load_reward(args.reward.reward, args.reward)
     run = start_run(args)
     checkpoints = Checkpoints(run)
-    processor, train_prompts, eval_prompts = load_data(run)
+    processor, datasets, weights, eval_prompts = load_data(run)
+    rows = sum(map(len, datasets))
     actor, critic, reference = build_models(run, processor)
     models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "dropped_prompts": 0}
-    state = resume(run, checkpoints, models, fresh, len(train_prompts))
+    state = resume(run, checkpoints, models, fresh, rows)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
-    log = open_log(run, train_prompts, eval_prompts, state["step"])
+    log = open_log(run, datasets, eval_prompts, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
 
     def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
-        if evaluation_due(args, step, len(train_prompts)):
+        if evaluation_due(args, step, rows):
             metrics = metrics | evaluate_at(step)
             checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed, "perf/save_seconds": checkpoints.waited})
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     catch_signals()
     metrics = state["metrics"]
 
-    with checkpoints, PromptLoader(run, processor, actor, train_prompts, state["dropped_prompts"]) as loader:
+    with checkpoints, PromptLoader(run, processor, actor, datasets, weights, state["dropped_prompts"]) as loader:
         loader.prefetch(state["step"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
@@ -206,7 +207,7 @@ class ModelArgs:
 @dataclass(frozen=True)
 class DataArgs:
     """data"""
-    data: str = flag("", "training rows, a JSONL file")
+    data: str = flag("", "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: a.jsonl:0.7,b.jsonl:0.3")
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
     prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
     images_column: str = flag("images", "column of the image paths, relative to the file")
@@ -218,7 +219,7 @@ class DataArgs:
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
-    max_rows: int = flag(0, "use the first rows only; 0: all", low=0)
+    max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
     max_eval_rows: int = flag(0, "evaluate on the first rows only; 0: all", low=0)
     data_threads: int = flag(2, "threads that decode images while the model works", low=1)
 
@@ -510,6 +511,10 @@ def check_args(args: Args) -> None:
         valid = False
     if not valid:
         problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
+    try:
+        parse_datasets(args.data.data)
+    except ValueError as error:
+        problems.append(f"--data {error}")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -518,8 +523,11 @@ def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, JSON-ready, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = {field.name: getattr(group, field.name) for group in vars(args).values() for field in dataclasses.fields(group)}
     flags = {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
-    for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
-        flags[name] = str(Path(flags[name]).resolve()) if flags[name] and Path(flags[name]).exists() else flags[name]
+    absolute = lambda path: str(Path(path).resolve()) if path and Path(path).exists() else path  # noqa: E731
+    for name in ("model", "critic_model", "init_critic_from", "reference_model", "eval_data"):
+        flags[name] = absolute(flags[name])
+    flags["data"] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
+                             for path, weight in parse_datasets(flags["data"]))
     program, colon, function = flags["reward"].rpartition(":")
     if colon and not is_url(flags["reward"]) and Path(program).exists():
         flags["reward"] = f"{Path(program).resolve()}:{function}"
@@ -581,28 +589,32 @@ def fail_together(problem: str | None) -> None:
         raise UserError("\n".join(dict.fromkeys(problems)))
 
 
-def load_data(run: Run) -> tuple[Processor, list[Prompt], list[Prompt]]:
-    """Processor and checked rows, the same on every rank.
+def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:
+    """Processor, checked rows of each training set and the sets' weights, and held-out rows; the same on every rank.
 
     Raises:
         UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
     """
-    args, problem, loaded = run.args, None, {}
+    args, problem, sets = run.args, None, parse_datasets(run.args.data.data)
+    files = [("data", path, args.data.max_rows) for path, _ in sets]
+    files += [("eval_data", args.data.eval_data, args.data.max_eval_rows)] if args.data.eval_data else []
+    loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
     try:
         processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
-        for name, path, limit in (("data", args.data.data, args.data.max_rows),
-                                  ("eval_data", args.data.eval_data, args.data.max_eval_rows)):
-            loaded[name], skipped = load_prompts(
+        for name, path, limit in files:
+            rows, skipped = load_prompts(
                 path, processor, prompt_column=args.data.prompt_column, images_column=args.data.images_column,
                 reference_column=args.data.reference_column, label_column=args.data.label_column,
                 system_prompt=args.data.system_prompt, max_prompt_tokens=args.data.max_prompt_tokens,
-                on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit) if path else ([], [])
+                on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit)
+            loaded[name].append(rows)
             if skipped and run.rank == 0:
-                print(f"--{name}: skipped {len(skipped)} bad rows:", *skipped[:5], sep="\n  ", flush=True)
+                print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
-    return processor, loaded["data"], loaded["eval_data"]
+    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(loaded["data"], sets)]
+    return processor, loaded["data"], weights, sum(loaded["eval_data"], [])
 
 
 class Policy(nn.Module):
@@ -753,8 +765,10 @@ class StepPrompts:
 class PromptLoader:
     """Takes prompts in data order and decodes the next step's pictures in threads while the model works."""
 
-    def __init__(self, run: Run, processor: Processor, actor: Policy, rows: list[Prompt], dropped: int = 0):
-        self.run, self.processor, self.rows, self.model = run, processor, rows, actor.model
+    def __init__(self, run: Run, processor: Processor, actor: Policy, datasets: list[list[Prompt]], weights: list[float],
+                 dropped: int = 0):
+        self.run, self.processor, self.datasets, self.model = run, processor, datasets, actor.model
+        self.which, self.number = mix(weights, run.args.update.steps * run.args.rollout.prompts_per_step)
         self.pool = ThreadPoolExecutor(run.args.data.data_threads, thread_name_prefix="pictures")
         self.pending: dict[int, tuple] = {}
         self.dropped = dropped                                                      # prompts since the start of the run
@@ -772,8 +786,9 @@ class PromptLoader:
             return
         size = args.rollout.prompts_per_step
         draws = range(index * size, (index + 1) * size)
-        prompts = [self.rows[i] for i in data_order(draws, len(self.rows), args.run.seed)]
-        self.pending[index] = self.submit(prompts, list(draws))
+        picks = take_rows(self.which[draws.start:draws.stop], self.number[draws.start:draws.stop],
+                          [len(rows) for rows in self.datasets], args.run.seed)
+        self.pending[index] = self.submit([self.datasets[k][row] for k, row in picks], list(draws))
 
     def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:
         own = range(self.run.rank, len(prompts), self.run.world)
@@ -1424,7 +1439,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Callable, ro
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
-    with PromptLoader(run, processor, actor, rows) as loader:
+    with PromptLoader(run, processor, actor, [], []) as loader:
         chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
         pending = loader.submit([rows[i] for i in chunks[0]], [rows[i].index for i in chunks[0]])
         for n, chunk in enumerate(chunks):
@@ -1510,7 +1525,7 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16, the makers' data sheets
 
 
-def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
+def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
     args, update = run.args, run.args.update
     flags, folder = flags_of(args), args.run.out
@@ -1520,10 +1535,16 @@ def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
     log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
-    per_step = args.rollout.prompts_per_step
-    log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
+    per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
+    log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
-             f"{update.steps * per_step / max(1, len(train_prompts)):.1f} passes over the data; output: {args.run.out}")
+             f"{update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
+    sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
+    total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
+    for part, (path, weight) in zip(datasets, sets):
+        share = (weight or len(part)) / total
+        log.line(f"  {path}: {len(part)} rows, {share:.1%} of the draws, "
+                 f"{share * update.steps * per_step / len(part):.1f} passes")
     if args.rollout.top_k or args.rollout.top_p < 1:
         log.line("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not")
     if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
