@@ -1073,7 +1073,7 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
             if 0 < status < 500:
                 raise RewardError(f"the server answered {problem}")
             if attempt < args.remote_retries:
-                pause = min(8.0, 0.5 * 2 ** attempt)
+                pause = 0.5 * 2 ** min(attempt, 4)
                 print(f"--reward {url}: {problem}; retry {attempt + 1} of {args.remote_retries} in {pause:g} s", flush=True)
                 time.sleep(pause)
         raise RewardError(f"no answer in {args.remote_retries + 1} tries (--remote_retries), at last {problem}")

@@ -4,7 +4,9 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -196,6 +198,22 @@ def test_what_answers_is_no_web_server(pauses):
         with pytest.raises(ppo.RewardError, match="the server does not speak HTTP: BadStatusLine: 220 mail"):
             ask(f"http://127.0.0.1:{listener.getsockname()[1]}/")
     assert pauses == []
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+def test_https_asks_only_who_has_a_certificate(server, pauses, tmp_path, monkeypatch):
+    files = [str(tmp_path / name) for name in ("key.pem", "certificate.pem")]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test", "-addext",
+                    "subjectAltName=IP:127.0.0.1", "-keyout", files[0], "-out", files[1]], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url("exact").replace("http:", "https:")
+    with pytest.raises(ppo.RewardError, match="SSLCertVerificationError"):
+        ask(url)
+    assert server.requests == 0
+    monkeypatch.setenv("SSL_CERT_FILE", files[1])
+    assert ask(url)[0] == [float(i % 3 > 0) for i in range(7)]
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///path", "http://host:port/", "http://host:99999/",
