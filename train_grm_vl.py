@@ -27,7 +27,6 @@ import functools
 import json
 import math
 import os
-import re
 import sys
 import time
 from contextlib import contextmanager
@@ -47,8 +46,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, data_order, exchange_features,
-                            fail_together, make_blocks, make_packs)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features, fail_together,
+                            make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
@@ -263,16 +262,6 @@ def parse_args(argv: list[str] | None = None) -> Args:
     if problems:
         raise UserError("\n".join(problems))
     return args
-
-
-def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
-    """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; no weights: None. Raises ValueError."""
-    found = [re.fullmatch(r"(.+?)(?::([\d.eE+-]+))?", part.strip()) for part in spec.split(",") if part.strip()]
-    sets = [(match[1], None if match[2] is None else float(match[2])) for match in found]
-    given = [weight for _, weight in sets if weight is not None]
-    if (spec and not sets) or len(given) not in (0, len(sets)) or not all(0 < weight < math.inf for weight in given):
-        raise ValueError(f"{spec}: expected files separated by commas, all of them or none with a weight above 0")
-    return sets
 
 
 def flags_of(args: Args) -> dict[str, Any]:
@@ -502,26 +491,12 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set i has the time
-    (j + 1/2) / weight i: shares are exact at every moment, and a longer plan begins like a shorter one."""
-    counts = [math.ceil(draws * weight / sum(weights)) + 1 for weight in weights]
-    which = np.repeat(np.arange(len(weights)), counts)
-    number = np.concatenate([np.arange(0), *map(np.arange, counts)])
-    order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
-    return which[order], number[order]
-
-
 def examples_of_step(args: Args, datasets: list[list[list[Example]]], which: np.ndarray, number: np.ndarray,
                      index: int) -> list[list[Example]]:
     """The prompts, each with its examples, of the 0-based step ``index``: draw j is draw ``number[j]`` of set ``which[j]``."""
-    size = args.update.prompts_per_step
-    which, number = which[index * size:(index + 1) * size], number[index * size:(index + 1) * size]
-    picks = {}
-    for k in set(which.tolist()):
-        own = number[which == k]                                                         # consecutive
-        picks[k] = iter(data_order(range(own[0], own[-1] + 1), len(datasets[k]), args.run.seed))
-    return [datasets[k][next(picks[k])] for k in which.tolist()]
+    draws = slice(index * args.update.prompts_per_step, (index + 1) * args.update.prompts_per_step)
+    picks = take_rows(which[draws], number[draws], [len(part) for part in datasets], args.run.seed)
+    return [datasets[k][row] for k, row in picks]
 
 
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:

@@ -20,8 +20,11 @@ Invariants, each with a test:
   * Collectives stand under no condition that could differ between ranks.
 """
 
+import base64
 import functools
+import http.client
 import importlib.util
+import io
 import json
 import math
 import os
@@ -37,9 +40,11 @@ from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable
+from urllib.parse import urlsplit
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two busy ranks on the same cores slow each other tenfold
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -51,8 +56,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
-                            exchange_features, fail_together, gather_samples, make_blocks, make_packs, minibatches)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, exchange_features,
+                            fail_together, gather_samples, make_blocks, make_packs, minibatches, mix, parse_datasets,
+                            take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
@@ -76,8 +82,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     reward = load_reward(args.reward)
     run = start_run(args)
     checkpoints = Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
-    processor, train_prompts, eval_prompts = load_data(run)
-    check_rows(args, reward, train_prompts + eval_prompts)
+    processor, datasets, weights, eval_prompts = load_data(run)
+    rows = sum(map(len, datasets))
+    check_rows(args, reward, sum(datasets, []) + eval_prompts)
     actor, critic, reference = build_models(run, processor)
     build_reward_models(run, reward, processor)
     models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
@@ -87,18 +94,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     moments = losses.RunningMoments()
     fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "moments": moments.state_dict(),
              "dropped_prompts": 0, "batches_taken": 0}
-    state = checkpoints.resume(flags_of(args) | {"data (rows)": len(train_prompts)}, neutral_flags(args), fresh, models,
+    state = checkpoints.resume(flags_of(args) | {"data (rows)": rows}, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
     moments.load_state_dict(state["moments"])
-    log = open_log(run, train_prompts, eval_prompts, state["step"])
+    log = open_log(run, datasets, eval_prompts, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
 
     def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
-        if evaluation_due(args, step, len(train_prompts)):
+        if evaluation_due(args, step, rows):
             metrics = metrics | evaluate_at(step)
             checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed, "perf/save_seconds": checkpoints.waited})
@@ -122,7 +129,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     catch_signals()
     metrics = state["metrics"]
 
-    choose = functools.partial(prompts_of_step, args, train_prompts)
+    draws = args.update.steps * args.rollout.prompts_per_step * max(1, args.algorithm.dynamic_sampling)
+    choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, draws))
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
         loader.prefetch(state["batches_taken"])
@@ -196,7 +204,7 @@ class ModelArgs:
 @dataclass(frozen=True)
 class DataArgs:
     """data"""
-    data: str = flag("", "training rows, a JSONL file")
+    data: str = flag("", "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: a.jsonl:0.7,b.jsonl:0.3")
     row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts become "
                                     "references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
@@ -210,7 +218,7 @@ class DataArgs:
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
-    max_rows: int = flag(0, "use the first rows only; 0: all", low=0)
+    max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
     max_eval_rows: int = flag(0, "evaluate on the first rows only; 0: all", low=0)
     data_threads: int = flag(2, "threads that decode images while the model works", low=1)
 
@@ -239,7 +247,8 @@ class RolloutArgs:
 class RewardArgs:
     """reward"""
     reward: str = flag("boxed", "source of rewards, or several separated by commas: a rule (exact, boxed, answer, verdict), "
-                                "file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward model)")
+                                "file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward model), or a server: "
+                                "http://host:port/path")
     reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for every '
                                   "other label; weight 0: only measured")
     reward_combiner: str = flag("", "file.py:function of {source: rewards} to rewards, for several sources without a recipe")
@@ -250,8 +259,13 @@ class RewardArgs:
                                         "verdict, or the verdict of a critique that it writes",
                          ("probability", "verdict", "critique"))
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
-    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, seconds", low=1e-6)
-    reward_workers: int = flag(1, "threads that score in parallel", low=1)
+    reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
+    reward_workers: int = flag(1, "threads that score in parallel: for a reward server, requests at the same time per rank",
+                               low=1)
+    remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+    remote_timeout: float = flag(30.0, "longest time of one request to a reward server, seconds", low=1e-6)
+    remote_retries: int = flag(4, "further tries of a request after a time-out, a lost connection or an answer 5xx; the "
+                                  "pauses before them grow from 0.5 s to at most 8 s", low=0)
 
 
 @dataclass(frozen=True)
@@ -426,6 +440,8 @@ def check_args(args: Args) -> None:
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available(),
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
+        f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
+            args.reward.remote_timeout <= args.reward.reward_timeout or "http" not in args.reward.reward,
     }
     problems += [message for message, holds in rules.items() if not holds]
     try:
@@ -435,6 +451,10 @@ def check_args(args: Args) -> None:
         valid = False
     if not valid:
         problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
+    try:
+        parse_datasets(args.data.data)
+    except ValueError as error:
+        problems.append(f"--data {error}")
     if problems:
         raise UserError("\n".join(problems))
 
@@ -442,8 +462,10 @@ def check_args(args: Args) -> None:
 def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = list_flags(args)
-    for name in ("model", "critic_model", "init_critic_from", "reference_model", "data", "eval_data"):
+    for name in ("model", "critic_model", "init_critic_from", "reference_model", "eval_data"):
         flags[name] = absolute(flags[name])
+    flags["data"] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
+                             for path, weight in parse_datasets(flags["data"]))
     flags["reward"] = ",".join(map(absolute_source, flags["reward"].split(",")))
     flags["reward_combiner"] = absolute_source(flags["reward_combiner"])
     return flags
@@ -461,7 +483,7 @@ def neutral_flags(args: Args) -> set[str]:
     groups = (EvalArgs, CheckpointArgs, RunArgs)
     return {field.name for group in groups for field in fields(group)} - {"seed"} | {
         "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
-        "cuda_graphs", "reward_timeout", "reward_workers", "max_tokens_per_pack", "share_prompts", "head_chunk",
+        "cuda_graphs", "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries", "max_tokens_per_pack", "share_prompts", "head_chunk",
         "eval_data", "max_eval_rows"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
 
 
@@ -513,39 +535,39 @@ def start_run(args: Args) -> Run:
     return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
 
 
-def load_data(run: Run) -> tuple[Processor, list[Prompt], list[Prompt]]:
-    """Processor and checked rows, the same on every rank.
+def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:
+    """Processor, checked rows of each training set and the sets' weights, and held-out rows; the same on every rank.
 
     Raises:
         UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
     """
-    args, problem, loaded = run.args, None, {}
+    args, problem, sets = run.args.data, None, parse_datasets(run.args.data.data)
+    files = [("data", path, args.max_rows) for path, _ in sets]
+    files += [("eval_data", args.eval_data, args.max_eval_rows)] if args.eval_data else []
+    loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
+    common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
     try:
-        processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
-        if args.data.row_kind == "judgements":
-            processor.files["judge"] = judge_settings(processor.files["judge"], which="last")    # exported with the judge
-        for name, path, limit in (("data", args.data.data, args.data.max_rows),
-                                  ("eval_data", args.data.eval_data, args.data.max_eval_rows)):
-            if path and args.data.row_kind == "judgements":
-                loaded[name], skipped = load_judgements(path, processor, max_prompt_tokens=args.data.max_prompt_tokens,
-                                                        on_bad_row=args.data.on_bad_row,
-                                                        verify_images=args.data.verify_images, limit=limit)
-            elif path:
-                loaded[name], skipped = load_prompts(
-                    path, processor, prompt_column=args.data.prompt_column, images_column=args.data.images_column,
-                    reference_column=args.data.reference_column, label_column=args.data.label_column,
-                    system_prompt=args.data.system_prompt, max_prompt_tokens=args.data.max_prompt_tokens,
-                    on_bad_row=args.data.on_bad_row, verify_images=args.data.verify_images, limit=limit)
+        processor = Processor(str(resolve_folder(run.args.model.model)), args.min_pixels, args.max_pixels)
+        if args.row_kind == "judgements":
+            judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")   # exported with the model
+        for name, path, limit in files:
+            if args.row_kind == "judgements":
+                rows, skipped = load_judgements(path, processor, limit=limit, **common)
             else:
-                loaded[name], skipped = [], []
+                rows, skipped = load_prompts(
+                    path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
+                    reference_column=args.reference_column, label_column=args.label_column,
+                    system_prompt=args.system_prompt, limit=limit, **common)
+            loaded[name].append(rows)
             if skipped and run.rank == 0:
-                print(f"--{name}: skipped {len(skipped)} bad rows:", *skipped[:5], sep="\n  ", flush=True)
-        if args.data.row_kind == "judgements":
-            count_judgements(processor.files["judge"], [(row.label, row.reference, True) for row in loaded["data"]])
+                print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
+        if args.row_kind == "judgements":
+            count_judgements(judge, [(row.label, row.reference, True) for rows in loaded["data"] for row in rows])
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
-    return processor, loaded["data"], loaded["eval_data"]
+    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(loaded["data"], sets)]
+    return processor, loaded["data"], weights, sum(loaded["eval_data"], [])
 
 
 class Policy(nn.Module):
@@ -697,14 +719,15 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def prompts_of_step(args: Args, rows: list[Prompt], index: int) -> tuple[list[Prompt], list[int]] | None:
+def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray, number: np.ndarray,
+                     index: int) -> tuple[list[Prompt], list[int]] | None:
     """Batch ``index`` of prompts, 0-based, and their draw numbers: how many prompts were taken before each. A step takes
-    one batch, or more with --dynamic_sampling."""
-    if index >= args.update.steps * max(1, args.algorithm.dynamic_sampling):
+    one batch, or more with --dynamic_sampling. Draw j is draw ``number[j]`` of dataset ``which[j]``. None behind the last."""
+    draws = slice(index * args.rollout.prompts_per_step, (index + 1) * args.rollout.prompts_per_step)
+    if draws.start >= len(which):
         return None
-    size = args.rollout.prompts_per_step
-    draws = range(index * size, (index + 1) * size)
-    return [rows[i] for i in data_order(draws, len(rows), args.run.seed)], list(draws)
+    picks = take_rows(which[draws], number[draws], [len(rows) for rows in datasets], args.run.seed)
+    return [datasets[k][row] for k, row in picks], list(range(draws.start, draws.stop))
 
 
 def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Reward", loader: PromptLoader,
@@ -951,8 +974,8 @@ def load_function(flag_name: str, spec: str) -> Callable:
     """The function of ``path.py:function``. Raises UserError."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(f"{flag_name} {spec}: expected one of {', '.join(RULES)}, grm:FOLDER, rm:FOLDER, or an existing "
-                        "path.py:function")
+        raise UserError(f"{flag_name} {spec}: expected one of {', '.join(RULES)}, grm:FOLDER, rm:FOLDER, "
+                        "http://host:port/path, or an existing path.py:function")
     module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
     module = sys.modules[module_spec.name] = importlib.util.module_from_spec(module_spec)  # dataclasses look there
     try:
@@ -964,7 +987,7 @@ def load_function(flag_name: str, spec: str) -> Callable:
     return getattr(module, name)
 
 
-def load_source(spec: str) -> Source:
+def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     """A source by its spec; folders of models are looked at later, by `build_reward_models`. Raises UserError.
 
     A function `f(prompts, responses, references, labels, images)` gets lists of equal length and returns a list of floats
@@ -975,6 +998,8 @@ def load_source(spec: str) -> Source:
         return Source(spec, spec, functools.partial(rule_reward, spec))
     if kind in ("grm", "rm"):
         return Source(spec, kind)
+    if kind in ("http", "https"):
+        return Source(spec, "remote", remote_reward(spec, args))
     return Source(spec, spec.rpartition(":")[2], load_function("--reward", spec))
 
 
@@ -990,7 +1015,7 @@ def load_reward(args: RewardArgs) -> Reward:
                         "--reward_combiner")
     if args.reward_recipe and (args.reward or args.reward_combiner):
         raise UserError(f"--{'reward' if args.reward else 'reward_combiner'} and --reward_recipe: choose one of them")
-    sources = [load_source(spec) for spec in specs]
+    sources = [load_source(spec, args) for spec in specs]
     for i, source in enumerate(sources):                                         # two judges: grm, grm2
         same = sum(other.name.rstrip("0123456789") == source.name for other in sources[:i])
         source.name += str(same + 1) if same else ""
@@ -1033,6 +1058,107 @@ def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
 
 class RewardError(RuntimeError):
     """A reward function failed; the message shows its spec, the numbers and the sample."""
+
+
+MAX_REPLY = 2 ** 26  # bytes that are read of a reward server's answer
+
+
+def remote_reward(url: str, args: RewardArgs) -> Callable:
+    """The reward function that asks a server; the README has the contract. Raises UserError: an URL that cannot be asked.
+
+    A call POSTs its samples --remote_batch at a time, one request after the other: `score_samples` makes --reward_workers
+    calls side by side. What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a
+    valid one is a RewardError at once. No proxy, redirect or password is used.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+        valid = bool(host) and "@" not in parts.netloc and not parts.fragment and re.fullmatch("[!-~]+", url)
+    except ValueError:  # a port that is no number
+        valid = False
+    if not valid:
+        raise UserError(f"--reward {url}: expected http://host:port/path or https://..., without spaces, user name or #")
+    connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+    def post(body: bytes) -> tuple[int, bytes]:
+        """One try: the status and what the server said."""
+        deadline, said = time.monotonic() + args.remote_timeout, b""
+        connection = connect(host, port, timeout=args.remote_timeout)
+        try:
+            connection.request("POST", target, body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            while chunk := response.read1(2 ** 16):
+                said += chunk
+                if len(said) > MAX_REPLY:
+                    raise RewardError(f"the server's answer is longer than {MAX_REPLY} bytes")
+                if time.monotonic() > deadline:  # the socket's own time-out starts anew with every byte
+                    raise TimeoutError("timed out in the middle of the answer")
+            if response.length:  # a read1 at the end of the stream does not look
+                raise http.client.IncompleteRead(said, response.length)
+            return response.status, said
+        finally:
+            connection.close()
+
+    def ask(body: bytes) -> bytes:
+        """The server's answer with status 200, after as many tries as it takes or --remote_retries allow."""
+        for attempt in range(args.remote_retries + 1):
+            try:
+                status, said = post(body)
+                problem = f"HTTP {status}: {said[:500].decode(errors='replace')!r}"
+            except (OSError, http.client.IncompleteRead) as error:
+                status, problem = 0, f"{type(error).__name__}: {error}"
+            except http.client.HTTPException as error:
+                raise RewardError(f"the server does not speak HTTP: {type(error).__name__}: {error}") from error
+            if status == 200:
+                return said
+            if 0 < status < 500:
+                raise RewardError(f"the server answered {problem}")
+            if attempt < args.remote_retries:
+                pause = 0.5 * 2 ** min(attempt, 4)
+                print(f"--reward {url}: {problem}; retry {attempt + 1} of {args.remote_retries} in {pause:g} s", flush=True)
+                time.sleep(pause)
+        raise RewardError(f"no answer in {args.remote_retries + 1} tries (--remote_retries), at last {problem}")
+
+    def score(prompts, responses, references, labels, images) -> dict[str, list[float]]:
+        columns: dict[str, list[float]] = {}
+        for start in range(0, len(responses), args.remote_batch):
+            part = slice(start, start + args.remote_batch)
+            pictures = {path: encode_picture(path) for path in sorted({path for paths in images[part] for path in paths})}
+            said = ask(json.dumps({
+                "queries": [prompt + response for prompt, response in zip(prompts[part], responses[part])],
+                "prompts": prompts[part], "responses": responses[part], "references": references[part],
+                "labels": labels[part], "images": [[pictures[path] for path in paths] for paths in images[part]]}).encode())
+            answer = read_reply(said, len(responses[part]))
+            if columns and answer.keys() != columns.keys():
+                raise RewardError(f"the server's components were {sorted(columns)} and are now {sorted(answer)}")
+            for name, values in answer.items():
+                columns.setdefault(name, []).extend(values)
+        return columns
+
+    return score
+
+
+def encode_picture(path: str) -> str:
+    """A picture, upright and RGB, as PNG in base64."""
+    file = io.BytesIO()
+    read_image(path).save(file, "PNG", compress_level=1)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def read_reply(said: bytes, count: int) -> dict[str, list[float]]:
+    """{"rewards": [...], further components} of a server's answer, as a reward function returns them; `score_samples`
+    looks at the numbers. Raises RewardError."""
+    try:
+        reply = json.loads(said)
+    except (ValueError, RecursionError) as error:
+        raise RewardError(f"the server's answer is not JSON ({error}): {said[:500].decode(errors='replace')!r}") from error
+    if not isinstance(reply, dict) or "rewards" not in reply or "reward" in reply:
+        raise RewardError(f'the server must answer {{"rewards": [...]}}, with components beside it or not: {reply!r:.500}')
+    for name, values in reply.items():
+        if not isinstance(values, list) or len(values) != count:
+            raise RewardError(f"the server's {name!r} must be a list of {count} numbers, one per sample: {values!r:.500}")
+    return {"reward": reply.pop("rewards")} | reply
 
 
 def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
@@ -1734,7 +1860,7 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  # dense bf16, the makers' data sheets
 
 
-def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
+def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
     args, update = run.args, run.args.update
     flags, folder = flags_of(args), args.run.out
@@ -1744,10 +1870,16 @@ def open_log(run: Run, train_prompts: list[Prompt], eval_prompts: list[Prompt], 
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
     log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
-    per_step = args.rollout.prompts_per_step
-    log.line(f"{len(train_prompts)} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
+    per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
+    log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
-             f"{update.steps * per_step / max(1, len(train_prompts)):.1f} passes over the data; output: {args.run.out}")
+             f"{update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
+    sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
+    total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
+    for part, (path, weight) in zip(datasets, sets):
+        share = (weight or len(part)) / total
+        log.line(f"  {path}: {len(part)} rows, {share:.1%} of the draws, "
+                 f"{share * update.steps * per_step / len(part):.1f} passes")
     if args.rollout.top_k or args.rollout.top_p < 1:
         log.line("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not")
     if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:

@@ -4,12 +4,15 @@
     Block     one prompt and some of its responses: the unit that is balanced over ranks and packed
     Row       one packed row of blocks as tensors: [prompt | r1 | r2 | prompt | r1 ...]
 
+    parse_datasets, mix, data_order, take_rows      which row of which dataset is drawn when
+
 Shape legend: S samples, N response tokens of all samples, L tokens of a packed row, T response tokens of a row,
 M image tokens, P prompt tokens. Pictures and their features stay on the rank that holds them; they move only by
 `exchange_features`. Nothing here knows about losses or models.
 """
 
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -186,8 +189,52 @@ def exchange_features(features: dict[int, torch.Tensor], owners: list[int], need
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Minibatches, balanced partition, packs: every rank computes the same answer from lengths alone
+# Data order: a function of (seed, number of the draw), so every rank knows it, and a resumed run goes on in it
 # ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
+    """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; no weights: None.
+
+    Raises:
+        ValueError: no file, a weight that is no number above 0, or weights for some of the files only.
+    """
+    sets: list[tuple[str, float | None]] = []
+    for part in filter(None, map(str.strip, spec.split(","))):
+        path, colon, text = part.rpartition(":")
+        if not colon or "/" in text:                                            # no weight, or a colon in a folder's name
+            path, weight = part, None
+        else:
+            try:
+                weight = float(text)
+            except ValueError as error:
+                raise ValueError(f"{spec}: {text!r} is no number; expected files separated by commas, all of them or none "
+                                 "with a weight, as in a.jsonl:0.7,b.jsonl:0.3") from error
+        sets.append((path, weight))
+    given = [weight for _, weight in sets if weight is not None]
+    if (spec and not sets) or len(given) not in (0, len(sets)) or not all(path for path, _ in sets) \
+            or not all(0 < weight < math.inf for weight in given):
+        raise ValueError(f"{spec}: expected files separated by commas, all of them or none with a weight above 0")
+    return sets
+
+
+def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set i has the time
+    (j + 1/2) / weight i: shares are exact at every moment, and a longer plan begins like a shorter one."""
+    counts = [math.ceil(draws * weight / sum(weights)) + 1 for weight in weights]
+    which = np.repeat(np.arange(len(weights)), counts)
+    number = np.concatenate([np.arange(0), *map(np.arange, counts)])
+    order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
+    return which[order], number[order]
+
+
+def take_rows(which: np.ndarray, number: np.ndarray, sizes: list[int], seed: int) -> list[tuple[int, int]]:
+    """(dataset, row) of consecutive draws of a plan made by `mix`; each dataset has its own passes, as in `data_order`."""
+    picks = {}
+    for k in set(which.tolist()):
+        own = number[which == k]                                                                             # consecutive
+        picks[k] = iter(data_order(range(own[0], own[-1] + 1), sizes[k], seed))
+    return [(k, next(picks[k])) for k in which.tolist()]
 
 
 def data_order(draws: range, rows: int, seed: int) -> list[int]:
@@ -196,6 +243,11 @@ def data_order(draws: range, rows: int, seed: int) -> list[int]:
     for epoch in {draw // rows for draw in draws}:
         order[epoch] = np.random.default_rng([seed, epoch]).permutation(rows)
     return [int(order[draw // rows][draw % rows]) for draw in draws]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Minibatches, balanced partition, packs: every rank computes the same answer from lengths alone
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def minibatches(groups: int, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:

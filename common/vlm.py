@@ -339,47 +339,83 @@ def layout(config) -> str:
 def image_token_id(config) -> int:
     """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
     return getattr(config, "image_token_id", -1)
+# Columns that rows made for verl and for TRL have besides prompt, images and answer; no other foreign column is known.
+FOREIGN_COLUMNS = ("data_source", "ability", "reward_model", "extra_info", "videos",
+                   "image", "solution", "problem", "original_question", "original_answer")
 
 
 def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
-    """(prompt, image paths, label, reference) of one row; the prompt is yet to be checked."""
-    if unknown := sorted(set(row) - set(columns)):
-        raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}")
+    """(prompt, image paths, label, reference) of one row; the prompt is yet to be checked.
+
+    Of the foreign columns are read: `image` without images, `data_source` without a label, and, without a reference in
+    "answer", `reward_model.ground_truth` or else `solution`. `videos` must be empty. The others are passed over.
+    """
+    if unknown := sorted(set(row) - set(columns) - set(FOREIGN_COLUMNS)):
+        raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}, and of verl's "
+                         f"and TRL's rows {', '.join(FOREIGN_COLUMNS)}")
     prompt, images, *texts = map(row.get, columns)
-    images = image_list(images, columns[1])
-    for column, text in zip(columns[2:], texts):
+    if row.get("videos"):
+        raise ValueError("column 'videos': there is no training on videos")
+    if images is not None and row.get("image") is not None and columns[1] != "image":
+        raise ValueError(f"columns {columns[1]!r} and 'image': give one of them")
+    images = image_list(row.get("image") if images is None else images, columns[1])
+    if not isinstance(verl := row.get("reward_model") or {}, dict):
+        raise ValueError(f'column \'reward_model\' must be {{"ground_truth": ...}}, not {verl!r:.80}')
+    foreign = {"data_source": row.get("data_source"), "reward_model.ground_truth": verl.get("ground_truth"),
+               "solution": row.get("solution")}
+    for column, text in [*zip(columns[2:], texts), *foreign.items()]:
         if not isinstance(text, str | None):
             raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
     references = {text for text in texts[1:] if text is not None}
     if len(references) > 1:
         raise ValueError(f"columns {' and '.join(columns[3:])} differ: {texts[1:]!r:.120}; give one of them")
-    return prompt, images, texts[0], next(iter(references), None)
+    label, *others = foreign.values()
+    references = [*references, *(others if columns[3] == "answer" else [])]
+    return prompt, images, label if texts[0] is None else texts[0], next((t for t in references if t is not None), None)
 
 
 def image_list(images: Any, column: str) -> list[str]:
-    """The image paths of a row. Raises ValueError: neither a path nor a list of paths nor None."""
-    images = [] if images is None else [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(image, str) and image for image in images):
-        raise ValueError(f"column {column!r} must be a path or a list of paths, not {images!r:.80}")
-    return images
+    """The image paths of a row. Raises ValueError: neither a path nor a list of paths nor None; see `_image_file`."""
+    images = [] if images is None else images if isinstance(images, list) else [images]
+    return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in images]
+
+
+def _image_file(image: Any, rule: str) -> str:
+    """The path of an image that a row gives as path, file:// address, or object with one of the two as image, path or
+    url. Raises ValueError, with the `rule` that the row breaks."""
+    file = image
+    if isinstance(image, dict):
+        given = {key: value for key, value in image.items() if value is not None}
+        if "bytes" in given:
+            raise ValueError(f"{rule}, not the bytes of a picture: write it to a file, as launch/geo3k.py does")
+        file = next(iter(given.values())) if len(given) == 1 and given.keys() <= {"image", "path", "url"} else None
+    if not isinstance(file, str) or not file or re.match("(?:https?|data):", file):
+        raise ValueError(f"{rule}, not {image!r:.80}")
+    return file.removeprefix("file://")
 
 
 def _parts(content: str | list) -> list[dict]:
-    """Message content as text and image parts; "<image>" in a string stands for an image."""
+    """Message content as text and image parts, image parts with "file" if they name one; "<image>" in a string stands
+    for an image."""
     if isinstance(content, str):
         pieces = [piece for piece in re.split("(<image>)", content) if piece]
         return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
-    for part in content:
-        match part:
-            case {"type": "text", "text": str(), **rest} | {"type": "image", **rest} if not rest:
-                continue
-        raise ValueError('a part of a message must be {"type": "text", "text": ...} or {"type": "image"}, its file in '
-                         f"the images column, not {part!r:.80}")
-    return content
+    parts, rule = [], ('a part of a message must be {"type": "text", "text": ...} or {"type": "image"}, with its file as '
+                       '"image", "path" or "url" or in the images column')
+    for part in content:  # tables give every part every key, the ones it has not as null
+        match {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part:
+            case {"type": "text", "text": str(text), **rest} if not rest:
+                parts.append({"type": "text", "text": text})
+            case {"type": "image", **rest}:
+                parts.append({"type": "image"} | ({"file": _image_file(rest, rule)} if rest else {}))
+            case _:
+                raise ValueError(f"{rule}, not {part!r:.80}")
+    return parts
 
 
-def _chat(prompt: str | list, image_count: int, system_prompt: str) -> list[dict]:
-    """Messages in the form every chat template takes: content as parts, or a string if all of it is text."""
+def _chat(prompt: str | list, images: list[str], system_prompt: str) -> tuple[list[dict], list[str]]:
+    """Messages in the form every chat template takes, content as parts, or a string if all of it is text; and the image
+    paths in their order: those of the parts that name one, and `images` for the other places."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     valid = isinstance(prompt, list) and prompt and all(
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list) for m in prompt)
@@ -389,18 +425,22 @@ def _chat(prompt: str | list, image_count: int, system_prompt: str) -> list[dict
     messages = [{**m, "content": _parts(m["content"])} for m in prompt]
     if not any(part.get("text", "").strip() for m in messages if m["role"] != "system" for part in m["content"]):
         raise ValueError("empty prompt: no text but the system's")
-    places = sum(part["type"] == "image" for m in messages for part in m["content"])
     users = [m for m in messages if m["role"] == "user"]
+    places = [part for m in messages for part in m["content"] if part["type"] == "image"]
     if not places and len(users) == 1:  # the row does not say where: images first, as the Qwen-VL families are trained
-        users[0]["content"] = [{"type": "image"}] * image_count + users[0]["content"]
-    elif places != image_count:
-        raise ValueError(f"{image_count} images for {places} places (<image> in a string, or parts of type image)")
+        places = [{"type": "image"} for _ in images]
+        users[0]["content"] = places + users[0]["content"]
+    if (free := sum("file" not in part for part in places)) != len(images):
+        raise ValueError(f"{len(images)} images for {free} places (<image> in a string, or parts of type image without a "
+                         "file of their own)")
+    rest = iter(images)
+    images = [part.pop("file", None) or next(rest) for part in places]
     for m in messages:  # templates made for text know no parts
         if all(part["type"] == "text" for part in m["content"]):
             m["content"] = "".join(part["text"] for part in m["content"])
     if system_prompt and any(m["role"] == "system" for m in messages):
         raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
-    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages
+    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages, images
 
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
@@ -409,6 +449,7 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
                  limit: int = 0) -> tuple[list[Prompt], list[str]]:
     """Read a JSONL file of prompts; image paths are relative to it, and of the pictures only headers are read.
 
+    Rows made for verl and for TRL are read as they are, see `_parse_row`.
     reference_column: "answer" also admits "reference". verify_images: decode every picture. limit: only the first so
     many rows, bad ones included; 0 for all. on_bad_row: "error" or "skip". Blank lines are no rows.
     Returns the prompts in file order, and what was wrong with each row skipped.
@@ -433,7 +474,7 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
 
     grids: the patch grids of the images, if they are known; otherwise their headers are read.
     """
-    messages = _chat(prompt, len(images), system_prompt)
+    messages, images = _chat(prompt, images, system_prompt)
     paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
     if paths and processor.layout == "text":
         raise ValueError(f"{len(paths)} images for {processor.config.model_type}, a model of text only")

@@ -56,9 +56,9 @@ def start(checkpoint: Path, data: str | None = None, *flags: str):
     args = ppo.parse_args(["--model", str(checkpoint), "--data", str(data), "--max_prompt_tokens", "512", "--max_new_tokens", "12",
                            "--prefill_tokens", "600", "--prompts_per_step", "4", *flags])
     run = ppo.start_run(args)
-    processor, prompts, _ = ppo.load_data(run)
+    processor, datasets, _, _ = ppo.load_data(run)
     actor, critic, reference = ppo.build_models(run, processor)
-    return SimpleNamespace(run=run, args=args, processor=processor, prompts=prompts, actor=actor, critic=critic,
+    return SimpleNamespace(run=run, args=args, processor=processor, prompts=sum(datasets, []), actor=actor, critic=critic,
                            reference=reference)
 
 

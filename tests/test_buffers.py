@@ -8,8 +8,7 @@ import torch
 
 from common import buffers
 from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
-                            minibatches,
-                            ragged_index)
+                            minibatches, mix, parse_datasets, ragged_index, take_rows)
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
@@ -149,6 +148,53 @@ def test_data_order_depends_on_seed_and_epoch_alone():
     torch.manual_seed(1)
     assert data_order(range(28, 35), 7, 5) == whole[28:]            # resumed in the middle, other global generators
     assert data_order(range(35), 7, seed=6) != whole
+
+
+def test_parse_datasets():
+    assert parse_datasets("a.jsonl:0.7, b.jsonl:3e-1") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
+    assert parse_datasets("a.jsonl") == [("a.jsonl", None)] and parse_datasets("") == []
+    assert parse_datasets("x:y/a.jsonl,/b.jsonl") == [("x:y/a.jsonl", None), ("/b.jsonl", None)]
+    assert parse_datasets("x:y/a.jsonl:2") == [("x:y/a.jsonl", 2.0)]
+
+
+@pytest.mark.parametrize("spec, message", [
+    ("a.jsonl:1,b.jsonl", "all of them or none"), ("a.jsonl:0", "weight above 0"), (",", "expected files"),
+    ("a.jsonl:-1,b.jsonl:2", "weight above 0"), ("a.jsonl:nan", "weight above 0"), ("a.jsonl:inf", "weight above 0"),
+    (":0.5", "expected files"), ("a.jsonl:0.7b", "'0.7b' is no number"), ("a.jsonl:", "'' is no number")])
+def test_bad_datasets(spec, message):
+    with pytest.raises(ValueError, match=message):
+        parse_datasets(spec)
+
+
+def test_mixture():
+    which, number = mix([0.7, 0.3], 1000)
+    for n in (10, 100, 1000):
+        assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
+    for k in (0, 1):
+        assert number[which == k].tolist() == list(range(int((which == k).sum())))
+    longer = mix([0.7, 0.3], 1500)
+    assert np.array_equal(longer[0][:1000], which) and np.array_equal(longer[1][:1000], number)
+    which, number = mix([9.0, 6.0], 15)                                # sizes as weights: a pass has every prompt once
+    assert sorted(zip(which.tolist(), number.tolist())) == [(0, i) for i in range(9)] + [(1, i) for i in range(6)]
+
+
+@pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
+def test_rows_of_a_mixture(weights):
+    """Cut into steps of any size, and begun in the middle, it is the same sequence: per set, its own passes in order."""
+    sizes, seed = [9, 6], 3
+    which, number = mix(weights, 60)
+    whole = take_rows(which, number, sizes, seed)
+    for k, size in enumerate(sizes):
+        own = [row for part, row in whole if part == k]
+        assert own == data_order(range(len(own)), size, seed)
+    for step in (1, 4, 7, 60):
+        cuts = [take_rows(which[s:s + step], number[s:s + step], sizes, seed) for s in range(0, 60, step)]
+        assert sum(cuts, []) == whole
+        assert sum(cuts[len(cuts) // 2:], []) == whole[len(cuts) // 2 * step:]
+
+
+def test_one_set_is_in_data_order():
+    assert take_rows(*mix([7.0], 35), [7], 5) == [(0, row) for row in data_order(range(35), 7, 5)]
 
 
 @pytest.mark.parametrize("groups, count", [(12, 4), (6, 1), (5, 5)])

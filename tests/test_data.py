@@ -296,6 +296,75 @@ def test_system_prompt_and_column_names(load):
     assert [p.reference for p in prompts] == ["r", "s", None, "t"]
 
 
+def verl_row(content, images, **changes):
+    """As verl's own preprocessing of geometry3k writes it, but for the pictures."""
+    return {"data_source": "hiyouga/geometry3k", "prompt": [{"role": "user", "content": content}], "images": images,
+            "ability": "math", "reward_model": {"style": "rule", "ground_truth": "12"},
+            "extra_info": {"split": "train", "index": 3, "answer": "12", "question": "Find x."}} | changes
+
+
+@pytest.mark.parametrize("images", [["a.png", "b.jpg"], [{"image": "a.png"}, {"image": "b.jpg"}],
+                                    [{"bytes": None, "path": "a.png"}, {"path": "b.jpg", "bytes": None}],
+                                    [{"url": "file://{here}/a.png"}, "file://{here}/b.jpg"]])
+def test_verl_rows(load, tmp_path, images):
+    images = json.loads(json.dumps(images).replace("{here}", str(tmp_path)))
+    (prompt,), _ = load([verl_row("<image>Find x in <image>.", images)])
+    assert prompt.text == rendered(("user", f"{PICTURE}Find x in {PICTURE}."))
+    assert prompt.images == (str(tmp_path / "a.png"), str(tmp_path / "b.jpg"))
+    assert (prompt.reference, prompt.label) == ("12", "hiyouga/geometry3k")
+
+
+def test_verl_rows_without_pictures_and_with_a_label(load):
+    prompts, _ = load([verl_row("2 + 2?", None, videos=None), verl_row("2 + 2?", [], videos=[], label="sum"),
+                       verl_row("2 + 2?", [], reward_model={"style": "model"}, extra_info=None),
+                       verl_row("2 + 2?", [], answer="4")])
+    assert [(p.reference, p.label) for p in prompts] == [("12", "hiyouga/geometry3k"), ("12", "sum"),
+                                                         (None, "hiyouga/geometry3k"), ("4", "hiyouga/geometry3k")]
+    assert {p.text for p in prompts} == {rendered(("user", "2 + 2?"))}
+
+
+TRL_PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
+
+
+@pytest.mark.parametrize("row, expected", [
+    ({"prompt": [{"role": "user", "content": TRL_PARTS}], "images": ["a.png"], "answer": "2"}, ("2", ["a.png"])),
+    ({"prompt": [{"role": "user", "content": TRL_PARTS}], "image": "a.png", "solution": "$2$"}, ("$2$", ["a.png"])),
+    ({"prompt": [{"role": "user", "content": "How many?"}], "image": {"path": "a.png", "bytes": None}, "solution": "2",
+      "problem": "How many?", "original_question": "?", "original_answer": "two"}, ("2", ["a.png"])),
+    ({"prompt": [{"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "How many?"}]}],
+      "image": "a.png", "solution": "1 + 1 = 2", "answer": "2"}, ("2", ["a.png"])),
+    *(({"prompt": [{"role": "user", "content": [{"type": "image", key: "b.jpg", "text": None}, TRL_PARTS[1]]}],
+        "solution": "2"}, ("2", ["b.jpg"])) for key in ("image", "path", "url"))])
+def test_trl_rows(load, tmp_path, row, expected):
+    (prompt,), _ = load([row])
+    assert prompt.text == rendered(("user", PICTURE + "How many?"))
+    assert (prompt.reference, prompt.images) == (expected[0], tuple(str(tmp_path / name) for name in expected[1]))
+
+
+def test_a_named_reference_column_is_the_only_one(load):
+    rows = [{"prompt": "x", "solution": "s", "original_answer": "o", "answer": None}, {"prompt": "x", "solution": "s"}]
+    assert [p.reference for p in load(rows, reference_column="original_answer", label_column="answer")[0]] == ["o", None]
+    assert [p.reference for p in load(rows, reference_column="solution", label_column="answer")[0]] == ["s", "s"]
+    assert [p.reference for p in load(rows)[0]] == ["s", "s"]
+
+
+def test_prompts_of_several_turns(load, tmp_path, processor):
+    """Pictures of parts, of the images column and of strings, in the order of their places."""
+    (prompt,), _ = load([{"images": ["a.png", {"image": "b.jpg"}], "answer": "no", "prompt": [
+        {"role": "system", "content": "Brief."}, {"role": "user", "content": "<image>What is it?"},
+        {"role": "assistant", "content": "Red."},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "path": "b.jpg"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "Blue."}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " again?"}]}]}])
+    assert prompt.text == rendered(("system", "Brief."), ("user", PICTURE + "What is it?"), ("assistant", "Red."),
+                                   ("user", "And " + PICTURE), ("assistant", "Blue."), ("user", PICTURE + " again?"))
+    a, b = processor.grid(64, 40), processor.grid(30, 90)
+    assert prompt.images == tuple(str(tmp_path / name) for name in ("a.png", "b.jpg", "b.jpg"))
+    assert prompt.grids == (a, b, b) and prompt.reference == "no"
+    runs = "".join("x" if i == IMAGE else " " for i in prompt.input_ids.tolist()).split()
+    assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
+
+
 def test_bom_crlf_blank_lines_and_line_separators(load):
     """U+2028 ends a line for str.splitlines, but not in JSON; index counts rows, source counts lines."""
     data = b"\xef\xbb\xbf" + '{"prompt": "a"}\r\n\r\n   \n{"prompt": "b\u2028c"}\r\n\n{"prompt": "d"}'.encode()
@@ -333,7 +402,23 @@ BAD_ROWS = {
     "content of wrong type": (user(3), "content.: string or parts"),
     "unknown part": (user([{"type": "video"}]), "a part of a message must be .*video"),
     "part of wrong type": (user([{"type": "text", "text": 3}]), "a part of a message must be"),
-    "part names a file": (user([{"type": "image", "image": "a.png"}]), "its file in the images column"),
+    "part names no such file": (user(["x", {"type": "image", "image": "c.png"}]), "a part of a message must be .*'x'"),
+    "part with bytes": (user([{"type": "image", "bytes": "iVBOR"}]), "not the bytes of a picture: write it to a file"),
+    "part with two files": (user([{"type": "image", "path": "a.png", "url": "b.jpg"}]), 'as "image", "path" or "url"'),
+    "part with an option": (user([{"type": "image", "image": "a.png", "min_pixels": 9}]), "a part of a message must be"),
+    "part in the web": (user([{"type": "image", "url": "https://x.org/a.png"}]), "part of a message must be .*https"),
+    "part with its file elsewhere too": ({"images": ["b.jpg"]} | user(
+        [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]), "1 images for 0 places .*without a file"),
+    "image in the web": ({"prompt": "x", "images": ["http://x.org/a.png"]}, "must be a path .*http"),
+    "image in the row": ({"prompt": "x", "images": "data:image/png;base64,iVBOR"}, "must be a path .*data:"),
+    "bytes of an image": ({"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]}, "'images' .*not the bytes"),
+    "image and images": ({"prompt": "x", "images": ["a.png"], "image": "a.png"}, "'images' and 'image': give one"),
+    "videos": ({"prompt": "x", "videos": ["a.mp4"]}, "column 'videos': there is no training on videos"),
+    "foreign column of another trainer": ({"prompt": "x", "tools": []}, "column 'tools'; .*verl's and TRL's rows data_"),
+    "ground truth of wrong type": ({"prompt": "x", "reward_model": {"ground_truth": 4}},
+                                   "'reward_model.ground_truth' must be a string, not 4"),
+    "reward model of wrong type": ({"prompt": "x", "reward_model": "rule"}, "must be {\"ground_truth\": ...}, not 'rule'"),
+    "data source of wrong type": ({"prompt": "x", "data_source": 1}, "column 'data_source' must be a string"),
     "answer of wrong type": ({"prompt": "x", "answer": 4}, "column 'answer' must be a string, not 4"),
     "label of wrong type": ({"prompt": "x", "label": ["t"]}, "column 'label' must be a string"),
     "images of wrong type": ({"prompt": "x", "images": {"a": 1}}, "column 'images' must be a path or a list"),

@@ -309,23 +309,6 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         settings(pictures_template="{prompt} <image>")
 
 
-def test_mixture():
-    which, number = grm.mix([0.7, 0.3], 1000)
-    for n in (10, 100, 1000):
-        assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
-    for k in (0, 1):
-        assert number[which == k].tolist() == list(range(int((which == k).sum())))
-    longer = grm.mix([0.7, 0.3], 1500)
-    assert np.array_equal(longer[0][:1000], which) and np.array_equal(longer[1][:1000], number)
-    which, number = grm.mix([9.0, 6.0], 15)                            # sizes as weights: a pass has every prompt once
-    assert sorted(zip(which.tolist(), number.tolist())) == [(0, i) for i in range(9)] + [(1, i) for i in range(6)]
-    assert grm.parse_datasets("a.jsonl:0.7, b.jsonl:3e-1") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
-    assert grm.parse_datasets("a.jsonl") == [("a.jsonl", None)] and grm.parse_datasets("") == []
-    for spec in ("a.jsonl:1,b.jsonl", "a.jsonl:0", ","):
-        with pytest.raises(ValueError, match="files separated by commas"):
-            grm.parse_datasets(spec)
-
-
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs", "1")
     total = sum(map(len, env.datasets))

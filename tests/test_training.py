@@ -473,6 +473,54 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     assert found == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
 
 
+MIXTURE = "train.jsonl:0.75,eval.jsonl:0.25"
+
+
+def mixture(task: Path, spec: str = MIXTURE) -> str:
+    return ",".join(str(task / part) for part in spec.split(","))
+
+
+def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
+    """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at every step."""
+    more = ["--data", mixture(task), "--advantage", "grpo", "--max_new_tokens", "3", "--save_every", "2"]
+    whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
+    told = capsys.readouterr().out
+    assert "15 training prompts" in told
+    assert f"{task / 'train.jsonl'}: 8 rows, 75.0% of the draws, 1.5 passes" in told
+    assert f"{task / 'eval.jsonl'}: 7 rows, 25.0% of the draws, 0.6 passes" in told
+    train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
+    parts = train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
+    assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]
+    drawn = []
+    for step in range(1, 5):
+        samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
+        assert samples == samples_of(tmp_path / "parts", f"step-{step:06d}")
+        sources = [sample["source"] for sample in samples if sample["sample"] == 0]
+        assert [source.split(":")[0] for source in sources].count("eval.jsonl") == 1
+        drawn += sources
+    assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
+    with pytest.raises(ppo.UserError, match="flags that alter the result .*--data"):
+        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", mixture(task).replace("0.75", "0.5"))
+
+
+def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
+    """With a weight and without: pass e takes the rows in the order that numpy draws from (0, e)."""
+    order = np.concatenate([np.random.default_rng([0, epoch]).permutation(8) for epoch in range(2)])
+    for name, data in (("plain", "train.jsonl"), ("weight", "train.jsonl:0.3")):
+        train(qwen25, task, tmp_path / name, "--data", str(task / data), "--steps", "4", "--prompts_per_step", "3",
+              "--max_new_tokens", "2", "--advantage", "grpo", "--export_every", "0", "--save_every", "0")
+        drawn = [sample["index"] for step in range(1, 5) for sample in samples_of(tmp_path / name, f"step-{step:06d}")
+                 if sample["sample"] == 0]
+        assert drawn == order[:12].tolist()
+
+
+@pytest.mark.parametrize("spec, message", [("a.jsonl:0.5,b.jsonl", "all of them or none"), ("a.jsonl:-1", "weight above 0"),
+                                           ("a.jsonl:x", "'x' is no number")])
+def test_bad_probabilities_are_refused(spec, message):
+    with pytest.raises(ppo.UserError, match=f"--data {spec}: .*{message}"):
+        ppo.parse_args(["--model", "m", "--data", spec])
+
+
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path):
     """--eval_only evaluates, whatever --eval_every says, and needs no --data."""
     line = flags(qwen25, task, tmp_path, "--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_every", "0")
@@ -622,7 +670,7 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
     "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
              "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
              "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
-    "rloo": ("qwen2_5_vl", "--steps 2 --prompts_per_step 3 --advantage rloo --no-share_prompts "
+    "rloo": ("qwen2_5_vl", "--steps 2 --data MIXTURE --prompts_per_step 3 --advantage rloo --no-share_prompts "
              "--gradient_checkpointing --recompute_old_logprobs --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
              "--epochs 3 --eval_every 0"),
     "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
@@ -641,6 +689,7 @@ FAILURES = {
 
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
     more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl")) else word for word in spec[1].split()]
+    more = [mixture(task) if word == "MIXTURE" else word for word in more]
     line = flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
     if "--reward_recipe" in line:
         del line[line.index("--reward"):line.index("--reward") + 2]

@@ -84,7 +84,7 @@ def main() -> None:
                            "--max_new_tokens", str(LONGEST), "--max_prompt_tokens", "512", "--slots", str(flags.slots),
                            "--out", str(folder / "run")])
     run = ppo.start_run(args)
-    processor, rows, _ = ppo.load_data(run)
+    processor, (rows,), _, _ = ppo.load_data(run)
     actor, _, _ = ppo.build_models(run, processor)
     oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
     lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (flags.prompts, SAMPLES)).clip(1, LONGEST).astype(int)

@@ -1,0 +1,127 @@
+"""A reward server that gives 1 to a response that is its reference, up to case and white space, and 0 to any other.
+
+    python tests/reward_server.py --port 8500 &
+    torchrun --nproc_per_node 2 train_ppo_vl.py --reward http://127.0.0.1:8500/exact
+
+It is the example to copy: replace `score`. The other paths misbehave, for the tests:
+
+    /slow/S          waits S seconds
+    /fail/N          answers 503 to the first N requests
+    /status/CODE     answers CODE, always
+    /drop            closes the connection without an answer, always
+    /drip            sends its answer byte by byte, 20 per second
+    /lie/KIND        answers something else, see LIES
+"""
+
+import argparse
+import base64
+import io
+import json
+import threading
+import time
+from collections import deque
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from PIL import Image
+
+LIES = {
+    "short": lambda rewards: {"rewards": rewards[:-1]},
+    "long": lambda rewards: {"rewards": rewards + [0.0]},
+    "nan": lambda rewards: {"rewards": [float("nan")] * len(rewards)},
+    "infinite": lambda rewards: {"rewards": [float("inf")] * len(rewards)},
+    "strings": lambda rewards: {"rewards": [str(reward) for reward in rewards]},
+    "null": lambda rewards: {"rewards": [None] * len(rewards)},
+    "number": lambda rewards: {"rewards": 1.0},
+    "missing": lambda rewards: {"scores": rewards},
+    "list": lambda rewards: rewards,
+    "component": lambda rewards: {"rewards": rewards, "style": rewards[:-1]},
+    "message": lambda rewards: {"rewards": rewards, "comment": "well done"},
+    "both": lambda rewards: {"rewards": rewards, "reward": rewards},
+    "text": lambda rewards: "<html>busy</html>",
+    "empty": lambda rewards: "",
+    "deep": lambda rewards: "[" * 100_000,
+}
+
+
+def score(batch: dict) -> dict[str, list[float]]:
+    """{"rewards": one number per sample}; further lists of that length are components that the trainer logs."""
+    words = lambda text: text.lower().split()  # noqa: E731
+    return {"rewards": [float(words(response) == words(reference))
+                        for response, reference in zip(batch["responses"], batch["references"])],
+            "pictures": [float(len(open_pictures(pictures))) for pictures in batch["images"]]}
+
+
+def open_pictures(pictures: list[str]) -> list[Image.Image]:
+    return [Image.open(io.BytesIO(base64.b64decode(picture, validate=True))) for picture in pictures]
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        server, (mode, argument) = self.server, (self.path.strip("/").split("/") + [""])[:2]
+        with server.lock:
+            server.requests += 1
+            number, server.running = server.requests, server.running + 1
+            server.most_running = max(server.most_running, server.running)
+        try:
+            batch = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.batches.append(batch)
+            if mode == "slow":
+                time.sleep(float(argument))
+            with server.lock:  # before the answer: who has it may already ask the next question
+                server.running -= 1
+            if mode == "drop":
+                self.close_connection = True
+            elif mode == "fail" and number <= int(argument):
+                self.answer(503, f"busy with request {number}")
+            elif mode == "status":
+                self.answer(int(argument), "that is how it is")
+            elif mode == "length":      # says more, or less, than it sends
+                self.answer(200, json.dumps(score(batch)), length=int(argument))
+            elif mode == "drip":
+                self.answer(200, json.dumps(score(batch)), pause=0.05)
+            elif mode == "lie":
+                lie = LIES[argument](score(batch)["rewards"])
+                self.answer(200, lie if isinstance(lie, str) else json.dumps(lie))
+            elif mode in ("exact", "fail", "slow"):
+                self.answer(200, json.dumps(score(batch)))
+            else:
+                self.answer(404, f"no such path: {self.path}")
+        except (BrokenPipeError, ConnectionResetError):  # a client whose patience ended is part of the tests
+            self.close_connection = True
+
+    def answer(self, status: int, text: str, length: int | None = None, pause: float = 0.0) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body) if length is None else length))
+        self.end_headers()
+        for start in range(0, len(body), 1 if pause else max(1, len(body))):
+            self.wfile.write(body[start:start + 1] if pause else body)
+            time.sleep(pause)
+
+    def log_message(self, *_) -> None:
+        if self.server.verbose:
+            super().log_message(*_)
+
+
+class RewardServer(ThreadingHTTPServer):
+    """`requests` counts them, `batches` keeps what they asked, `most_running` how many were there at the same time."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, port: int = 0, verbose: bool = False):
+        super().__init__(("127.0.0.1", port), Handler)
+        self.lock, self.verbose = threading.Lock(), verbose
+        self.requests = self.running = self.most_running = 0
+        self.batches: deque[dict] = deque(maxlen=0 if verbose else None)  # a server that runs for days keeps none
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{path}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8500)
+    with RewardServer(parser.parse_args().port, verbose=True) as running:
+        print(f"answers at {running.url('exact')}", flush=True)
+        running.serve_forever()

@@ -1,0 +1,285 @@
+"""Rewards from a server: what it is asked, how it is asked again, and that no broken answer becomes a reward."""
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+from reward_server import LIES, RewardServer, open_pictures
+
+import train_ppo_vl as ppo
+from common.vlm import read_image
+
+
+
+@pytest.fixture
+def server():
+    with RewardServer() as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield running
+        running.shutdown()
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """Pauses before retries, noted instead of waited for."""
+    noted = []
+    monkeypatch.setattr(ppo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append))
+    return noted
+
+
+def columns(n, images=None):
+    return ([f"prompt {i}." for i in range(n)], [f"Response  {i}" for i in range(n)],
+            [f"response {i if i % 3 else 'x'}" for i in range(n)], [None if i % 2 else f"label {i}" for i in range(n)],
+            images or [[] for _ in range(n)])
+
+
+def ask(url, n=7, images=None, workers=1, timeout=20.0, **settings):
+    """Rewards and components of n samples, every third of them wrong, as the trainer gets them."""
+    reward = ppo.load_source(url, ppo.RewardArgs(reward=url, **{"remote_timeout": 5.0} | settings)).function
+    return ppo.score_samples(reward, *columns(n, images), spec=url, timeout_s=timeout, workers=workers)
+
+
+# ------------------------------------------------------------------------------------------------ what is asked
+@pytest.mark.parametrize("workers, batch, requests", [(1, 7, 1), (1, 3, 3), (3, 2, 5), (7, 7, 7), (2, 100, 2)])
+def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
+    rewards, components = ask(server.url("exact"), workers=workers, remote_batch=batch)
+    assert rewards == [float(i % 3 > 0) for i in range(7)] and components == {"pictures": [0.0] * 7}
+    assert server.requests == requests and all(len(asked["responses"]) <= batch for asked in server.batches)
+    asked = {name: [] for name in ("queries", "prompts", "responses", "references", "labels", "images")}
+    for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
+        assert part.keys() == asked.keys()
+        for name, values in part.items():
+            asked[name] += values
+    prompts, responses, references, labels, images = columns(7)
+    assert asked == {"queries": [f"prompt {i}.Response  {i}" for i in range(7)], "prompts": prompts,
+                     "responses": responses, "references": references, "labels": labels, "images": images}
+
+
+def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
+    """Two samples of one prompt share its pictures: each is encoded once per request."""
+    rng, paths, opened = np.random.default_rng(0), [], []
+    for name, mode, size in (("a.png", "RGB", (37, 21)), ("b.jpg", "RGB", (40, 64)), ("c.png", "RGBA", (9, 9)),
+                             ("d.png", "L", (5, 8))):
+        channels = {"RGB": (3,), "RGBA": (4,), "L": ()}[mode]
+        Image.fromarray(rng.integers(0, 255, (*size, *channels), dtype=np.uint8)).save(tmp_path / name)
+        paths.append(str(tmp_path / name))
+    images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
+    monkeypatch.setattr(ppo, "read_image", lambda path: opened.append(path) or read_image(path))
+    assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
+    arrived = [open_pictures(pictures) for part in server.batches for pictures in part["images"]]
+    for got, expected in zip(arrived, images, strict=True):
+        for picture, path in zip(got, expected, strict=True):
+            assert picture.format == "PNG" and picture.mode == "RGB"
+            assert np.array_equal(np.asarray(picture), np.asarray(read_image(path)))
+    assert sorted(opened) == sorted([*paths, paths[0]])
+
+
+def test_text_survives_json(server):
+    """Quotes, other alphabets, control characters, half a surrogate pair: what a policy may well sample."""
+    texts = ['"}\\', "Würfel 骰子 🎲", "\x00\u2028\n", "\ud83c"]
+    reward = ppo.load_source(server.url("exact")).function
+    assert reward(texts, texts, texts, [None] * 4, [[]] * 4)["reward"] == [1.0] * 4
+    assert server.batches[0]["queries"] == [2 * text for text in texts[:3]] + ["\ud83c\ud83c"]
+
+
+def test_requests_overlap_as_often_as_asked(server):
+    started = time.monotonic()
+    ask(server.url("slow/0.3"), n=8, workers=4, remote_batch=1)
+    assert server.most_running == 4 and server.requests == 8 and time.monotonic() - started < 8 * 0.3
+    server.most_running = 0
+    ask(server.url("slow/0.05"), n=4, workers=1, remote_batch=1)
+    assert server.most_running == 1
+
+
+# ------------------------------------------------------------------------------------------------ asking again
+@pytest.mark.parametrize("failures", [0, 1, 4])
+def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures):
+    assert ask(server.url(f"fail/{failures}"))[0] == [float(i % 3 > 0) for i in range(7)]
+    assert server.requests == failures + 1 and pauses == [0.5, 1.0, 2.0, 4.0][:failures]
+    assert all(batch == server.batches[0] for batch in server.batches)
+    assert capsys.readouterr().out.count("HTTP 503: 'busy with request") == failures
+
+
+def test_retries_and_pauses_are_capped(server, pauses):
+    with pytest.raises(ppo.RewardError, match=r"(?s)no answer in 8 tries \(--remote_retries\), at last HTTP 503: 'busy with "
+                                              r"request 8'; sample 0 of 7.*Response  0"):
+        ask(server.url("fail/99"), remote_retries=7)
+    assert server.requests == 8 and pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
+
+
+@pytest.mark.parametrize("path, problem", [
+    ("status/500", "HTTP 500: 'that is how it is'"), ("status/599", "HTTP 599"), ("drop", "RemoteDisconnected: Remote end"),
+    ("slow/30", "TimeoutError: timed out"), ("drip", "TimeoutError: timed out in the middle"),
+    ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more expected)")])
+def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
+    started = time.monotonic()
+    with pytest.raises(ppo.RewardError, match=re.escape(f"no answer in 3 tries (--remote_retries), at last {problem}")):
+        ask(server.url(path), remote_retries=2, remote_timeout=0.2)
+    assert server.requests == 3 and len(pauses) >= 2 and time.monotonic() - started < 5
+
+
+def test_no_server_there(pauses):
+    with socket.socket() as taken:                                     # bound, but nobody listens
+        taken.bind(("127.0.0.1", 0))
+        with pytest.raises(ppo.RewardError, match="no answer in 5 tries .* ConnectionRefusedError"):
+            ask(f"http://127.0.0.1:{taken.getsockname()[1]}/exact")
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+# ------------------------------------------------------------------------------------------------ errors at once
+@pytest.mark.parametrize("kind", LIES)
+def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
+    said = {"short": r"'rewards' must be a list of 7 numbers", "long": r"'rewards' must be a list of 7 numbers",
+            "nan": "reward is nan, not a finite number", "infinite": "reward is inf, not a finite number",
+            "strings": "reward is '0.0', not a finite number", "null": "reward is None, not a finite number",
+            "number": r"'rewards' must be a list of 7 numbers, one per sample: 1.0",
+            "missing": r'must answer {"rewards": \[...\]}', "list": r'must answer {"rewards": \[...\]}',
+            "component": r"'style' must be a list of 7 numbers", "message": "'comment' must be a list .*: 'well done'",
+            "both": r'must answer {"rewards"', "text": r"not JSON \(.*\): '<html>busy</html>'", "empty": "not JSON",
+            "deep": "not JSON"}
+    with pytest.raises(ppo.RewardError, match=f"(?s)--reward {server.url('lie')}.*{said[kind]}.*sample 0 of 7.*Response  0"):
+        ask(server.url(f"lie/{kind}"))
+    assert server.requests == 1 and pauses == []
+
+
+def test_wrong_lengths_that_add_up_are_noticed(server, monkeypatch):
+    """The first answer one reward short, the second one too long: 7 in all, and all behind the third misplaced."""
+    monkeypatch.setitem(LIES, "shifted", lambda rewards: LIES["short" if server.requests == 1 else "long"](rewards))
+    with pytest.raises(ppo.RewardError, match="must be a list of 4 numbers"):
+        ask(server.url("lie/shifted"), remote_batch=4)
+
+
+def test_components_that_change_between_requests(server, monkeypatch):
+    monkeypatch.setitem(LIES, "moody", lambda rewards: {"rewards": rewards, f"mood {server.requests}": rewards})
+    with pytest.raises(ppo.RewardError, match=r"components were \['mood 1', 'reward'\] and are now \['mood 2', 'reward'\]"):
+        ask(server.url("lie/moody"), remote_batch=4)
+
+
+@pytest.mark.parametrize("path, problem", [("status/400", "answered HTTP 400: 'that is how it is'"),
+                                           ("status/404", "HTTP 404"), ("status/429", "HTTP 429"),
+                                           ("status/307", "HTTP 307"), ("status/204", "HTTP 204"),
+                                           ("nowhere", "HTTP 404: 'no such path: /nowhere'"),
+                                           ("length/20", "not JSON .*: '{\"rewards\": \\[0.0, 1.'")])
+def test_refusals_are_not_repeated(server, pauses, path, problem):
+    with pytest.raises(ppo.RewardError, match=problem):
+        ask(server.url(path))
+    assert server.requests == 1 and pauses == []
+
+
+def test_answers_are_not_read_without_end(server, monkeypatch):
+    monkeypatch.setattr(ppo, "MAX_REPLY", 50)
+    with pytest.raises(ppo.RewardError, match="longer than 50 bytes"):
+        ask(server.url("exact"))
+
+
+def test_what_answers_is_no_web_server(pauses):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def greet():
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example.org\r\n")
+                connection.recv(2 ** 16)
+
+        threading.Thread(target=greet, daemon=True).start()
+        with pytest.raises(ppo.RewardError, match="the server does not speak HTTP: BadStatusLine: 220 mail"):
+            ask(f"http://127.0.0.1:{listener.getsockname()[1]}/")
+    assert pauses == []
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="openssl makes the certificate")
+def test_https_asks_only_who_has_a_certificate(server, pauses, tmp_path, monkeypatch):
+    files = [str(tmp_path / name) for name in ("key.pem", "certificate.pem")]
+    subprocess.run(["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test", "-addext",
+                    "subjectAltName=IP:127.0.0.1", "-keyout", files[0], "-out", files[1]], check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(files[1], files[0])
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url("exact").replace("http:", "https:")
+    with pytest.raises(ppo.RewardError, match="SSLCertVerificationError"):
+        ask(url)
+    assert server.requests == 0
+    monkeypatch.setenv("SSL_CERT_FILE", files[1])
+    assert ask(url)[0] == [float(i % 3 > 0) for i in range(7)]
+
+
+@pytest.mark.parametrize("url", ["http://", "http:///path", "http://host:port/", "http://host:99999/",
+                                 "https://me:secret@host/", "http://host/a b", "http://host/\n", "http://höst/",
+                                 "http://host/#part", "http://[::1/"])
+def test_bad_address(url):
+    with pytest.raises(ppo.UserError, match="expected http://host:port/path"):
+        ppo.load_source(url)
+
+
+def test_a_request_may_not_outlast_the_step():
+    flags = ["--model", "m", "--data", "d", "--remote_timeout", "90"]
+    with pytest.raises(ppo.UserError, match="--remote_timeout 90 exceeds --reward_timeout 60"):
+        ppo.parse_args([*flags, "--reward", "http://127.0.0.1:1/"])
+    ppo.parse_args(flags)
+    ppo.parse_args([*flags, "--reward", "http://127.0.0.1:1/", "--reward_timeout", "600"])
+
+
+# ------------------------------------------------------------------------------------------------ in training
+def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_rows, tmp_path):
+    """The references are what the policy said in a first run, so that about half of the rewards are 1."""
+    folder = Path(picture_rows).parent
+    rows = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
+
+    def train(name, reward, data):
+        out = tmp_path / name
+        ppo.main(["--model", str(qwen25), "--data", str(data), "--out", str(out), "--reward", reward, "--max_prompt_tokens",
+                  "512", "--max_new_tokens", "4", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "2",
+                  "--actor_lr", "1e-3", "--log_samples_every", "1", "--log_samples", "0", "--export_every", "0",
+                  "--reward_workers", "2", "--remote_batch", "3"])
+        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        records = [json.loads(line) for line in (out / "samples" / "step-000001.jsonl").read_text().splitlines()]
+        return [step for step in steps if "rollout/reward" in step], records
+
+    _, records = train("first", "exact", picture_rows)
+    said = {(record["source"].split(":")[1], record["sample"]): record["response"] for record in records}
+    data = folder / "answered.jsonl"
+    data.write_text("\n".join(json.dumps(row | {"answer": said[str(i), 0]}) for i, row in enumerate(rows, start=1)))
+    expected, by_rule = train("rule", "exact", data)
+    assert 0 < expected[0]["rollout/reward"] < 1
+    steps, by_server = train("server", server.url("exact"), data)
+    assert [record["reward"] for record in by_server] == [record["reward"] for record in by_rule]
+    assert len(steps) == len(expected) == 2 and server.most_running >= 1
+    same = [name for name in expected[0] if name.startswith(("rollout/", "train/")) and "accuracy" not in name]
+    assert len(same) > 20 and [{name: step[name] for name in same} for step in steps] == [
+        {name: step[name] for name in same} for step in expected]
+    assert steps[0]["rollout/pictures_reward"] == np.mean([len(row["images"]) for row in rows])
+    arrived = [picture for batch in server.batches for pictures in batch["images"] for picture in open_pictures(pictures)]
+    originals = {np.asarray(read_image(str(path))).tobytes() for path in folder.glob("*.png")}
+    assert arrived and {np.asarray(picture).tobytes() for picture in arrived} == originals
+
+
+def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp_path):
+    with pytest.raises(ppo.UserError, match=r"(?s)answered HTTP 418.*sample 0 of 8"):
+        ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--reward",
+                  server.url("status/418"), "--max_prompt_tokens", "512", "--max_new_tokens", "4", "--prompts_per_step", "4",
+                  "--samples_per_prompt", "2", "--steps", "1"])
+
+
+def test_the_server_runs_from_the_command_line():
+    port = random.SystemRandom().randint(20000, 60000)
+    process = subprocess.Popen([sys.executable, str(Path(__file__).parent / "reward_server.py"), "--port", str(port)],
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
+    try:
+        assert process.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"
+        assert ask(f"http://127.0.0.1:{port}/exact", n=2)[0] == [0.0, 1.0]
+    finally:
+        process.terminate()
+        process.wait()
