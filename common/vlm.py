@@ -166,8 +166,8 @@ class Processor:
         try:
             self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
         except ImportError as error:
-            raise ValueError(f"transformers {transformers.__version__} does not process pictures of {config.model_type} without "
-                             "torchvision; a newer one does") from error
+            raise ValueError(f"transformers {transformers.__version__} wants torchvision for the pictures of "
+                             f"{config.model_type}; a newer one does not") from error
 
     def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
@@ -1052,8 +1052,8 @@ def as_in_files(config, name: str, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
-    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; ``turned``: with
-    dimensions 1 and 2 exchanged."""
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; if ``turned``,
+    with dimensions 1 and 2 exchanged."""
     turn = (lambda rows: rows.transpose(1, 2)) if turned else (lambda rows: rows)
     if not isinstance(target, DTensor):
         target.copy_(turn(value[:]))
