@@ -210,7 +210,7 @@ class Processor:
     def grid(self, width: int, height: int) -> tuple[int, ...]:
         """What the family's tokens for a picture of width x height pixels depend on, from its size alone: (1, h, w) patches,
         or (height, width) in pixels once resized, or the tiles, or their (rows, columns), or the size as it is.
-        ValueError for sides longer than 200 : 1, in families that refuse these."""
+        ValueError for sides too unlike each other (in Qwen's families longer than 200 : 1), or a picture too small."""
         processor = self.image_processor
         if self.layout == "qwen":
             low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
@@ -224,7 +224,10 @@ class Processor:
             return height, width
         shape = np.broadcast_to(np.uint8(0), (3, height, width))           # the rules read the shape of an array: no memory
         if self.layout == "pixtral":
-            return pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+            h, w = pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+            if h * w <= self.patch_size**2:                # no token, or the single one that transformers' merger fails on
+                raise ValueError(f"a picture of {width} x {height} pixels is too small or too long for this family")
+            return h, w
         if self.layout == "idefics3":
             return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
         raise ValueError(f"unknown layout {self.layout}")
@@ -537,6 +540,12 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
+def varlen_has_windows() -> bool:
+    """Whether torch's varlen attention knows sliding windows (torch 2.11 does not)."""
+    from torch.nn.attention.varlen import varlen_attn
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
 def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
                      window: int | None = None):
     """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
@@ -554,8 +563,6 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
     accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
     options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
         else {"is_causal": causal}
-    if window is not None and "window_size" not in accepted:
-        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
     elif q.shape[1] != k.shape[1]:
@@ -987,7 +994,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    text = model.config.get_text_config()
+    if backend == "varlen" and getattr(text, "sliding_window", None) and not varlen_has_windows():
+        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
+    text._attn_implementation = ATTENTION_NAME
     language_model(model).config._attn_implementation = ATTENTION_NAME
     if layout(model.config) != "qwen":
         return                                   # the other towers have no windows: SDPA, their default, is one call per block

@@ -5,6 +5,7 @@ whose export `from_pretrained` loads."""
 import dataclasses
 import functools
 import json
+import random
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +245,23 @@ def hf_inputs(family, prompt) -> dict:
 def test_prompt_ids_equal_those_of_the_familys_processor(family):
     for prompt in family.env.prompts:
         assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
+
+
+@pytest.mark.parametrize("family", list(TOKENS), indirect=True)
+def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
+    processor, rng = family.env.processor, random.Random(0)
+    sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
+        (rng.randint(20, 400), rng.randint(20, 400)) for _ in range(20)]
+    for width, height in sizes:
+        picture = Image.new("RGB", (width, height), (200, 10, 90))
+        patches, grid = vlm._patches(processor, picture)
+        assert grid == processor.grid(width, height), (width, height)
+        features = vlm.image_features(family.env.actor.model, patches, torch.tensor([grid]))
+        assert features.shape[1] == sum(processor.expand(grid)[1]), (width, height)
+    if family.kind in ("mistral3", "pixtral"):
+        for width, height in ((2, 150), (5, 5)):
+            with pytest.raises(ValueError, match=f"a picture of {width} x {height} pixels is too small or too long"):
+                processor.grid(width, height)
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
