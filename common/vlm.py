@@ -172,8 +172,8 @@ class Processor:
         try:
             self.image_processor = getattr(transformers, f"{name}ImageProcessorPil").from_dict(settings)
         except ImportError as error:
-            raise ValueError(f"transformers {transformers.__version__} does not process pictures of {config.model_type} without "
-                             "torchvision; a newer one does") from error
+            raise ValueError(f"transformers {transformers.__version__} wants torchvision for the pictures of "
+                             f"{config.model_type}; a newer one does not") from error
 
     def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
@@ -216,7 +216,7 @@ class Processor:
     def grid(self, width: int, height: int) -> tuple[int, ...]:
         """What the family's tokens for a picture of width x height pixels depend on, from its size alone: (1, h, w) patches,
         or (height, width) in pixels once resized, or the tiles, or their (rows, columns), or the size as it is.
-        ValueError for sides longer than 200 : 1, in families that refuse these."""
+        ValueError for sides too unlike each other (in Qwen's families longer than 200 : 1), or a picture too small."""
         processor = self.image_processor
         if self.layout == "qwen":
             low, high = processor.size["shortest_edge"], processor.size["longest_edge"]
@@ -230,7 +230,10 @@ class Processor:
             return height, width
         shape = np.broadcast_to(np.uint8(0), (3, height, width))           # the rules read the shape of an array: no memory
         if self.layout == "pixtral":
-            return pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+            h, w = pixtral_size(shape, processor.size["longest_edge"], self.patch_size, "channels_first")
+            if h * w <= self.patch_size**2:                # no token, or the single one that transformers' merger fails on
+                raise ValueError(f"a picture of {width} x {height} pixels is too small or too long for this family")
+            return h, w
         if self.layout == "idefics3":
             return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
         raise ValueError(f"unknown layout {self.layout}")
@@ -854,6 +857,12 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
+def varlen_has_windows() -> bool:
+    """Whether torch's varlen attention knows sliding windows (torch 2.11 does not)."""
+    from torch.nn.attention.varlen import varlen_attn
+    return "window_size" in inspect.signature(varlen_attn).parameters
+
+
 def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
                      window: int | None = None):
     """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
@@ -871,8 +880,6 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
     accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
     options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
         else {"is_causal": causal}
-    if window is not None and "window_size" not in accepted:
-        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
     if "enable_gqa" in accepted:
         options["enable_gqa"] = True
     elif q.shape[1] != k.shape[1]:
@@ -1330,7 +1337,10 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    text = model.config.get_text_config()
+    if backend == "varlen" and getattr(text, "sliding_window", None) and not varlen_has_windows():
+        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
+    text._attn_implementation = ATTENTION_NAME
     language_model(model).config._attn_implementation = ATTENTION_NAME
     if layout(model.config) != "qwen":
         return                                   # the other towers have no windows: SDPA, their default, is one call per block
@@ -1398,8 +1408,8 @@ def as_in_files(config, name: str, weight: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
-    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; ``turned``: with
-    dimensions 1 and 2 exchanged."""
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on dimension 0; if ``turned``,
+    with dimensions 1 and 2 exchanged."""
     turn = (lambda rows: rows.transpose(1, 2)) if turned else (lambda rows: rows)
     if not isinstance(target, DTensor):
         target.copy_(turn(value[:]))

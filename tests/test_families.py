@@ -5,6 +5,7 @@ whose export `from_pretrained` loads."""
 import dataclasses
 import functools
 import json
+import random
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from conftest import start, take
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import random_samples
+from test_training import assert_same_run, launch
 from tokenizers.processors import TemplateProcessing
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
                           GenerationConfig, PreTrainedTokenizerFast)
@@ -153,15 +155,9 @@ def save_processor(kind: str, folder, tokenizer) -> None:
     processor.save_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def family(request, tmp_path_factory, picture_rows):
-    """Folder, our run of it, and the oracle with Hugging Face's own attention."""
-    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+def write_family(kind: str, folder: Path, picture_rows: str):
+    """A checkpoint with large random weights and rows.jsonl; returns the class of the model."""
     tokenizer = make_tokenizer(kind)
-    try:
-        make_image_processor(kind) if kind in TOKENS else None
-    except ImportError:
-        pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
     model = auto.from_config(make_config(kind, tokenizer))
     generator = torch.Generator().manual_seed(1)
@@ -180,14 +176,26 @@ def family(request, tmp_path_factory, picture_rows):
         tokenizer.save_pretrained(folder)
     else:
         save_processor(kind, folder, tokenizer)
-    data, source = folder / "rows.jsonl", Path(picture_rows)
+    source = Path(picture_rows)
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     for row in rows:
         row["images"] = [] if kind in TEXT_ONLY else [str(source.parent / name) for name in row["images"]]
-    data.write_text("\n".join(map(json.dumps, rows)))
-    env = start(folder, data)
-    oracle = type(model).from_pretrained(folder, attn_implementation="eager").eval()
-    return SimpleNamespace(kind=kind, folder=folder, data=data, env=env, oracle=oracle)
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return type(model)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory, picture_rows):
+    """Folder, our run of it, and the oracle with Hugging Face's own attention."""
+    kind, folder = request.param, tmp_path_factory.mktemp(request.param)
+    try:
+        make_image_processor(kind) if kind in TOKENS else None
+    except ImportError:
+        pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
+    model = write_family(kind, folder, picture_rows)
+    oracle = model.from_pretrained(folder, attn_implementation="eager").eval()
+    data = folder / "rows.jsonl"
+    return SimpleNamespace(kind=kind, folder=folder, data=data, env=start(folder, data), oracle=oracle)
 
 
 def hf_inputs(family, prompt) -> dict:
@@ -239,6 +247,23 @@ def test_prompt_ids_equal_those_of_the_familys_processor(family):
         assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
 
 
+@pytest.mark.parametrize("family", list(TOKENS), indirect=True)
+def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
+    processor, rng = family.env.processor, random.Random(0)
+    sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
+        (rng.randint(20, 400), rng.randint(20, 400)) for _ in range(20)]
+    for width, height in sizes:
+        picture = Image.new("RGB", (width, height), (200, 10, 90))
+        patches, grid = vlm._patches(processor, picture)
+        assert grid == processor.grid(width, height), (width, height)
+        features = vlm.image_features(family.env.actor.model, patches, torch.tensor([grid]))
+        assert features.shape[1] == sum(processor.expand(grid)[1]), (width, height)
+    if family.kind in ("mistral3", "pixtral"):
+        for width, height in ((2, 150), (5, 5)):
+            with pytest.raises(ValueError, match=f"a picture of {width} x {height} pixels is too small or too long"):
+                processor.grid(width, height)
+
+
 def test_packed_logprobs_equal_one_forward_per_sample(family):
     env, prompts = family.env, take(family.env)
     vocabulary = family.oracle.config.get_text_config().vocab_size
@@ -273,21 +298,26 @@ def test_greedy_rollouts_equal_generate(family):
     assert samples.lengths.max() > 3
 
 
+def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
+    """One step with a critic, into out/kind."""
+    (out / "reward.py").write_text(REWARD)
+    more = {"qwen3_vl_moe": "--aux_loss_coef 0.01 --max_tokens_per_pack 524", "qwen2": "--gradient_checkpointing",
+            "gemma3": "--gradient_checkpointing --advantage grpo"}.get(kind, "")
+    return ["--model", str(folder), "--data", str(folder / "rows.jsonl"), "--max_prompt_tokens", "512", "--max_new_tokens", "6",
+            "--prompts_per_step", "3", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward",
+            f"{out / 'reward.py'}:letters", "--out", str(out / kind), *more.split()]
+
+
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
-    moe = ["--aux_loss_coef", "0.01"] if family.kind == "qwen3_vl_moe" else []
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    (tmp_path / "reward.py").write_text(REWARD)
     try:
-        metrics = ppo.main(["--model", str(family.folder), "--data", str(family.data), "--max_prompt_tokens", "512",
-                            "--max_new_tokens", "6", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "1",
-                            "--actor_lr", "1e-3", "--reward", f"{tmp_path / 'reward.py'}:letters",
-                            "--out", str(tmp_path / "run"), *moe])
+        metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert not moe or 0.01 < metrics["train/aux_loss"] < 0.06           # coefficient x (2 where even, 6 where all go to two)
-    assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/critic_grad_norm"] > 0
-    exported = tmp_path / "run" / "export" / "step-1"
+    assert family.kind != "qwen3_vl_moe" or 0.01 < metrics["train/aux_loss"] < 0.06         # coefficient x (2: even; 6: all alike)
+    assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/actor_grad_norm"] > 0
+    exported = tmp_path / family.kind / "export" / "step-1"
     shapes = [{name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
               for folder in (family.folder, exported)]
     assert shapes[0] == shapes[1]                                        # names and shapes as the checkpoint came
@@ -300,6 +330,26 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     assert moved and not moved & frozen
     again = start(exported, family.data)
     assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
+
+
+def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
+    """Uneven shares, windows and pictures, a parameter beside the modules, experts and their balance."""
+    kinds, plan = ("qwen2", "gemma3", "llava_next", "qwen3_vl_moe"), []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    for ranks in ("one", "two"):
+        (tmp_path / ranks).mkdir()
+    for kind in kinds:
+        write_family(kind, tmp_path / kind, picture_rows)
+        plan.append(ppo_flags(kind, tmp_path / kind, tmp_path / "two"))
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    launch(2, tmp_path / "plan.json")
+    try:
+        for kind in kinds:
+            ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one"))
+            assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def test_the_judge_generates_what_generate_does(family, tmp_path):
