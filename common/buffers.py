@@ -255,10 +255,16 @@ def minibatches(groups: int, count: int, seed: tuple[int, ...]) -> list[np.ndarr
     return np.split(np.random.default_rng(seed).permutation(groups), count)
 
 
-def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, groups=None, share: bool = True) -> list[Block]:
+def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, groups=None, share: bool = True,
+                score_cost: float = 0.0) -> list[Block]:
     """Blocks of the given prompt groups (all by default), each at most ``max_tokens`` long.
 
     A group that is too long is split and its prompt repeated; without ``share`` every sample is its own block.
+
+    Args:
+        score_cost: of one attention score, in tokens, where a response behind a shared prompt pays for its whole rectangle of
+            scores, masked half included (`PackedAttention` on sdpa; kernels that skip what is masked: 0). A response alone with its
+            prompt pays for half, so long responses to short prompts are left apart.
     """
     lengths = samples.lengths.tolist()
     members: dict[int, list[int]] = {}
@@ -266,11 +272,14 @@ def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, gr
         members.setdefault(group, []).append(i)
     blocks: list[Block] = []
     for group in sorted(members) if groups is None else sorted(int(g) for g in groups):
-        current, size = [], prompt_lengths[group]
-        for i in members.get(group, []):
-            if current and (size + lengths[i] > max_tokens or not share):
+        prompt, own = prompt_lengths[group], members.get(group, [])
+        saved = (len(own) - 1) * (prompt + score_cost * prompt ** 2 / 2)                     # copies of the prompt
+        together = share and saved > score_cost * sum(lengths[i] ** 2 for i in own) / 2      # masked halves of the responses
+        current, size = [], prompt
+        for i in own:
+            if current and (size + lengths[i] > max_tokens or not together):
                 blocks.append((group, tuple(current)))
-                current, size = [], prompt_lengths[group]
+                current, size = [], prompt
             current.append(i)
             size += lengths[i]
         if current:
@@ -369,14 +378,16 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
     An empty pack becomes one token that predicts nothing: its rank takes part in the collectives, with gradient 0.
     """
     offsets, lengths = samples.offsets.tolist(), samples.lengths.tolist()
-    ids, positions, segments, predict, flat, owner, step, pieces = [], [], [], [], [], [], [], []
+    ids, positions, is_prompt, segments, predict, flat, owner, step, pieces = [], [], [], [], [], [], [], [], []
     size = 0
     for group, members in blocks:
         prompt, position = prompt_ids[group], prompt_positions[group]
         start, end = size, size + len(prompt)
+        alone = lengths[members[0]] if len(members) == 1 else 0      # one sample: one causal segment, cheaper than two
         ids.append(prompt)
         positions.append(position)
-        segments.append((start, end, start, start))
+        segments.append((start, end + alone, start, start))
+        is_prompt.append(torch.arange(len(prompt) + sum(lengths[i] for i in members)) < len(prompt))
         if group in features:
             pieces.append(features[group])
         size, following = end, int(position.max()) + 1
@@ -384,8 +395,9 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
             n = lengths[i]
             ids.append(samples.tokens[offsets[i]:offsets[i] + n])
             positions.append((following + torch.arange(n)).expand(3, -1))
-            if n:
+            if n and not alone:
                 segments.append((size, size + n, start, end))
+            if n:
                 predict += [torch.tensor([end - 1]), torch.arange(size, size + n - 1)]
             flat.append(torch.arange(offsets[i], offsets[i] + n))
             owner.append(torch.full((n,), i))
@@ -393,11 +405,10 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
             size += n
     if not blocks:
         ids, positions, segments = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(3, 1, dtype=torch.int64)], [(0, 1, 0, 0)]
+        is_prompt = [torch.zeros(1, dtype=torch.bool)]
     join = lambda parts: torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)  # noqa: E731
-    is_prompt = torch.cat([torch.full((end - start,), prefix_start == prefix_end)
-                           for start, end, prefix_start, prefix_end in segments])
     input_ids, flat = join(ids), join(flat)
     return Row(input_ids=input_ids[None], positions=torch.cat(positions, dim=1)[:, None], segments=segments,
-               image_rows=((input_ids == image_token_id) & is_prompt).nonzero()[:, 0],
+               image_rows=((input_ids == image_token_id) & torch.cat(is_prompt)).nonzero()[:, 0],
                features=torch.cat(pieces, dim=1) if pieces else None, predict=join(predict),
                targets=samples.tokens[flat], flat=flat, sample=join(owner), step=join(step))

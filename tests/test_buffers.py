@@ -243,6 +243,23 @@ def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_groups_share_where_it_costs_less(seed):
+    """The scores of every layout, counted entry by entry: together the rectangle of a response, alone its triangle."""
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng, longest=40)
+    prompts, score_cost = rng.integers(1, 20, 6).tolist(), float(rng.choice([0.01, 0.1, 1]))
+    blocks = make_blocks(samples, prompts, 10 ** 6, score_cost=score_cost)
+    for group in set(samples.group.tolist()):
+        prompt, lengths = prompts[group], samples.lengths[samples.group == group].tolist()
+        together = prompt + sum(lengths) + score_cost * (prompt ** 2 / 2 + sum(n * (prompt + n) for n in lengths))
+        apart = sum(prompt + n + score_cost * (prompt + n) ** 2 / 2 for n in lengths)
+        found = len([block for block in blocks if block[0] == group])
+        assert found == (1 if together < apart or len(lengths) == 1 else len(lengths)), (together, apart)
+    shared = make_blocks(samples, prompts, 10 ** 6)                                  # for nothing: always together
+    assert len(shared) == len(set(samples.group.tolist()))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("bins", [1, 2, 7])
 def test_partition_is_complete_and_near_the_optimum(seed, bins):
     """Longest processing time first: at most 4/3 - 1/(3 bins) of the optimum (Graham 1969)."""
@@ -298,7 +315,8 @@ def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
             row["input_ids"].append(token)
             row["positions"].append(positions[group][:, t].tolist())
         prompt_end = len(row["input_ids"])
-        row["segments"].append((prompt_start, prompt_end, prompt_start, prompt_start))
+        alone = len(members) == 1                                         # one causal segment: prompt and response
+        row["segments"].append((prompt_start, prompt_end + alone * len(tokens[members[0]]), prompt_start, prompt_start))
         first = int(positions[group].max()) + 1
         for i in members:
             start, previous = len(row["input_ids"]), prompt_end - 1
@@ -311,7 +329,7 @@ def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
                 previous = len(row["input_ids"])
                 row["input_ids"].append(token)
                 row["positions"].append([first + t] * 3)
-            if tokens[i]:
+            if tokens[i] and not alone:
                 row["segments"].append((start, len(row["input_ids"]), prompt_start, prompt_end))
     return row
 

@@ -138,8 +138,12 @@ def test_labels_are_the_answer_and_its_end(env):
     predicted = 0
     for row, _ in grm.packed_rows(env.run, env.judge.model, prompts, samples):
         ids, labels = row.input_ids[0], torch.full_like(row.input_ids[0], -100)
-        for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], (len(ids),)]):
-            if prefix_end > prefix:
+        for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], None]):
+            if prefix_end == prefix and (following is None or following[2] == following[3]):     # a target alone with its prompt
+                start += next(len(p.input_ids) for p in prompts.prompts
+                              if torch.equal(p.input_ids, ids[start:start + len(p.input_ids)]))
+                labels[start:stop] = ids[start:stop]
+            elif prefix_end > prefix:
                 labels[start:stop] = ids[start:stop]
         assert row.targets.tolist() == labels[labels != -100].tolist() and int((labels == end).sum()) == len(row.sample.unique())
         firsts = row.step == 0
