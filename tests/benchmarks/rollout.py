@@ -1,10 +1,11 @@
 """Rollouts against Hugging Face `generate`: useful tokens per process CPU second, one thread, alternated in one process.
 
-    python tests/benchmarks/rollout.py [--size tiny|20m] [--image_tokens 16|144] [--prompts 8] [--repeats 3]
+    python tests/benchmarks/rollout.py [--size tiny|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64] [--repeats 3]
+    python tests/benchmarks/rollout.py --responses 32..512 --slots 32      # ours alone: cost per token as the rollout grows
 
-Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal table (mean about
-36, at most 128 tokens); a token counts if it lies within its sample's length. `generate` runs one batch with its dynamic cache
-until the longest response has ended, as trainers that sample with it do.
+Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal
+table (mean about 36, at most 128 tokens); a token counts if it lies within its sample's length. `generate` runs one batch
+with its dynamic cache until the longest response has ended, as trainers that sample with it do.
 """
 
 import argparse
@@ -30,7 +31,8 @@ from common import vlm
 from transformers import AutoModelForImageTextToText
 
 SAMPLES, LONGEST = 8, 128
-SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
+SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8},
+         "33m": {"hidden_size": 512, "layers": 14}}
 
 
 def write_task(folder: Path, size: str, image_tokens: int, prompts: int) -> Path:
@@ -75,49 +77,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
-    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--responses", default="64", help="a number, or FROM..TO: doubled from the one to the other")
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
-    folder = write_task(Path(tempfile.mkdtemp()), flags.size, flags.image_tokens, flags.prompts)
+    first, _, last = flags.responses.partition("..")
+    counts = [int(first)]
+    while last and counts[-1] < int(last):
+        counts.append(counts[-1] * 2)
+    prompts = counts[-1] // SAMPLES
+    folder = write_task(Path(tempfile.mkdtemp()), flags.size, flags.image_tokens, prompts)
     args = ppo.parse_args(["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--advantage", "grpo",
                            "--max_new_tokens", str(LONGEST), "--max_prompt_tokens", "512", "--slots", str(flags.slots),
                            "--out", str(folder / "run")])
     run = ppo.start_run(args)
     processor, (rows,), _, _ = ppo.load_data(run)
     actor, _, _ = ppo.build_models(run, processor)
-    oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
-    lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (flags.prompts, SAMPLES)).clip(1, LONGEST).astype(int)
-    table, useful = torch.from_numpy(lengths), int(lengths.sum())
-
-    give_lengths(table)
+    lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (prompts, SAMPLES)).clip(1, LONGEST).astype(int)
+    give_lengths(torch.from_numpy(lengths))
     pixels = [vlm.load_pixels(row, processor) for row in rows]
-    ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-              "mm_token_type_ids": (ids == processor.image_token_id).int(),
-              "pixel_values": torch.cat([p for p, _ in pixels for _ in range(SAMPLES)]),
-              "image_grid_thw": torch.cat([g for _, g in pixels for _ in range(SAMPLES)])}
 
-    def ours() -> None:
-        prompts = ppo.StepPrompts(rows, list(range(len(rows))), [0] * len(rows), {}, dict(enumerate(pixels)), {}, [])
+    def ours(n: int) -> None:
+        prompts = ppo.StepPrompts(rows[:n], list(range(n)), [0] * n, {}, dict(enumerate(pixels[:n])), {}, [])
         samples = ppo.rollout(run, processor, actor, prompts, SAMPLES, ppo.TRAIN)
-        assert samples.lengths.tolist() == lengths.flatten().tolist()
+        assert samples.lengths.tolist() == lengths[:n].flatten().tolist()
 
-    def theirs() -> None:
+    def theirs(n: int) -> None:
+        longest = int(lengths[:n].max())
         with torch.no_grad():
-            oracle.generate(**inputs, do_sample=True, max_new_tokens=int(lengths.max()), min_new_tokens=int(lengths.max()))
+            oracle.generate(**inputs, do_sample=True, max_new_tokens=longest, min_new_tokens=longest)
 
-    seconds: dict[str, list[float]] = {"ours": [], "generate": []}
+    if last:
+        programs = {f"ours, {n} responses": (ours, n // SAMPLES) for n in counts}
+    else:
+        ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
+                  "mm_token_type_ids": (ids == processor.image_token_id).int(),
+                  "pixel_values": torch.cat([p for p, _ in pixels for _ in range(SAMPLES)]),
+                  "image_grid_thw": torch.cat([g for _, g in pixels for _ in range(SAMPLES)])}
+        oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()
+        programs = {"ours": (ours, prompts), "generate": (theirs, prompts)}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
     for repeat in range(flags.repeats + 1):
-        for name, program in (("ours", ours), ("generate", theirs)):
+        for name, (program, n) in programs.items():
             start = time.process_time()
-            program()
+            program(n)
             if repeat:                                                                            # the first is a warm-up
                 seconds[name].append(time.process_time() - start)
+    useful = {name: int(lengths[:n].sum()) for name, (_, n) in programs.items()}
     for name, values in seconds.items():
-        print(f"{name:9s} {useful / min(values):8.0f} useful tokens per CPU second   (CPU seconds: {', '.join(f'{v:.2f}' for v in values)})")
-    print(f"ratio     {min(seconds['generate']) / min(seconds['ours']):8.2f}   {flags.prompts * SAMPLES} responses, mean length "
-          f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}")
+        print(f"{name:20s} {useful[name] / min(values):8.0f} useful tokens per CPU second, {1e6 * min(values) / useful[name]:6.0f} us "
+              f"per token   (CPU seconds: {', '.join(f'{v:.2f}' for v in values)})")
+    if not last:
+        print(f"ratio {min(seconds['generate']) / min(seconds['ours']):.2f}   {flags.responses} responses, mean length "
+              f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}")
 
 
 if __name__ == "__main__":
