@@ -13,6 +13,7 @@ from conftest import start, take, write_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import vlm
 from common.buffers import as_samples
@@ -275,3 +276,25 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
     assert ppo.judge_question(counts, "auto") == "score" and ppo.judge_question(counts, "correct") == "correct"
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
         ppo.judge_question(counts, "answers")
+
+
+def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
+    """A judge is trained by its script and exported; a policy is trained with it as its only reward; the rule measures."""
+    pictures = sorted(Path(picture_rows).parent.glob("*.png"))
+    rows = [{"question": "how many circles are there?", "images": [str(pictures[i % 4])], "response": str(i % 3),
+             "correct": i % 3 == 1} for i in range(6)]
+    (tmp_path / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge, out = tmp_path / "judge", tmp_path / "policy"
+    grm.main(["--model", str(qwen25), "--data", str(tmp_path / "judge.jsonl"), "--out", str(judge), "--steps", "3",
+              "--prompts_per_step", "4", "--lr", "1e-3", "--max_tokens", "400", "--correct_template", "{prompt} - {response}?"])
+    recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
+    ppo.main(["--model", str(qwen25), "--data", picture_rows, "--eval_data", picture_rows, "--out", str(out),
+              "--reward_recipe", recipe, "--steps", "2", "--prompts_per_step", "4", "--max_new_tokens", "4",
+              "--max_prompt_tokens", "512", "--advantage", "grpo", "--log_samples_every", "1"])
+    record = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]
+    assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"]) and 0 < record["rollout/grm_reward"] < 1
+    assert record["eval/exact_reward_mean"] == record["eval/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
+    sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
+    assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
+    asked = vlm.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
+    assert asked["template"] == "{prompt} - {response}?" and asked["examples"] == 6
