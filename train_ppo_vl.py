@@ -1213,7 +1213,11 @@ def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepP
     Raises:
         UserError: on every rank, when a source fails on any: the sample is in the message.
     """
-    texts = processor.tokenizer.batch_decode([t.tolist() for t in samples.split(samples.tokens)], skip_special_tokens=True)
+    everything = any(source.function is None for source in reward.sources)            # models are asked by all ranks together
+    read = [i for i, g in enumerate(samples.group.tolist()) if everything or prompts.owners[g] == run.rank]
+    tokens, texts = samples.split(samples.tokens), [""] * len(samples)
+    for i, text in zip(read, processor.tokenizer.batch_decode([tokens[i].tolist() for i in read], skip_special_tokens=True)):
+        texts[i] = text
     weights = [reward.weights(prompts.prompts[g].label) for g in samples.group.tolist()]
     scores, components = torch.zeros(len(samples), dtype=torch.float64), {}
     judgements = [""] * len(samples)
