@@ -129,7 +129,7 @@ def decoding_seconds(run, model, batch: int, context: int, graphs: str, steps: i
     actor = SimpleNamespace(model=model, temperature=1.0, banned=torch.zeros(vocab, dtype=torch.bool, device=DEVICE),
                             stop_ids=torch.zeros(0, dtype=torch.int64, device=DEVICE))
     prompts = SimpleNamespace(lengths=[context] * batch)
-    with torch.no_grad(), bare_forwards(model):
+    with torch.inference_mode(), bare_forwards(model):
         groups, processor = list(range(batch)), SimpleNamespace(tokenizer=None)
         engine = ppo.RolloutEngine(run, processor, actor, prompts, groups, 1, ppo.TRAIN, False)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
@@ -155,8 +155,9 @@ def decode_table(run, folder: Path, size: str, batches, contexts, steps: int, ba
     weights = width * (layers + model.lm_head.weight.numel())
     head_dim = text.hidden_size // text.num_attention_heads
     per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * width
-    print(f"\nDecoding, {size}, {run.backend}: weights {weights / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; bound in "
-          "ms; ms per step, tokens/s, per cent of the bound\n\n| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
+    print(f"\nDecoding, {size}, {run.backend}: weights {weights / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+          "bound in ms; ms per step, tokens/s, per cent of the bound\n")
+    print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
     free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 8e9
     for context in contexts:
         for batch in batches:
@@ -189,7 +190,7 @@ def prefill_table(run, folder: Path, size: str, totals, peak: float) -> None:
         row = SimpleNamespace(input_ids=torch.randint(5, 100, (1, total), device=DEVICE), features=None,
                               positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1))
         attention = PackedAttention(segments, run.backend, DEVICE)
-        with torch.no_grad(), bare_forwards(model):
+        with torch.inference_mode(), bare_forwards(model):
             language_hidden(model, row, attention)
             seconds = timed(lambda: language_hidden(model, row, attention), 3)
         flops = 2 * weights * total + 2 * total * length * text.hidden_size * text.num_hidden_layers     # causal: half of 4

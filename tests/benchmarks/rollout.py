@@ -127,7 +127,8 @@ def main() -> None:
     useful = {name: int(lengths[:n].sum()) for name, (_, n) in programs.items()}
     for name, values in seconds.items():
         rate = useful[name] / min(values)
-        print(f"{name:20s} {rate:8.0f} useful tokens per CPU second, {1e6 / rate:6.0f} us per token   (CPU seconds: {', '.join(f'{v:.2f}' for v in values)})")
+        print(f"{name:20s} {rate:8.0f} useful tokens per CPU second, {1e6 / rate:6.0f} us per token   (CPU seconds:",
+              ", ".join(f"{v:.2f}" for v in values) + ")")
     if not last:
         print(f"ratio {min(seconds['generate']) / min(seconds['ours']):.2f}   {flags.responses} responses, mean length "
               f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}")
