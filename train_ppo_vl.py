@@ -801,7 +801,7 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
     with torch.no_grad(), unsharded(actor):
         compute_features(run, actor, prompts)
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
-        with bare_forwards(actor.model):
+        with torch.inference_mode(), bare_forwards(actor.model):       # a toy step costs a seventh less than under no_grad
             results = engine.generate(own, count)
     order = sorted(results)
     tokens = [results[key][0] for key in order]

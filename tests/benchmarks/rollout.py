@@ -1,6 +1,6 @@
 """Rollouts against Hugging Face `generate`: useful tokens per process CPU second, one thread, alternated in one process.
 
-    python tests/benchmarks/rollout.py [--size tiny|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64] [--repeats 3]
+    python tests/benchmarks/rollout.py [--size tiny|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64]
     python tests/benchmarks/rollout.py --responses 32..512 --slots 32      # ours alone: cost per token as the rollout grows
 
 Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal
@@ -126,8 +126,9 @@ def main() -> None:
                 seconds[name].append(time.process_time() - start)
     useful = {name: int(lengths[:n].sum()) for name, (_, n) in programs.items()}
     for name, values in seconds.items():
-        print(f"{name:20s} {useful[name] / min(values):8.0f} useful tokens per CPU second, {1e6 * min(values) / useful[name]:6.0f} us "
-              f"per token   (CPU seconds: {', '.join(f'{v:.2f}' for v in values)})")
+        rate = useful[name] / min(values)
+        print(f"{name:20s} {rate:8.0f} useful tokens per CPU second, {1e6 / rate:6.0f} us per token   (CPU seconds:",
+              ", ".join(f"{v:.2f}" for v in values) + ")")
     if not last:
         print(f"ratio {min(seconds['generate']) / min(seconds['ours']):.2f}   {flags.responses} responses, mean length "
               f"{lengths.mean():.0f}, longest {lengths.max()}, torch {torch.__version__}")

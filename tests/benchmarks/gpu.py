@@ -1,0 +1,270 @@
+"""What a GPU makes of this code, against what it could: one command, random weights of the real sizes, under 8 minutes.
+
+    python tests/benchmarks/gpu.py                  3B and 7B; with 80 GB everything fits but a few cells of the decode table
+    python tests/benchmarks/gpu.py --tiny           the same program on a toy, also on a CPU: shows that it runs, not how fast
+
+Tables: (1) attention back-ends: errors against softmax in float64; (2) decoding steps of Qwen2.5-VL: eager, CUDA graphs and
+Hugging Face `generate` (SDPA, dynamic cache) against the bound of the memory, (weight bytes + batch x context x KV bytes) /
+bandwidth; (3) prefill; (4) updates with AdamW, prompts shared and not; (5) a whole PPO step by stage. Bandwidth and, on an
+unknown GPU, peak FLOP/s are measured by a copy and a product.
+"""
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from PIL import Image
+from torch.distributed.tensor import DTensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
+
+import test_gpu
+import toy
+import train_ppo_vl as ppo
+from common.buffers import Samples
+from common.vlm import (BACKENDS, PackedAttention, Processor, bare_forwards, language_hidden, materialize, skeleton,
+                        use_attention)
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+TOWER = {"depth": 32, "hidden_size": 1280, "num_heads": 16, "intermediate_size": 3420, "window_size": 112,
+         "fullatt_block_indexes": [7, 15, 23, 31]}
+SIZES = {  # text settings of the published checkpoints, whether input and output embeddings are one
+    "tiny": ({}, False),
+    "3b": ({"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "vocab_size": 151936}, True),
+    "7b": ({"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+            "num_key_value_heads": 4, "vocab_size": 152064}, False)}
+
+
+def timed(program, repeats: int = 1) -> float:
+    """Seconds per call on the device."""
+    synchronize = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        program()
+    synchronize()
+    return (time.perf_counter() - start) / repeats
+
+
+def limits(dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
+    """Bytes/s of the memory and FLOP/s of matrix products; both are printed."""
+    source = torch.zeros(2**26 if tiny else 2**31, dtype=torch.uint8, device=DEVICE)
+    target = source.clone()
+    bandwidth = 2 * len(source) / min(timed(lambda: target.copy_(source)) for _ in range(5))
+    square = torch.randn(512 if tiny else 8192, 512 if tiny else 8192, device=DEVICE, dtype=dtype)
+    name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    known = next((flops for gpu, flops in ppo.PEAK_FLOPS.items() if gpu in name), None)
+    peak = known or 2 * len(square)**3 / min(timed(lambda: square @ square) for _ in range(5))
+    print(f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), {peak / 1e12:.3g} TFLOP/s "
+          f"({'data sheet' if known else 'measured'})")
+    return bandwidth, peak
+
+
+def write_checkpoint(folder: Path, size: str) -> Path:
+    """All files of a checkpoint but its weights, and 64 prompts with a picture each."""
+    tokenizer = toy.make_tokenizer()
+    config = toy.make_model("qwen2_5_vl", tokenizer, seed=0).config.to_dict()
+    text, tied = SIZES[size]
+    if text:
+        config["text_config"] |= text | {"rope_parameters": ROPE, "max_position_embeddings": 32768}
+        config["text_config"].pop("layer_types", None)                               # of the toy's depth; made anew
+        config["vision_config"] |= TOWER | {"out_hidden_size": text["hidden_size"]}
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = tied
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer.save_pretrained(folder)
+    processor, side = toy.make_image_processor("qwen2_5_vl"), 112 if size == "tiny" else 448
+    processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
+    processor.save_pretrained(folder)
+    for i in range(64):
+        Image.effect_noise((side, side), 50 + i).convert("RGB").save(folder / f"{i}.png")
+    rows = [{"prompt": "how many circles are there?", "images": [f"{i}.png"], "answer": "1"} for i in range(64)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@torch.no_grad()
+def random_weights(model, folder=None, optional=None) -> dict:
+    """In place of `load_weights`: every rank draws its own rows; the value head keeps its zeros."""
+    for parameter in model.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local.normal_(0, 0.02) if parameter.ndim > 1 else local.fill_(0.5)
+    return {}
+
+
+def text_model(folder: Path, dtype: torch.dtype, backend: str):
+    """The language model alone, without gradients, in the compute dtype."""
+    model = skeleton(Processor(str(folder)).config, vision=False).requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    materialize(model, DEVICE)
+    random_weights(model)
+    use_attention(model, backend)
+    return model.eval()
+
+
+def attention_table() -> None:
+    print("\n| back-end | dtype | forward | dq | dk | dv | decode |\n|---|---|---|---|---|---|---|")
+    for backend in filter(test_gpu.usable, BACKENDS):
+        for dtype in (torch.float32, torch.bfloat16)[backend != "sdpa":]:
+            errors = [*test_gpu.packed_errors(backend, DEVICE, dtype).values(), test_gpu.decode_error(backend, DEVICE, dtype)]
+            print(f"| {backend} | {str(dtype)[6:]} | " + " | ".join(f"{e:.1e}" for e in errors) + " |", flush=True)
+
+
+def decoding_seconds(run, model, batch: int, context: int, graphs: str, steps: int) -> float:
+    """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each."""
+    rollout = dataclasses.replace(run.args.rollout, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs)
+    run = dataclasses.replace(run, args=dataclasses.replace(run.args, rollout=rollout))
+    vocab = model.lm_head.weight.shape[0]
+    actor = SimpleNamespace(model=model, temperature=1.0, banned=torch.zeros(vocab, dtype=torch.bool, device=DEVICE),
+                            stop_ids=torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    prompts = SimpleNamespace(lengths=[context] * batch)
+    with torch.inference_mode(), bare_forwards(model):
+        groups, processor = list(range(batch)), SimpleNamespace(tokenizer=None)
+        engine = ppo.RolloutEngine(run, processor, actor, prompts, groups, 1, ppo.TRAIN, False)
+        engine.length[:], engine.rope[:], engine.done[:] = context, context, False
+        engine.stored = [context] * batch
+        timed(lambda: engine.decode(batch), 3)                                           # set up, captured
+        return timed(lambda: engine.decode(batch), steps)
+
+
+def generate_seconds(model, batch: int, context: int, steps: int) -> float:
+    """Seconds per step of Hugging Face `generate`: the longer of two calls less the shorter."""
+    ids = torch.randint(5, 100, (batch, context), device=DEVICE)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids).int()}
+    call = lambda n: model.generate(**inputs, do_sample=True, min_new_tokens=n, max_new_tokens=n, pad_token_id=0)  # noqa: E731
+    with torch.no_grad():
+        call(2)
+        return (timed(lambda: call(2 + steps)) - timed(lambda: call(2))) / steps
+
+
+def decode_table(run, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
+    model, text = text_model(folder, run.dtype, run.backend), Processor(str(folder)).config.text_config
+    width = run.dtype.itemsize
+    layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
+    weights = width * (layers + model.lm_head.weight.numel())
+    head_dim = text.hidden_size // text.num_attention_heads
+    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * width
+    print(f"\nDecoding, {size}, {run.backend}: weights {weights / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+          "bound in ms; ms per step, tokens/s, per cent of the bound\n")
+    print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
+    free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 8e9
+    for context in contexts:
+        for batch in batches:
+            bound, cells = (weights + batch * context * per_token) / bandwidth, []
+            for mode in ("off", "on", "generate"):
+                if mode == "on" and DEVICE.type != "cuda":
+                    cells.append("needs a GPU")
+                elif batch * (context + 64) * per_token > 0.85 * free or (mode == "generate" and batch * context > 2**16):
+                    cells.append("too large")             # generate also prefills: the activations of 2^16 tokens and more
+                else:
+                    if mode == "generate":
+                        model.config.text_config._attn_implementation = "sdpa"
+                        model.model.language_model.config._attn_implementation = "sdpa"
+                        seconds = generate_seconds(model, batch, context, steps)
+                        use_attention(model, run.backend)
+                    else:
+                        seconds = decoding_seconds(run, model, batch, context, mode, steps)
+                    cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
+                gc.collect()
+            print(f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |", flush=True)
+
+
+def prefill_table(run, folder: Path, size: str, totals, peak: float) -> None:
+    model, text = text_model(folder, run.dtype, run.backend), Processor(str(folder)).config.text_config
+    weights = sum(p.numel() for p in model.model.language_model.layers.parameters())
+    print(f"\nPrefill, {size}, prompts of 1,024 tokens\n\n| tokens | ms | tokens/s | MFU |\n|---|---|---|---|")
+    for total in totals:
+        length = min(1024, total)
+        segments = [(a, a + length, a, a) for a in range(0, total, length)]
+        row = SimpleNamespace(input_ids=torch.randint(5, 100, (1, total), device=DEVICE), features=None,
+                              positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1))
+        attention = PackedAttention(segments, run.backend, DEVICE)
+        with torch.inference_mode(), bare_forwards(model):
+            language_hidden(model, row, attention)
+            seconds = timed(lambda: language_hidden(model, row, attention), 3)
+        flops = 2 * weights * total + 2 * total * length * text.hidden_size * text.num_hidden_layers     # causal: half of 4
+        print(f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | {100 * flops / seconds / peak:.0f} % |", flush=True)
+
+
+def update_table(run, budgets, response: int, peak: float) -> None:
+    """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
+    processor, rows, _ = ppo.load_data(run)
+    actor, _, _ = ppo.build_models(run, processor)
+    optimizer = ppo.build_optimizer(actor, 1e-6, run.args)
+    ids = torch.randint(5, 100, (8, 2 * response))
+    text_rows = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows[:8])]
+    layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
+    lengths, n = torch.full((64,), response), 64 * response
+    samples = Samples(group=torch.arange(64) // 8, number=torch.arange(64) % 8, lengths=lengths,
+                      truncated=torch.zeros(64, dtype=torch.bool), tokens=torch.randint(5, 100, (n,)),
+                      logprobs=torch.full((n,), -9.0), advantages=torch.randn(n))
+    samples.old_logprobs = samples.logprobs
+    print(f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
+          "of the tokens computed, recomputation not counted\n\n| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
+          "\n|---|---|---|---|---|---|")
+    for budget in budgets:
+        for shared in (True, False):
+            update = dataclasses.replace(run.args.update, max_tokens_per_pack=budget, share_prompts=shared)
+            one = dataclasses.replace(run, args=dataclasses.replace(run.args, update=update))
+            prompts = ppo.StepPrompts(text_rows, list(range(8)), [0] * 8, {}, {}, {}, [])
+            step = lambda: ppo.update_actor(one, actor, optimizer, prompts, samples, 1, 0.0)  # noqa: B023, E731
+            step()
+            if DEVICE.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = timed(step)
+            peak_gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
+            computed = (8 if shared else 64) * 2 * response + n
+            flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
+            print(f"| {budget} | {'shared' if shared else 'repeated'} | {seconds:.2f} | {64 * 3 * response / seconds:.0f} | "
+                  f"{100 * flops / seconds / peak:.0f} % | {peak_gib:.1f} |", flush=True)
+
+
+def whole_step(flags: list[str]) -> None:
+    metrics = ppo.main([*flags, "--steps", "2", "--save_every", "0", "--export_every", "0", "--log_samples", "0"])
+    print("\nThe second of two PPO steps\n\n| stage | value |\n|---|---|")
+    for name, value in sorted(metrics.items()):
+        if name.startswith("perf/"):
+            print(f"| {name[5:]} | {value:.4g} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    tiny = parser.parse_args().tiny
+    begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
+    ppo.load_weights = random_weights
+    sizes, batches, contexts, steps = (("tiny",), (1, 4), (32,), 4) if tiny else (("3b", "7b"), (1, 16, 64, 128, 256),
+                                                                                   (512, 1500, 4000), 16)
+    folders = {size: write_checkpoint(folder / size, size) for size in sizes}
+    model = folders[sizes[0]]
+    flags = ["--model", str(model), "--data", str(model / "rows.jsonl"), "--advantage", "grpo", "--reward", "exact",
+             "--prompts_per_step", "4" if tiny else "64", "--samples_per_prompt", "2" if tiny else "8",
+             "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
+             str(folder / "run")]
+    run = ppo.start_run(ppo.parse_args(flags))
+    bandwidth, peak = limits(run.dtype, tiny)
+    attention_table()
+    for size in sizes:
+        decode_table(run, folders[size], size, batches, contexts, steps, bandwidth)
+        gc.collect()
+        prefill_table(run, folders[size], size, (256,) if tiny else (4096, 16384), peak)
+        gc.collect()
+    update_table(run, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak)
+    gc.collect()
+    whole_step(flags)
+    print(f"\n{time.perf_counter() - begun:.0f} s in all")
+
+
+if __name__ == "__main__":
+    main()
