@@ -750,7 +750,8 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
             samples = score_rewards(run, processor, reward, prompts, samples)
             if greedy is not None:
                 greedy = score_rewards(run, processor, reward, prompts, greedy)                # one per group, in order
-                samples.greedy_scores = greedy.scores[torch.searchsorted(greedy.group, samples.group)]
+                own = torch.searchsorted(greedy.group, samples.group)
+                samples.greedy_scores, samples.greedy_lengths = greedy.scores[own], greedy.lengths[own]
         parts.append((prompts, samples, groups_with_spread(samples) if limit > 1 else list(range(len(prompts.prompts)))))
         kept += len(parts[-1][2])
     if limit == 1:
@@ -1530,15 +1531,16 @@ def rest_after_scoring(module: nn.Module) -> None:
     module.reshard()
 
 
-def shape_scores(args: Args, samples: Samples, moments: losses.RunningMoments) -> torch.Tensor:
+def shape_scores(args: Args, scores: torch.Tensor, lengths: torch.Tensor, moments: losses.RunningMoments,
+                 update: bool = True) -> torch.Tensor:
     """(S,) scores as the estimator sees them: normalised, clipped, less the length penalty."""
-    algorithm, scores = args.algorithm, samples.scores
+    algorithm = args.algorithm
     if algorithm.reward_norm:
-        scores = losses.normalize_scores(scores, moments)
+        scores = losses.normalize_scores(scores, moments, update=update)
     if algorithm.reward_clip:
         scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if algorithm.overlong_buffer:
-        scores = scores + losses.overlong_penalty(samples.lengths, args.rollout.max_new_tokens, algorithm.overlong_buffer,
+        scores = scores + losses.overlong_penalty(lengths, args.rollout.max_new_tokens, algorithm.overlong_buffer,
                                                   algorithm.overlong_factor)
     return scores
 
@@ -1547,12 +1549,13 @@ def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLContr
                        moments: losses.RunningMoments) -> dict[str, float]:
     """Fill advantages and returns; the whole step at once, alike on every rank. Returns the rollout metrics."""
     algorithm, mask = run.args.algorithm, samples.mask                                                # (S, longest)
-    scores = shape_scores(run.args, samples, moments)                                                 # (S,)
+    scores = shape_scores(run.args, samples.scores, samples.lengths, moments)                         # (S,)
     kl = samples.padded(samples.kl) if samples.kl is not None else torch.zeros(mask.shape)
     in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage in ("gae", "reinforce", "reinforce++", "remax"):
-        baseline = samples.greedy_scores if algorithm.advantage == "remax" else 0.0
-        rewards = losses.token_rewards(scores - baseline, kl, mask, in_reward)
+        if algorithm.advantage == "remax":
+            scores = scores - shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)
+        rewards = losses.token_rewards(scores, kl, mask, in_reward)
         if algorithm.advantage == "gae":
             advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma,
                                              algorithm.gae_lambda)

@@ -43,6 +43,7 @@ class Samples:
     logprobs: torch.Tensor                       # (N,)
     scores: torch.Tensor | None = None           # (S,) reward before KL and shaping
     greedy_scores: torch.Tensor | None = None    # (S,) reward of the greedy response to the sample's prompt (remax)
+    greedy_lengths: torch.Tensor | None = None   # (S,) and its tokens
     old_logprobs: torch.Tensor | None = None     # (N,) under the policy at the start of the update
     ref_logprobs: torch.Tensor | None = None     # (N,)
     kl: torch.Tensor | None = None               # (N,) to the reference, before the update

@@ -151,9 +151,11 @@ class RunningMoments:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
-def normalize_scores(scores: torch.Tensor, moments: RunningMoments, subtract_mean: bool = True) -> torch.Tensor:
-    """(S,) scores over the standard deviation so far, these included. It comes before any statistics of groups."""
-    moments.update(scores)
+def normalize_scores(scores: torch.Tensor, moments: RunningMoments, subtract_mean: bool = True,
+                     update: bool = True) -> torch.Tensor:
+    """(S,) scores over the standard deviation so far, these included (``update``). It comes before any group statistics."""
+    if update:
+        moments.update(scores)
     centred = scores - moments.mean if subtract_mean else scores
     return centred / moments.std if moments.std > 1e-6 else centred
 

@@ -27,6 +27,7 @@ def env(qwen25, picture_rows):
     env.samples = hand_samples(env, env.step)
     env.samples.scores = torch.tensor(SCORES)
     env.samples.greedy_scores = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
+    env.samples.greedy_lengths = torch.full((16,), 11)
     return env
 
 
@@ -117,6 +118,14 @@ def test_shaping_comes_before_the_group(env):
     for i, row in enumerate(found):
         assert row == pytest.approx([shaped[i] - means[i]] * len(row), abs=1e-5)
     assert moments.count == 19
+    found = advantages(env, advantage="remax", kl_in="loss", reward_norm=True, reward_clip=0.8, overlong_buffer=6,
+                       moments=losses.RunningMoments())
+    scale = lambda x: np.clip((np.array(x) - np.mean(SCORES)) / np.std(SCORES, ddof=1), -0.8, 0.8)  # noqa: E731
+    penalty = lambda n: np.array([min(0.0, -(k - 6) / 6) for k in n])  # noqa: E731
+    lengths, greedy = env.samples.lengths.tolist(), env.samples.greedy_scores.tolist()
+    wanted = scale(SCORES) + penalty(lengths) - scale(greedy) - penalty([11] * 16)      # the greedy responses: 11 tokens
+    for i, row in enumerate(found):
+        assert row == pytest.approx([wanted[i]] * len(row), abs=1e-5)
 
 
 def test_advantage_clip_and_norm(env):

@@ -28,7 +28,7 @@ def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, lon
         tokens=torch.from_numpy(rng.integers(4, 1000, total)),
         logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
         ref_logprobs=flat(), kl=flat(), entropy=flat(), values=flat(), advantages=flat(), returns=flat(),
-        greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)),
+        greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(len(lengths))],
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
 
