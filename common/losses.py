@@ -400,6 +400,9 @@ def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     return logits
 
 
+VOCABULARY_SLICE = 16384  # ids whose rows of the weight's gradient are added at a time
+
+
 class _ChunkedHead(torch.autograd.Function):
     """Functions of each row of the logits, of which ``chunk`` rows exist at a time; the backward computes them again.
 
@@ -447,7 +450,10 @@ class _ChunkedHead(torch.autograd.Function):
             if needs_hidden:
                 dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
             if needs_weight:
-                dweight += _product(dlogits.t(), hidden[rows])
+                # By slices of the vocabulary: a second (V, H) float32 tensor would be larger than the chunk's logits.
+                for part, columns in zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE)):
+                    part += _product(columns, hidden[rows])
+            del logits, dlogits                                       # or they would still be there beside the next chunk's
         return (dhidden, dweight.to(weight.dtype) if needs_weight else None,
                 dbias.to(bias.dtype) if needs_bias else None, None, None, None, None)
 
