@@ -51,12 +51,13 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
-from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
-                        StepPrompts, answer_frame, attention_segments, choose_attention, clear_forward_order, count_judgements,
-                        encode_target, feature_levels, fill, image_features, image_token_count, image_token_id, judge_prompt,
-                        judge_settings, language_hidden, language_model, load_rows, load_weights, materialize, parse_verdict,
-                        positions_of, read_image, read_judgement, resolve_folder, skeleton, token_types, unsharded,
-                        use_attention, user_text, vision_inputs, vision_parameters)
+from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt,
+                        PromptLoader, StepPrompts, add_adapters, answer_frame, attention_segments, choose_attention,
+                        clear_forward_order, count_judgements, encode_target, feature_levels, fill, freeze, image_features,
+                        image_token_count, image_token_id, init_adapters, judge_prompt, judge_settings, language_hidden,
+                        language_model, load_rows, load_weights, materialize, parse_verdict, positions_of, read_image,
+                        read_judgement, resolve_folder, skeleton, token_types, unsharded, use_attention, user_text,
+                        vision_inputs, vision_parameters)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -159,6 +160,11 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, 30 % more time")
+    lora_rank: int = flag(0, "rank of LoRA adapters, which alone are trained then; the other weights are kept in the compute "
+                             "type; 0: off, all are trained", low=0)
+    lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
+    lora_targets: str = flag("", "linear layers with adapters: ends of their names, such as q_proj,v_proj; empty: all of the "
+                                 "decoder, attention and MLP, but experts of MoE models")
 
 
 @dataclass(frozen=True)
@@ -252,6 +258,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens "
         f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
@@ -426,18 +433,18 @@ class Judge(nn.Module):
 
 def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
-    judge = problem = None
+    judge, problem, args = None, None, run.args.model
     try:
         model = skeleton(processor.config)
-        for parameter in vision_parameters(model):
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
+        freeze(vision_parameters(model), run.dtype)
+        if args.lora_rank:
+            add_adapters(model, absolute(args.model), args.lora_rank, args.lora_alpha, args.lora_targets, run.dtype)
         judge = Judge(model, run.args.update.head_chunk)
-        judge.spelled = load_sharded(run, judge, resolve_folder(run.args.model.model))
+        judge.spelled = load_sharded(run, judge, resolve_folder(args.model))
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
-    if run.args.model.gradient_checkpointing:
+    if args.gradient_checkpointing:
         language_model(judge.model).gradient_checkpointing_enable({"use_reentrant": False})
     return judge
 
@@ -454,6 +461,7 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
     fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
+    init_adapters(module.model, run.args.run.seed)
     if head is None:
         return load_weights(module.model, folder)
     nn.init.zeros_(head.weight)

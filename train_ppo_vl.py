@@ -50,7 +50,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -63,12 +63,13 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricS
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
-                        SlotCache, StepPrompts, answer_frame, attention_segments, bare_forwards, choose_attention,
-                        clear_forward_order, count_judgements, differing_tower, encode_target, feature_levels, fill,
-                        image_features, image_token_count, image_token_id, judge_prompt, judge_settings, language_hidden,
-                        language_model, load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict,
-                        positions_of, read_image, resolve_folder, router_logits, routers, skeleton, unsharded, use_attention,
-                        user_text, vision_parameters, with_same_tower)
+                        SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards,
+                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target,
+                        feature_levels, fill, freeze, image_features, image_token_count, image_token_id, init_adapters,
+                        judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
+                        load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image, resolve_folder,
+                        router_logits, routers, skeleton, unsharded, use_attention, user_text, vision_parameters,
+                        with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -193,12 +194,18 @@ class ModelArgs:
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
     init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, "
                                      "start it")
-    reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used")
+    reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used "
+                                    "(with --lora_rank it is then the actor without adapters)")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
+    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (and the value head); the "
+                             "other weights are kept in the compute type; 0: off, all are trained", low=0)
+    lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
+    lora_targets: str = flag("", "linear layers with adapters: ends of their names, such as q_proj,v_proj; empty: all of the "
+                                 "decoder, attention and MLP, but experts of MoE models")
 
 
 @dataclass(frozen=True)
@@ -437,6 +444,7 @@ def check_args(args: Args) -> None:
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available(),
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
@@ -634,21 +642,28 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     """Actor, critic (gae only) and reference (only if a KL is used), sharded, with their weights."""
     args = run.args
     actor = critic = reference = problem = None
+    adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
+                              alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     try:
         folder = resolve_folder(args.model.model)
         model = skeleton(processor.config)
-        for parameter in vision_parameters(model):
-            parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(run.dtype)   # replicated, outside FSDP's precision policy; buffers stay float32
+        freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
             raise ValueError(f"--aux_loss_coef {args.update.aux_loss_coef}: {folder} has no experts to balance")
+        if args.model.lora_rank:
+            adapt(model)
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
-            critic = Critic(skeleton(processor.config, vision=False, head=False))
+            body = skeleton(processor.config, vision=False, head=False)
+            if args.model.lora_rank:
+                adapt(body)
+            critic = Critic(body)
             load_sharded(run, critic, with_same_tower(args.model.critic_model, folder))
-        if args.algorithm.kl_coef > 0:
-            reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False)
+        if args.algorithm.kl_coef > 0 and args.model.lora_rank and not args.model.reference_model:
+            reference = actor                                                  # without its adapters
+        elif args.algorithm.kl_coef > 0:
+            reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False).eval()
             load_sharded(run, reference, with_same_tower(args.model.reference_model, folder))
     except ValueError as error:
         problem = str(error)
@@ -671,6 +686,7 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
     fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
     materialize(module, run.device)
+    init_adapters(module.model, run.args.run.seed)
     if head is None:
         return load_weights(module.model, folder)
     nn.init.zeros_(head.weight)
@@ -681,7 +697,8 @@ def load_critic_weights(path: Path, critic: Critic) -> None:
     """Start a critic from the critic of another run's checkpoint: weights only, its optimizer starts fresh."""
     if path not in [found for _, found in complete_checkpoints(path.parent)]:
         raise UserError(f"--init_critic_from {path}: not a complete checkpoint")
-    weights = {f"critic.model.{name}": value for name, value in get_model_state_dict(critic).items()}
+    weights = {f"critic.model.{name}": value for name, value in get_model_state_dict(
+        critic, options=StateDictOptions(ignore_frozen_params=True)).items()}
     try:
         dcp.load(weights, storage_reader=HuggingFaceStorageReader(str(path)))
     except dcp.api.CheckpointException as error:
@@ -1311,8 +1328,7 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
                         for p in (processor, actor_processor)]
             source.shares_tower = settings[0] == settings[1] and not differing_tower(resolve_folder(args.model.model), folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
-            for parameter in vision_parameters(model):
-                parameter.data = parameter.data.to(run.dtype)
+            freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
                 source.question = judge_question(processor.files["judge"], args.reward.grm_question)
                 plain = replace(args.rollout, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop_tokens="",
@@ -1487,7 +1503,8 @@ def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None,
     if reference is not None and algorithm.kl_estimator == "full":
         samples.kl = score_full_kl(run, actor, reference, prompts, samples)
     elif reference is not None:
-        samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
+        with without_adapters(reference.model):
+            samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
         samples.kl = losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs)
     if critic is not None:
         samples.values = score_tokens(run, critic, prompts, samples)
@@ -1521,8 +1538,10 @@ def score_full_kl(run: Run, actor: Policy, reference: Policy, prompts: StepPromp
 @torch.no_grad()
 def reference_head(reference: Policy, row: Row, attention: PackedAttention) -> tuple[torch.Tensor, torch.Tensor]:
     """What the exact KL needs of the reference: hidden states (T, H), and its head, which that forward leaves gathered."""
-    reference.eval()
-    return reference(row, attention, hidden_only=True), reference.model.lm_head.weight
+    with without_adapters(reference.model):
+        hidden = reference(row, attention, hidden_only=True)
+    clear_forward_order(reference)
+    return hidden, reference.model.lm_head.weight
 
 
 def rest_after_scoring(module: nn.Module) -> None:
@@ -1857,7 +1876,8 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
         head = actor.model.lm_head.weight.numel()
         trained = (1 + (critic is not None)) * layers * (response + prompt) + head * response
         if peak:
-            metrics["perf/update_mfu"] = 6 * trained * run.args.update.epochs / (update * peak * run.world)
+            per_weight = 4 if run.args.model.lora_rank else 6             # frozen weights need no gradient of their own
+            metrics["perf/update_mfu"] = per_weight * trained * run.args.update.epochs / (update * peak * run.world)
     else:
         with open("/proc/self/statm") as statm:
             metrics["perf/resident_memory_gib"] = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2 ** 30

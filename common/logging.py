@@ -776,8 +776,11 @@ def load_training_state(path: Path, models: Models) -> None:
 @torch.no_grad()
 def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
-    config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call."""
+    config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call.
+
+    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` beside it as well, as PEFT loads them."""
     parameters = dict(module.model.named_parameters(remove_duplicate=False))
+    adapter, adapter_config = {}, getattr(module.model, "adapter", None)
     dtype = getattr(processor.config, "dtype", None) or torch.float32
     files: list[list[str]] = [[]]
     size = 0
@@ -794,9 +797,13 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
         file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
         shard = {}
         for name in names:
-            parameter = parameters[name]
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter      # a collective: all ranks
+            stem = name.removesuffix(".weight")
+            full, *pair = (parameters[part].full_tensor() if isinstance(parameters[part], DTensor) else parameters[part]
+                           for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters)  # collective: all ranks
             if dist.get_rank() == 0:
+                if pair:
+                    full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
+                    adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
                 shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
                 index[module.spelled[name]] = file
         if dist.get_rank() == 0 and not problem:
@@ -810,15 +817,19 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
             if len(files) > 1:
                 table = {"metadata": {}, "weight_map": index}
                 (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
+            if adapter:
+                (aside / "adapter").mkdir(exist_ok=True)
+                save_file(adapter, aside / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+                (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2))
             processor.config.save_pretrained(aside)
             processor.save(str(aside))
-            for path in aside.iterdir():
+            for path in aside.rglob("*"):
                 sync_folder(path)
             if folder.exists():
                 shutil.rmtree(folder)
             aside.rename(folder)
             write_pointer(folder.parent / "latest", folder.name)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             problem = str(error)
     problem = all_gather_json(problem)[0]
     if problem and dist.get_rank() == 0:

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 import numpy as np
 import torch
@@ -1335,6 +1335,73 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
     return model
 
 
+def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Freeze parameters and keep them in the compute dtype: those of the vision tower are outside FSDP's precision policy, the
+    others it would cast in every forward. Buffers stay float32."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with a trained adapter (Hu et al. 2021): x -> W x + scale B A x, A (r, in), B (out, r).
+
+    Its weight keeps its name, so checkpoints load and export as without adapters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale if self.scale else out
+
+
+def add_adapters(model: nn.Module, base: str, rank: int, alpha: int, targets: str, dtype: torch.dtype) -> None:
+    """Freeze a skeleton, in the compute dtype, and give linear layers of its decoder adapters in float32, scaled by alpha / rank.
+
+    Args:
+        targets: comma-separated suffixes of the layers' names; empty: every linear layer, attention and MLP.
+
+    Raises:
+        ValueError: a suffix that no linear layer of the decoder has.
+    """
+    freeze(model.parameters(), dtype)
+    inside = set(language_model(model).layers.modules())
+    layers = {name: layer for name, layer in model.named_modules() if type(layer) is nn.Linear and layer in inside}
+    suffixes = tuple(f".{suffix.strip()}" for suffix in targets.split(",")) if targets else ("",)
+    chosen = {name: layer for name, layer in layers.items() if name.endswith(suffixes)}
+    if unknown := [suffix[1:] for suffix in suffixes if not any(name.endswith(suffix) for name in layers)]:
+        raise ValueError(f"--lora_targets {targets}: no linear layer of the decoder ends in {', '.join(unknown)}; there are "
+                         f"{', '.join(sorted({name.rpartition('.')[2] for name in layers}))}")
+    for layer in chosen.values():
+        layer.__class__, layer.scale = LoRALinear, alpha / rank
+        layer.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, device="meta"))
+        layer.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
+    # What PEFT's adapter_config.json says. Whole names: a suffix alone would also fit layers of a vision tower.
+    model.adapter = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank,
+                     "lora_alpha": alpha, "target_modules": list(chosen), "lora_dropout": 0.0, "bias": "none",
+                     "fan_in_fan_out": False, "inference_mode": True}
+
+
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform within 1 / sqrt(in), B zero, alike on any number of ranks: a model begins as its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in filter(lambda module: isinstance(module, LoRALinear), model.modules()):
+        values = torch.empty(layer.lora_A.shape).uniform_(-1, 1, generator=generator)                       # (r, in)
+        copy_rows(layer.lora_A, values / layer.in_features ** 0.5)
+        nn.init.zeros_(layer.lora_B)
+
+
+@contextmanager
+def without_adapters(model: nn.Module):
+    """Inside, a model with adapters is its base: the reference of a KL needs no copy of the weights."""
+    layers = [(layer, layer.scale) for layer in model.modules() if isinstance(layer, LoRALinear)]
+    for layer, _ in layers:
+        layer.scale = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in layers:
+            layer.scale = scale
+
+
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     text = model.config.get_text_config()
@@ -1395,7 +1462,7 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 copy_rows(target, value, turned=tuple(value.get_shape()) != tuple(target.shape))
                 spelled[name or key] = key
     tied = {id(p) for n, p in parameters.items() if n in spelled}
-    missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied]
+    missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied and ".lora_" not in n]
     if missing:
         raise ValueError(f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}")
     return spelled

@@ -1,0 +1,298 @@
+"""LoRA adapters: the layer is W + (alpha / r) B A, the reference is the model without them, nothing else is trained, saved
+or moved, and what is exported loads without us."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import start, take, write_checkpoint
+from safetensors.torch import load_file
+from test_families import write_family
+from test_training import assert_same_run, distance, flags, gradient, hand_samples, launch, records, tensors, weights_of, with_flags
+from transformers import AutoModelForImageTextToText
+
+import test_grm
+import test_training
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import logging, vlm
+
+task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+LORA = ("--lora_rank", "3", "--lora_alpha", "6")
+TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def stir(module) -> None:
+    """Adapters that act: B is zero at the start."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.to_local().copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows):
+    """One rank's models with adapters that act, and hand-made samples."""
+    env = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1")
+    stir(env.actor), stir(env.critic)
+    env.step = take(env)
+    env.samples = hand_samples(env, env.step)
+    return env
+
+
+def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torch.Tensor]]:
+    """Hugging Face's model, leaves A and B by our names, and the weights W + 2 B A by its own."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").requires_grad_(False)
+    weights = {name.removeprefix("model."): value for name, value in weights_of(module.model).items() if ".lora_" in name}
+    leaves = {name: value.detach().requires_grad_() for name, value in weights_of(module).items() if ".lora_" in name}
+    stems = {name.rpartition(".")[0] for name in leaves}
+    assert {stem.rpartition(".")[2] for stem in stems} == TARGETS and len(stems) == 7 * model.config.text_config.num_hidden_layers
+    assert len(weights) == len(leaves) == 2 * len(stems)
+    merged = {f"{stem.removeprefix('model.')}.weight": model.get_parameter(f"{stem.removeprefix('model.')}.weight")
+              + 2.0 * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"] for stem in stems}
+    return model, leaves, merged
+
+
+def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
+    """For every sample its tokens, and the output and rows of Hugging Face's own forward with the given weights."""
+    for group, tokens in zip(env.samples.group.tolist(), env.samples.split(env.samples.tokens)):
+        prompt = env.prompts[group]
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        pixels = vlm.load_pixels(prompt, env.processor)
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False, **more}
+        inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        yield tokens, torch.func.functional_call(model, merged, (), inputs), rows
+
+
+def hugging_face_logprobs(env, model, merged: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(N,) log-probs of all samples."""
+    parts = []
+    for tokens, out, rows in hugging_face_rows(env, model, merged):
+        logits = out.logits[0, rows]
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        parts.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    return torch.cat(parts)
+
+
+# ------------------------------------------------------------------------------------------------ one process
+def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
+    model, leaves, merged = adapted(qwen25, env.actor)
+    expected = hugging_face_logprobs(env, model, merged)
+    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() < 1e-5
+    signs = torch.linspace(-1, 1, len(expected))
+    (signs * expected).sum().backward()
+    for row, attention in ppo.packed_rows(env.run, env.actor.model, env.step, env.samples):
+        (signs[row.flat] * env.actor(row, attention)[0]).sum().backward()
+    found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
+    env.actor.zero_grad(set_to_none=True)
+    assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-5
+    model, leaves, merged = adapted(qwen25, env.critic)
+    head = torch.randn(64, generator=torch.Generator().manual_seed(3))[:env.critic.value_head.in_features]
+    with torch.no_grad():
+        env.critic.value_head.weight.to_local().copy_(head[None])
+    values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
+                        hugging_face_rows(env, model, merged, output_hidden_states=True)])
+    values.mul(signs).sum().backward()
+    assert (ppo.score_tokens(env.run, env.critic, env.step, env.samples) - values).abs().max() < 1e-4
+    for row, attention in ppo.packed_rows(env.run, env.critic.model, env.step, env.samples):
+        (signs[row.flat] * env.critic(row, attention)).sum().backward()
+    found = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
+    env.critic.zero_grad(set_to_none=True)
+    assert found.pop("value_head.weight").norm() > 0
+    assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-5
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_rows):
+    other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--gradient_checkpointing")
+    stir(other.actor)
+    other.actor.train()
+    expected, found = (gradient(env.run, actor, env.step, env.samples)[0] for actor in (env.actor, other.actor))
+    assert distance(found, expected) < 1e-6 and all(".lora_" in name for name in found)
+
+
+def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
+    base, fresh = start(qwen25, picture_rows), start(qwen25, picture_rows, *LORA)
+    expected = ppo.score_tokens(base.run, base.actor, env.step, env.samples)
+    assert torch.equal(ppo.score_tokens(fresh.run, fresh.actor, env.step, env.samples), expected)
+    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() > 0.1
+    for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm.LoRALinear)):
+        values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
+        assert not layer.lora_B.full_tensor().any() and 0.9 * bound < values.abs().max() <= bound
+    assert {name for name, p in fresh.critic.named_parameters() if p.requires_grad and ".lora_" not in name} == {
+        "value_head.weight"}
+
+
+def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
+    """Its log-probs, and the exact KL in the reward and in the loss, are those of a second copy of the base."""
+    assert env.reference is env.actor
+    other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--reference_model", str(qwen25))
+    assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
+    samples, runs = env.samples.select(torch.arange(16)), []
+    ppo.score_logprobs_and_values(env.run, env.actor, env.reference, None, env.step, samples)
+    expected = ppo.score_tokens(other.run, other.reference, env.step, samples)
+    assert torch.equal(samples.ref_logprobs, expected) and samples.kl.abs().max() > 0.1
+    for checkpointing in (False, True):
+        if checkpointing:
+            env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+        run = with_flags(env.run, kl_estimator="full", kl_in="loss")
+        weights = ppo.minibatch_weights(run, samples, range(4))
+        for reference in (env.reference, other.reference):
+            ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
+            env.actor.train()
+            for row, attention in ppo.packed_rows(with_flags(run, max_tokens_per_pack=110), env.actor.model, env.step, samples):
+                loss, _ = ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0, reference)
+                loss.backward()
+            assert env.actor.training
+            ppo.rest_after_scoring(reference)
+            runs.append((samples.kl, {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}))
+            env.actor.zero_grad(set_to_none=True)
+    env.actor.model.model.language_model.gradient_checkpointing_disable()
+    for kl, found in runs[1:]:
+        assert torch.allclose(kl, runs[0][0], atol=1e-6) and kl.max() > 0.01
+        assert distance(found, runs[0][1]) < 1e-6
+    gathered = [name for name, p in env.actor.named_parameters() if not ("visual" in name or hasattr(p, "to_local"))]
+    assert not gathered
+
+
+def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path):
+    logging.export(env.actor, env.processor, tmp_path / "hf")
+    expected = ppo.score_tokens(env.run, env.actor, env.step, env.samples)
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", attn_implementation="eager").requires_grad_(False)
+    assert (hugging_face_logprobs(env, merged, {}) - expected).abs().max() < 1e-5
+    before, after = tensors(qwen25), tensors(tmp_path / "hf")
+    moved = {key for key in before if not torch.equal(before[key], after[key])}
+    assert before.keys() == after.keys() and {key.split(".")[-2] for key in moved} == TARGETS
+    assert not any("visual" in key for key in moved)
+    # By the rules of PEFT: base_model.model.<module>.lora_A.weight, W + (lora_alpha / r) B A, whole names or suffixes.
+    config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    weights = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
+    assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (3, 6, "LORA", "CAUSAL_LM")
+    base = AutoModelForImageTextToText.from_pretrained(config["base_model_name_or_path"], attn_implementation="eager")
+    modules = [name for name, _ in base.named_modules() if name.endswith(tuple(config["target_modules"]))]
+    assert {f"base_model.model.{name}.lora_{part}.weight" for name in modules for part in "AB"} == weights.keys()
+    with torch.no_grad():
+        for name in modules:
+            a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * b @ a
+    assert (hugging_face_logprobs(env, base.requires_grad_(False), {}) - expected).abs().max() < 1e-5
+    logging.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
+
+
+def test_targets(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--lora_rank", "2", "--lora_targets", "q_proj,mlp.up_proj", "--advantage", "grpo")
+    names = {name.split("layers.0.")[-1] for name, p in env.actor.named_parameters() if p.requires_grad and "layers.0." in name}
+    assert names == {f"{stem}.lora_{part}" for stem in ("self_attn.q_proj", "mlp.up_proj") for part in "AB"}
+    with pytest.raises(ppo.UserError, match="--lora_targets q_proj,qkv: no linear layer of the decoder ends in qkv; there are "
+                                            "down_proj, gate_proj, k_proj"):
+        start(qwen25, picture_rows, "--lora_rank", "2", "--lora_targets", "q_proj,qkv")
+    with pytest.raises(ppo.UserError, match="--lora_targets needs --lora_rank"):
+        start(qwen25, picture_rows, "--lora_targets", "q_proj")
+
+
+def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path):
+    """A bfloat16 checkpoint comes out of bfloat16 training as it went in, but for what was trained; adapters stay float32."""
+    model = AutoModelForImageTextToText.from_pretrained(qwen25, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "bf16")
+    for path in qwen25.iterdir():
+        if not (tmp_path / "bf16" / path.name).exists():
+            (tmp_path / "bf16" / path.name).symlink_to(path)
+    env = start(tmp_path / "bf16", picture_rows, *LORA, "--dtype", "bfloat16", "--advantage", "grpo")
+    kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
+    assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
+    stir(env.actor)
+    env.step = take(env)
+    samples = hand_samples(env, env.step)
+    found, _ = gradient(env.run, env.actor, env.step, samples)
+    assert all(value.dtype == torch.float32 and value.norm() > 0 for value in found.values())
+    logging.export(env.actor, env.processor, tmp_path / "hf")
+    before, after, weights = tensors(tmp_path / "bf16"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
+    for key, value in after.items():
+        name = next(name for name, spelled in env.actor.spelled.items() if spelled == key)
+        stem, expected = name.removesuffix(".weight"), before[key]
+        if f"{stem}.lora_A" in weights:                                               # the sum in float32, rounded once
+            expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).bfloat16()
+        assert torch.equal(value, expected), key
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+RUN = (*LORA, "--steps", "4", "--minibatches", "2", "--kl_coef", "0.1", "--actor_lr", "1e-2")
+
+
+def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
+    ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
+    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
+    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN))
+    whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
+    assert [{k: v for k, v in step.items() if not k.startswith("perf/")} for step in whole] == [
+        {k: v for k, v in step.items() if not k.startswith("perf/")} for step in parts]
+    assert whole[0]["train/kl"] < 1e-6 < 1e-3 < whole[-1]["train/kl"] and whole[0]["train/sampler_gap"] < 1e-5
+    for part in ("", "adapter"):
+        one, two = (tensors(tmp_path / name / "export" / "step-4" / part) for name in ("whole", "parts"))
+        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    saved = tensors(tmp_path / "whole" / "checkpoints" / "step-4")
+    assert saved and all(".lora_" in key or "value_head" in key for key in saved)
+    assert {key.split(".")[1] for key in saved} == {"model", "optimizer"} and {key.split(".")[0] for key in saved} == {
+        "actor", "critic"}
+    with pytest.raises(ppo.UserError, match="flags that alter the result .*--lora_alpha 6 -> 7"):
+        ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--lora_alpha", "7"))
+
+
+def test_a_critic_starts_from_the_adapters_of_another_run(qwen25, task, tmp_path):
+    ppo.main(flags(qwen25, task, tmp_path / "first", *RUN, "--steps", "1"))
+    source = tmp_path / "first" / "checkpoints" / "step-1"
+    env = start(qwen25, str(task / "train.jsonl"), *LORA)
+    ppo.load_critic_weights(source, env.critic)
+    saved = tensors(source)
+    trained = {name: value for name, value in weights_of(env.critic).items() if ".lora_" in name or "value_head" in name}
+    assert all(torch.equal(value, saved[f"critic.model.{name}"]) for name, value in trained.items())
+    with pytest.raises(ppo.UserError, match="--init_critic_from"):
+        ppo.load_critic_weights(source, start(qwen25, str(task / "train.jsonl")).critic)
+
+
+def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
+    line = test_grm.flags(qwen25, judgements, tmp_path, *LORA, "--steps", "3", "--lr", "1e-2", "--eval_every", "0")
+    grm.main(line)
+    assert records(tmp_path)[-1]["train/loss"] < records(tmp_path)[0]["train/loss"]
+    before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-3")
+    assert {key.split(".")[-2] for key in before if not torch.equal(before[key], after[key])} == TARGETS
+    assert (tmp_path / "export" / "step-3" / "adapter" / "adapter_model.safetensors").exists()
+    assert all(".lora_" in key for key in tensors(tmp_path / "checkpoints" / "step-3"))
+
+
+def test_one_rank_equals_two(qwen25, task, tmp_path):
+    """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
+    other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
+    lines = {"gae": (qwen25, *RUN, "--critic_lr", "1e-2"),
+             "full": (other, *RUN, "--advantage", "grpo", "--kl_estimator", "full", "--kl_in", "loss", "--prompts_per_step", "3",
+                      "--steps", "2", "--minibatches", "1", "--gradient_checkpointing", "--lora_rank", "1")}
+    for ranks in (1, 2):
+        runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
+        (tmp_path / "plan.json").write_text(json.dumps(runs))
+        launch(2, tmp_path / "plan.json") if ranks == 2 else [ppo.main(run) for run in runs]
+    for name in lines:
+        one, two = (tmp_path / f"{name}-{ranks}" for ranks in (1, 2))
+        assert_same_run(one, two)
+        step = f"step-{len(records(one))}"
+        for part in ("", "adapter"):
+            ours, theirs = (tensors(out / "export" / step / part) for out in (one, two))
+            assert ours.keys() == theirs.keys()
+            assert all((ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6 for key in ours)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3", "idefics3", "llama"])
+def test_other_families(kind, picture_rows, tmp_path):
+    """Experts, windows, another name of the decoder, text only with tied embeddings: sampled = trained = exported."""
+    write_family(kind, tmp_path / "base", picture_rows)
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", *LORA, "--advantage", "grpo")
+    stir(env.actor)
+    step = take(env)
+    samples = ppo.rollout(env.run, env.processor, env.actor, step, 2, ppo.TRAIN)
+    assert (ppo.score_tokens(env.run, env.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
+    logging.export(env.actor, env.processor, tmp_path / "hf")
+    other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo")
+    assert (ppo.score_tokens(other.run, other.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
+    targets = {name.rpartition(".")[2] for name in env.actor.model.adapter["target_modules"]}
+    assert targets == (TARGETS - {"gate_proj", "up_proj", "down_proj"} if kind == "qwen3_vl_moe" else TARGETS)
