@@ -68,7 +68,7 @@ from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, Packed
                         feature_levels, fill, freeze, image_features, image_token_count, image_token_id, init_adapters,
                         judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
                         load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image, resolve_folder,
-                        router_logits, routers, skeleton, unsharded, use_attention, user_text, vision_parameters,
+                        router_logits, routers, shard_of, skeleton, unsharded, use_attention, user_text, vision_parameters,
                         with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
@@ -88,7 +88,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     check_rows(args, reward, sum(datasets, []) + eval_prompts)
     actor, critic, reference = build_models(run, processor)
     build_reward_models(run, reward, processor)
-    models = {"actor": (actor, build_optimizer(actor, args.update.actor_lr, args))}
+    models = {"actor": (actor, actor_optimizer := build_optimizer(actor, args.update.actor_lr, args))}
+    start_average(args.update, actor_optimizer)
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
@@ -102,7 +103,16 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     kl_controller.load_state_dict(state["kl_controller"])
     moments.load_state_dict(state["moments"])
     log = open_log(run, datasets, eval_prompts, state["step"])
-    evaluate_at = functools.partial(evaluate, run, processor, actor, reward, eval_prompts, log)
+
+    def evaluate_at(step: int) -> dict[str, float]:
+        with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
+            return evaluate(run, processor, actor, reward, eval_prompts, log, step)
+
+    def export_at(step: int) -> None:
+        checkpoints.export_if_due(actor, processor, step, args.update.steps)
+        if args.update.export_ema:
+            with averaged(actor_optimizer):
+                checkpoints.export_if_due(actor, processor, step, args.update.steps, "export_ema")
 
     def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
@@ -126,7 +136,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     elif state["step"] and not recorded:                       # killed between the save of this step and its record
         end_step(state["step"], state["metrics"])
     if state["step"]:
-        checkpoints.export_if_due(actor, processor, state["step"], args.update.steps)      # or between the save and the export
+        export_at(state["step"])                               # or between the save and the export
     catch_signals()
     metrics = state["metrics"]
 
@@ -167,7 +177,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stop and step < args.update.steps:              # the next start evaluates, records and exports this step
                 break
             metrics = end_step(step, metrics)
-            checkpoints.export_if_due(actor, processor, step, args.update.steps)
+            export_at(step)
     preempted = state["step"] < args.update.steps
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
@@ -335,6 +345,10 @@ class UpdateArgs:
                                 "more forward per update", low=0)
     target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0)
     freezing_actor_steps: int = flag(0, "first steps that update the critic only", low=0)
+    ema_beta: float = flag(0.0, "weight of the past in a running average of the actor's weights, taken after each applied "
+                                "update, say 0.992; 0: no average", low=0, high=0.999999)
+    ema_device: str = flag("device", "where the average is kept: with the weights, or in host memory", ("device", "cpu"))
+    export_ema: bool = flag(False, "whenever weights are exported, export the average too, to <out>/export_ema")
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
     share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
     head_chunk: int = flag(1024, "tokens whose logits exist at the same time", low=1)
@@ -346,6 +360,7 @@ class EvalArgs:
     eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
                            low=-1)
     eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
+    eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
 
 
@@ -443,6 +458,8 @@ def check_args(args: Args) -> None:
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
+        "--eval_ema and --export_ema need an average: --ema_beta above 0":
+            update.ema_beta > 0 or not (args.eval.eval_ema or update.export_ema),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
@@ -492,7 +509,7 @@ def neutral_flags(args: Args) -> set[str]:
     return {field.name for group in groups for field in fields(group)} - {"seed"} | {
         "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
         "cuda_graphs", "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries", "max_tokens_per_pack", "share_prompts", "head_chunk",
-        "eval_data", "max_eval_rows"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
+        "eval_data", "max_eval_rows", "ema_device", "export_ema"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -716,6 +733,38 @@ def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.Ada
         optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
                                       "exp_avg_sq": torch.zeros_like(parameter)}
     return optimizer
+
+
+def start_average(args: UpdateArgs, optimizer: torch.optim.Optimizer) -> None:
+    """Begin the running average at the weights. It is optimizer state, on the same shards: saved and resumed with it."""
+    for parameter, state in optimizer.state.items() if args.ema_beta else ():
+        state["ema"] = parameter.detach().clone()
+
+
+@torch.no_grad()
+def update_average(args: UpdateArgs, optimizer: torch.optim.Optimizer) -> None:
+    """average = beta * average + (1 - beta) * weights."""
+    for parameter, state in optimizer.state.items() if args.ema_beta else ():
+        average = shard_of(state["ema"])
+        average.lerp_(shard_of(parameter).to(average.device), 1 - args.ema_beta)
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer):
+    """Inside, weights and average have changed places, in the memory of both; afterwards both are as before, bit for bit."""
+    @torch.no_grad()
+    def swap():
+        for parameter, state in optimizer.state.items():
+            weight, average = shard_of(parameter), shard_of(state["ema"])
+            kept = weight.to(average.device, copy=True)
+            weight.copy_(average)
+            average.copy_(kept)
+
+    swap()
+    try:
+        yield
+    finally:
+        swap()
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
@@ -1724,6 +1773,7 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             norm, applied = apply_gradients(run, actor, optimizer, lr)
             sums.add("train/actor_skipped", float(not applied), 1)
             if applied:                                         # the sums of a skipped minibatch would be NaN
+                update_average(args.update, optimizer)
                 sums.add("train/actor_grad_norm", norm, 1)
                 add_actor_stats(sums, rows, 1 / run.world, first=updates == 0)
             updates += applied

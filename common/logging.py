@@ -500,7 +500,7 @@ class Checkpoints:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 problem = self.take_lock()
-                stale = [*self.folder.glob(".tmp-*"), *self.folder.with_name("export").glob(".step-*")]
+                stale = [*self.folder.glob(".tmp-*"), *out.glob("export*/.step-*")]
                 for path in [] if problem else stale:                       # of a life that died while it was writing
                     shutil.rmtree(path)
             except OSError as error:
@@ -664,9 +664,9 @@ class Checkpoints:
         if name and name not in metrics:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
 
-    def export_if_due(self, module: nn.Module, processor, step: int, last: int) -> None:
-        """Export the model after ``step`` if --export_every says so and it has not been done."""
-        folder = self.out / "export" / f"step-{step}"
+    def export_if_due(self, module: nn.Module, processor, step: int, last: int, place: str = "export") -> None:
+        """Export the model to <out>/``place`` after ``step`` if --export_every says so and it has not been done."""
+        folder = self.out / place / f"step-{step}"
         if falls_due(step, self.args.export_every, last) and not all_gather_json(folder.exists())[0]:
             export(module, processor, folder)
 
@@ -764,8 +764,11 @@ def training_state(models: Models) -> dict[str, Any]:
 def load_training_state(path: Path, models: Models) -> None:
     """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written it."""
     state = training_state(models)
-    dcp.load({name: value for name, value in state.items() if torch.is_tensor(value)},
-             storage_reader=HuggingFaceStorageReader(str(path)))
+    try:
+        dcp.load({name: value for name, value in state.items() if torch.is_tensor(value)},
+                 storage_reader=HuggingFaceStorageReader(str(path)))
+    except dcp.api.CheckpointException as error:                # say of a role or an average that the run did not have
+        raise UserError(f"{path} cannot be loaded: {describe_failure(error)}") from error
     options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
     for role, (module, optimizer) in models.items():
         part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()

@@ -1489,6 +1489,11 @@ def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
         local.copy_(turn(value[start:start + len(local)]))
 
 
+def shard_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's rows of a tensor that may be sharded; they share its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
 def unsharded(module: nn.Module):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""

@@ -46,7 +46,7 @@ def planned(prompts, responses, references, labels, images):
 '''
 ALGORITHMS = {
     "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
-           "--eval_every 2 --on_bad_row skip --data damaged.jsonl",
+           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9 --eval_ema",
     "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
             "--warmup_steps 2 --eval_every 0",
 }
