@@ -400,7 +400,7 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     total, packs = 0.0, 0
     for row, attention in ppo.packed_rows(run, env.actor.model, prompts, samples):
         with vlm.router_logits(env.actor.model) as logits:
-            logp, _ = env.actor(row, attention)
+            logp, *_ = env.actor(row, attention)
         share = ppo.balance_loss(run, env.actor, row, logits, load)
         (share + 0 * logp.sum()).backward()                 # FSDP gathers a layer's weights when its output gets a gradient
         total, packs = total + share.item(), packs + 1
