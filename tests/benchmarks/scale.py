@@ -23,9 +23,11 @@ HEAD_DIM = 128
 
 # One step, the same per GPU at every size (weak scaling): what the tables assume and a user would change.
 STEP = {"sequences per GPU": 32, "samples per prompt": 8, "prompt tokens": 1000, "response tokens": 1000, "updates": 1}
+BATCH = 1024                        # sequences of a step in the table of strong scaling, at any number of GPUs
 PACK = 16384                        # --max_tokens_per_pack
 NODE = 8                            # GPUs that share NVLink
-NVLINK, NETWORK = 300e9, 50e9       # bytes per second and GPU that collectives reach: H100 NVLink 4 (450e9 nominal); one 400 Gbit port
+NVLINK = 300e9                      # bytes per second that a ring of collectives reaches on H100 NVLink 4 (450e9 nominal)
+PORT = 0.8 * 50e9                   # of one 400 Gbit InfiniBand port of a node; a node has 8 of them, or 1
 STORAGE = 20e9                      # bytes per second that a parallel file system takes from all nodes together
 FLOPS = 0.4 * 989e12                # of a dense bfloat16 H100, per GPU, at a utilisation of 40 %
 MEMORY = 80e9 * 0.95                # bytes of a GPU that tensors may use
@@ -61,9 +63,9 @@ def traffic(name: str, gpus: int) -> dict[str, float]:
             "reduce-scatter": 4 * (actor + critic) * packs * STEP["updates"] * share}
 
 
-def bandwidth(gpus: int) -> float:
-    """Of a ring over all GPUs, per GPU: NVLink within a node; else each GPU's own network port."""
-    return NVLINK if gpus <= NODE else NETWORK
+def bandwidth(gpus: int, ports: int) -> float:
+    """Bytes per second of a ring over all GPUs: what enters a node passes its ports once and is spread by NVLink."""
+    return NVLINK if gpus <= NODE else min(NVLINK, ports * PORT)
 
 
 def compute_seconds(name: str) -> dict[str, float]:
@@ -118,13 +120,21 @@ def tables() -> dict[str, str]:
     for name in MODELS:
         for gpus in GPUS:
             moved, work = traffic(name, gpus), compute_seconds(name)
-            seconds = {key: value / bandwidth(gpus) for key, value in moved.items()}
-            update = seconds["update gather"] + seconds["reduce-scatter"] + seconds["score gather"]
-            verdict = "hidden" if update < work["update"] else f"{update / work['update']:.1f} x the arithmetic"
-            rows.append([name, str(gpus), *(f"{moved[key] / GB:.0f}" for key in moved), f"{seconds['rollout gather']:.1f}", f"{update:.1f}",
-                         f"{work['update']:.1f}", f"{work['decode']:.0f}", verdict])
-    found["traffic"] = table(["model", "GPUs", "rollout gather (GB)", "score gather", "update gather", "reduce-scatter", "rollout gather (s)",
-                              "update's traffic (s)", "update's arithmetic (s)", "decoding (s)", "traffic behind arithmetic?"], rows)
+            update = sum(moved.values()) - moved["rollout gather"]
+            rows.append([name, str(gpus), *(f"{moved[key] / GB:.0f}" for key in moved),
+                         *(f"{moved['rollout gather'] / bandwidth(gpus, ports):.1f} + {update / bandwidth(gpus, ports):.1f}"
+                           if gpus > NODE or ports == 8 else "" for ports in (8, 1)),
+                         f"{work['update']:.0f}", f"{work['decode']:.0f}"])
+    found["traffic"] = table(["model", "GPUs", "rollout gather (GB)", "score gather", "update gather", "reduce-scatter",
+                              "seconds, 8 ports a node (rollout + update)", "1 port a node", "update's arithmetic (s)", "decoding (s)"], rows)
+    rows = []
+    for gpus in GPUS:
+        tokens = BATCH * (STEP["prompt tokens"] / STEP["samples per prompt"] + STEP["response tokens"]) / gpus
+        bound = {ports: FLOPS / bandwidth(gpus, ports) for ports in (8, 1)}
+        rows.append([str(gpus), f"{BATCH / STEP['samples per prompt'] / gpus:.2g}", f"{tokens:.0f}", f"{tokens / 4:.0f}",
+                     f"{bound[8]:.0f}", f"{bound[1]:.0f}"])
+    found["strong"] = table(["GPUs", "prompts per GPU", "tokens per GPU and update, 1 update a step", "4 updates a step",
+                             "tokens that hide the traffic, 8 ports", "1 port"], rows)
     rows = []
     for name in MODELS:
         for gpus in GPUS:
