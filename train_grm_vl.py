@@ -51,13 +51,13 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
                             stop_requested, training_state, write_durably)
-from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt,
-                        PromptLoader, StepPrompts, add_adapters, answer_frame, attention_segments, choose_attention,
-                        clear_forward_order, count_judgements, encode_target, feature_levels, fill, freeze, image_features,
-                        image_token_count, image_token_id, init_adapters, judge_prompt, judge_settings, language_hidden,
-                        language_model, load_rows, load_weights, materialize, parse_verdict, positions_of, read_image,
-                        read_judgement, resolve_folder, skeleton, token_types, unsharded, use_attention, user_text,
-                        vision_inputs, vision_parameters)
+from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
+                        StepPrompts, add_adapters, answer_frame, attention_segments, choose_attention, clear_forward_order,
+                        count_judgements, encode_target, feature_levels, fill, freeze, image_features, image_token_count,
+                        image_token_id, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
+                        load_rows, load_weights, materialize, parse_verdict, positions_of, read_image, read_judgement,
+                        resolve_folder, skeleton, token_types, unsharded, use_attention, user_text, vision_inputs,
+                        vision_parameters)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:

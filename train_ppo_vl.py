@@ -56,20 +56,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, exchange_features,
-                            fail_together, gather_samples, make_blocks, make_packs, minibatches, mix, parse_datasets,
-                            take_rows)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
+                            exchange_features, fail_together, gather_samples, label_text, make_blocks, make_packs, minibatches,
+                            mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
-                        SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards,
+                        SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards, check_judgement,
                         choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target,
                         feature_levels, fill, freeze, image_features, image_token_count, image_token_id, init_adapters,
                         judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
-                        load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image, resolve_folder,
-                        router_logits, routers, shard_of, skeleton, unsharded, use_attention, user_text, vision_parameters,
-                        with_same_tower, without_adapters)
+                        load_rows, load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image,
+                        read_judgement, resolve_folder, router_logits, routers, shard_of, skeleton, unsharded, use_attention,
+                        user_text, vision_parameters, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -84,6 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     run = start_run(args)
     checkpoints = Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     processor, datasets, weights, eval_prompts = load_data(run)
+    text = load_text(run, processor)
     rows = sum(map(len, datasets))
     check_rows(args, reward, sum(datasets, []) + eval_prompts)
     actor, critic, reference = build_models(run, processor)
@@ -96,7 +97,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     moments = losses.RunningMoments()
     fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "moments": moments.state_dict(),
              "dropped_prompts": 0, "batches_taken": 0}
-    state = checkpoints.resume(flags_of(args) | {"data (rows)": rows}, neutral_flags(args), fresh, models,
+    counts = {"data (rows)": rows, "ptx_data (rows)": len(text.rows) if text else 0}
+    state = checkpoints.resume(flags_of(args) | counts, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
@@ -161,7 +163,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 with run.timer("update_actor"):
                     frozen = step <= args.update.freezing_actor_steps
                     metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step,
-                                                              kl_controller.value, reference)
+                                                              kl_controller.value, reference, text)
             if "train/kl" in metrics and not frozen:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
@@ -225,6 +227,8 @@ class DataArgs:
     row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts become "
                                     "references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
+    ptx_data: str = flag("", "rows that keep the actor a language model, a JSONL file of prompt, images and response (kind "
+                             "response of train_grm_vl.py); empty: none")
     prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
     images_column: str = flag("images", "column of the image paths, relative to the file")
     reference_column: str = flag("answer", "column of the reference answer")
@@ -344,6 +348,9 @@ class UpdateArgs:
     aux_loss_coef: float = flag(0.0, "weight of the load-balancing loss of MoE models, actor and critic; above 0 it costs one "
                                 "more forward per update", low=0)
     target_kl: float = flag(0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0)
+    ptx_coef: float = flag(0.0, "weight of the next-token loss on --ptx_data in the actor's loss (PPO-ptx); 0: off", low=0)
+    ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
+    ptx_labels: str = flag("text", "tokens of --ptx_data that carry the loss: all text, or responses", ("text", "responses"))
     freezing_actor_steps: int = flag(0, "first steps that update the critic only", low=0)
     ema_beta: float = flag(0.0, "weight of the past in a running average of the actor's weights, taken after each applied "
                                 "update, say 0.992; 0: no average", low=0, high=0.999999)
@@ -458,6 +465,7 @@ def check_args(args: Args) -> None:
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
+        "--ptx_data and a --ptx_coef above 0 are needed together": bool(args.data.ptx_data) == (update.ptx_coef > 0),
         "--eval_ema and --export_ema need an average: --ema_beta above 0":
             update.ema_beta > 0 or not (args.eval.eval_ema or update.export_ema),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
@@ -487,7 +495,7 @@ def check_args(args: Args) -> None:
 def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = list_flags(args)
-    for name in ("model", "critic_model", "init_critic_from", "reference_model", "eval_data"):
+    for name in ("model", "critic_model", "init_critic_from", "reference_model", "eval_data", "ptx_data"):
         flags[name] = absolute(flags[name])
     flags["data"] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
                              for path, weight in parse_datasets(flags["data"]))
@@ -595,6 +603,42 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
     return processor, loaded["data"], weights, sum(loaded["eval_data"], [])
 
 
+@dataclass
+class TextRows:
+    """Rows of --ptx_data with their target tokens, and the threads that decode their pictures."""
+
+    rows: list[tuple[Prompt, torch.Tensor]]
+    loader: PromptLoader
+
+
+def load_text(run: Run, processor: Processor) -> TextRows | None:
+    """Checked rows of --ptx_data, as they stand: no system prompt is added. Raises UserError on every rank alike."""
+    args, limit, problem, rows = run.args.data, run.args.update.max_tokens_per_pack, None, []
+    if not args.ptx_data:
+        return None
+    frame, folder = answer_frame(processor), os.path.dirname(os.path.abspath(args.ptx_data))
+
+    def build(index: int, source: str, row: dict) -> tuple[Prompt, torch.Tensor]:
+        if check_judgement(row)[1] != "response":
+            raise ValueError("a judgement; rows of --ptx_data have a prompt and a response")
+        ask, = read_judgement(row, {"which_answer": "last"}, "given")
+        prompt = make_prompt(processor, index, source, ask["question"], ask["images"], folder=folder,
+                             verify_images=args.verify_images)
+        target = encode_target(processor, frame, ask["text"])
+        if (size := len(prompt.input_ids) + len(target)) > limit:
+            raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
+        return prompt, target
+
+    try:
+        rows, skipped = load_rows(args.ptx_data, build, on_bad_row=args.on_bad_row, limit=args.max_rows)
+        if skipped and run.rank == 0:
+            print(f"--ptx_data: skipped {len(skipped)} bad rows of {args.ptx_data}:", *skipped[:5], sep="\n  ", flush=True)
+    except ValueError as error:
+        problem = f"--ptx_data {error}"
+    fail_together(problem)
+    return TextRows(rows, PromptLoader(processor, args.data_threads, args.on_bad_row))
+
+
 class Policy(nn.Module):
     """Actor or reference: a packed row in, log-probs of its response tokens out. Full logits never exist."""
 
@@ -609,18 +653,20 @@ class Policy(nn.Module):
         self.register_buffer("stop_ids", torch.tensor(stop_token_ids(processor, args)), persistent=False)
 
     def forward(self, row: Row, attention: PackedAttention, entropy: bool = False, reference: tuple | None = None,
-                hidden_only: bool = False):
+                hidden_only: bool = False, plain: bool = False):
         """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to a reference or None.
 
         Args:
             reference: hidden states (T, H) and head (V, H) of the reference, for the exact KL.
             hidden_only: return the hidden states (T, H) that predict the responses, and nothing else.
+            plain: log-probs of the model as it is, for text that nobody sampled: no temperature, nothing banned.
         """
         hidden = language_hidden(self.model, row, attention)[row.predict]                                      # (T, H)
         if hidden_only:
             return hidden
         head = {"temperature": self.temperature, "banned": self.banned, "row_banned": row.step < self.min_new_tokens,
-                "row_banned_ids": self.stop_ids, "chunk": self.chunk}
+                "row_banned_ids": self.stop_ids} if not plain else {}
+        head["chunk"] = self.chunk
         weight = self.model.lm_head.weight
         logp, spread = losses.linear_logprobs(hidden, weight, row.targets, entropy=entropy, **head)
         return logp, spread, losses.full_kl(hidden, reference[0], weight, reference[1], **head) if reference else None
@@ -1743,12 +1789,12 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
 
 
 def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples, step: int,
-                 kl_coef: float, reference: Policy | None = None) -> dict[str, float]:
+                 kl_coef: float, reference: Policy | None = None, text: TextRows | None = None) -> dict[str, float]:
     """Policy-gradient updates for all epochs and minibatches of a step, or until --target_kl is exceeded."""
     args, sums = run.args, MetricSums()
     lr = args.update.actor_lr * lr_factor(step, args.update, args.update.freezing_actor_steps)
     actor.train()
-    updates, keep = 0, None
+    updates, keep, text_draws = 0, None, draws_of_text(args, text, step)
     if args.algorithm.high_entropy_ratio < 1:
         keep = losses.high_entropy_mask(samples.entropy, samples.lengths, args.algorithm.high_entropy_ratio)       # (N,)
     for epoch in range(args.update.epochs):
@@ -1757,6 +1803,7 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             if not weights.any():
                 continue
             rows, kept_weights = [], None if keep is None else minibatch_weights(run, samples, groups, keep)
+            pending = text and text.loader.submit(*next(text_draws))               # pictures decode meanwhile
             load = expert_load(run, actor, prompts, samples, groups)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
                 with router_logits(actor.model) as logits:
@@ -1770,14 +1817,49 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             if args.update.target_kl and exceeds(rows, args.update.target_kl):
                 optimizer.zero_grad(set_to_none=True)
                 return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+            text_stats = text and backward_text(run, actor, text, text.loader.collect(*pending))
             norm, applied = apply_gradients(run, actor, optimizer, lr)
             sums.add("train/actor_skipped", float(not applied), 1)
             if applied:                                         # the sums of a skipped minibatch would be NaN
                 update_average(args.update, optimizer)
                 sums.add("train/actor_grad_norm", norm, 1)
                 add_actor_stats(sums, rows, 1 / run.world, first=updates == 0)
+                for name, value in (text_stats or {}).items():
+                    sums.add(f"train/{name}", value, 1 / run.world)
             updates += applied
     return sums.reduce() | {"train/actor_lr": lr, "train/actor_updates": updates}
+
+
+def draws_of_text(args: Args, text: TextRows, step: int):
+    """For each update of a step the rows of --ptx_data, and their numbers: a function of (seed, updates so far), so that a
+    resumed run goes on in it."""
+    updates, size = args.update.epochs * args.update.minibatches, args.update.ptx_batch
+    first = (step - 1 - args.update.freezing_actor_steps) * updates
+    for update in range(first, first + updates):
+        picks = data_order(range(update * size, (update + 1) * size), len(text.rows), args.run.seed)
+        yield [text.rows[k][0] for k in picks], picks
+
+
+def backward_text(run: Run, actor: Policy, text: TextRows, prompts: StepPrompts) -> dict[str, torch.Tensor | float]:
+    """Add the gradient of --ptx_coef times the next-token loss of drawn rows: PPO-ptx (Ouyang et al. 2022, equation 2), the
+    mean over the label tokens of all ranks. Returns this rank's share of that loss and of the number of dropped rows."""
+    args = run.args.update
+    samples = as_samples([[] if g in prompts.dropped else [text.rows[k][1]] for g, k in enumerate(prompts.draws)])
+    banned, count = actor.banned.cpu(), len(samples.tokens)
+    if args.ptx_labels == "text":                                               # the first token of a row is no label
+        count = sum(int((~banned[prompts.prompts[group].input_ids[1:]]).sum()) for group in samples.group.tolist()) \
+            + int((~banned[samples.tokens]).sum())
+    compute_features(run, actor, prompts)
+    total, load = torch.zeros((), device=run.device), expert_load(run, actor, prompts, samples, None)
+    for row, attention in packed_rows(run, actor.model, prompts, samples):
+        row = label_text(row, actor.banned) if args.ptx_labels == "text" else row
+        with router_logits(actor.model) as logits:
+            logp, *_ = actor(row, attention, plain=True)                                                        # (T,)
+        loss = -logp.sum() / count
+        balance = balance_loss(run, actor, row, logits, load)
+        (args.ptx_coef * (loss + balance) * run.world).backward()               # FSDP averages gradients over ranks
+        total += loss.detach()
+    return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / run.world}
 
 
 def exceeds(rows: list[dict[str, torch.Tensor]], target_kl: float) -> bool:

@@ -354,10 +354,13 @@ class Row:
     def copies(self) -> torch.Tensor:
         """(L,) in how many samples each token stands: a shared prompt counts once for each of its responses."""
         counts = torch.zeros(self.input_ids.shape[1])
+        shared = {p_start for _, _, p_start, p_end in self.segments if p_end > p_start}
         for start, end, p_start, p_end in self.segments:
             if p_end > p_start:
                 counts[start:end] += 1
                 counts[p_start:p_end] += 1
+            elif start not in shared and ((self.predict >= start) & (self.predict < end)).any():     # alone with its prompt
+                counts[start:end] += 1
         return counts
 
     def to(self, device: torch.device) -> "Row":
@@ -413,3 +416,13 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
                image_rows=((input_ids == image_token_id) & torch.cat(is_prompt)).nonzero()[:, 0],
                features=torch.cat(pieces, dim=1) if pieces else None, predict=join(predict),
                targets=samples.tokens[flat], flat=flat, sample=join(owner), step=join(step))
+
+
+def label_text(row: Row, skipped: torch.Tensor) -> Row:
+    """A row of samples that stand alone with their prompts, with every token as a target but the first of each sample, which
+    nothing predicts, and the ids ``skipped`` (V,) bool. Only ``predict`` and ``targets`` fit together then."""
+    ids = row.input_ids[0]                                                                                # (L,)
+    labelled = ~skipped[ids]
+    labelled[[start for start, *_ in row.segments]] = False
+    places = labelled.nonzero()[:, 0]                                                                     # (T,)
+    return replace(row, predict=places - 1, targets=ids[places])

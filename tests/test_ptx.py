@@ -1,0 +1,180 @@
+"""PPO-ptx: the next-token loss on --ptx_data beside the policy loss, against Hugging Face's own `labels=` loss."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import start, take
+from test_training import (distance, flags, fresh, gradient, hand_samples, records, signal_handlers, task,  # noqa: F401
+                           tensors, train, with_flags)
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+from common import vlm
+
+
+@pytest.fixture(scope="module")
+def rows(task) -> Path:
+    """ptx.jsonl beside the pictures of the task: 0, 1 and 2 images, a conversation."""
+    lines = [{"prompt": "what is it?", "images": ["train-1-0.png"], "response": "a red circle"},
+             {"prompt": "count to three", "response": "one two three", "source": "text"},
+             {"prompt": "compare <image> with <image>: which is larger?", "images": ["train-2-0.png", "train-2-1.png"], "response": "b"},
+             {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"},
+                           {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]}],
+              "images": ["train-3-0.png"], "response": "it is blue"},
+             {"prompt": "say yes", "images": [], "response": "yes"}]
+    (task / "ptx.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return task / "ptx.jsonl"
+
+
+def ptx(rows: Path, *more: str) -> list[str]:
+    return ["--ptx_data", str(rows), "--ptx_coef", "0.5", "--ptx_batch", "5", *more]
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows, rows):
+    """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
+    env = start(qwen25, picture_rows, *ptx(rows), "--advantage", "grpo", "--temperature", "0.7", "--min_new_tokens", "2")
+    env.text = ppo.load_text(env.run, env.processor)
+    return env
+
+
+def text_gradient(env, run: ppo.Run, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of rows by the code under test."""
+    drawn = [env.text.rows[k][0] for k in picks]
+    stats = ppo.backward_text(run, env.actor, env.text, env.text.loader.collect(*env.text.loader.submit(drawn, picks)))
+    found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
+    env.actor.zero_grad(set_to_none=True)
+    return float(stats["ptx_loss"]), found
+
+
+def labelled(env, pick: int, labels: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row unpacked: ids (1, L) and Hugging Face's labels (1, L); -100 at what the policy may never say."""
+    prompt, target = env.text.rows[pick]
+    ids = torch.cat([prompt.input_ids, target])[None]
+    found = ids.clone()
+    if labels == "responses":
+        found[:, :len(prompt.input_ids)] = -100
+    found[torch.isin(ids, torch.tensor(env.processor.banned_ids))] = -100
+    return ids, found
+
+
+@pytest.mark.parametrize("labels", ["text", "responses"])
+def test_loss_and_gradient_are_hugging_faces(env, qwen25, labels):
+    """One forward per row of the unpacked samples; a row may be drawn twice."""
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    picks = [0, 1, 2, 3, 4, 1]
+    total = sum(int((labelled(env, pick, labels)[1][:, 1:] != -100).sum()) for pick in picks)
+    expected, image_id = 0.0, env.processor.config.image_token_id
+    for pick in picks:
+        ids, targets = labelled(env, pick, labels)
+        pixels = vlm.load_pixels(env.text.rows[pick][0], env.processor)
+        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
+        loss = oracle(input_ids=ids, labels=targets, mm_token_type_ids=(ids == image_id).int(), use_cache=False, **images).loss
+        share = int((targets[:, 1:] != -100).sum()) / total
+        (0.5 * loss * share).backward()                                                                  # --ptx_coef
+        expected += float(loss.detach()) * share
+    reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if "visual" not in name}
+    for changes in ({}, {"max_tokens_per_pack": 110}, {"share_prompts": False, "head_chunk": 5}):
+        loss, found = text_gradient(env, with_flags(env.run, ptx_labels=labels, **changes), picks)
+        assert loss == pytest.approx(expected, rel=1e-5) and distance(found, reference) < 1e-5, changes
+
+
+def test_text_labels_are_all_text(env):
+    """The system prompt, both turns and the template's own marks are labels, pictures are not."""
+    prompt, target = env.text.rows[3]
+    samples = ppo.as_samples([[], [], [], [target]])
+    drawn = env.text.loader.collect(*env.text.loader.submit([p for p, _ in env.text.rows[:4]], [0, 1, 2, 3]))
+    ppo.compute_features(env.run, env.actor, drawn)
+    (row, _), = ppo.packed_rows(env.run, env.actor.model, drawn, samples)
+    row = ppo.label_text(row, env.actor.banned)
+    said = env.processor.tokenizer.decode(row.targets.tolist())
+    whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
+    marks = env.processor.tokenizer.convert_ids_to_tokens(list(env.processor.banned_ids))
+    for mark in marks:
+        whole = whole.replace(mark, "")
+    first = env.processor.tokenizer.decode(prompt.input_ids[:1].tolist())
+    assert said == whole.removeprefix(first) and "good day" in said and "it is blue" in said
+
+
+def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, monkeypatch):
+    """One optimizer step; a skipped minibatch has no ptx_loss; --target_kl stops before the text is seen."""
+    env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs", "1", "--minibatches", "1", "--target_kl", "1e9")
+    env.text, caught = ppo.load_text(env.run, env.processor), {}
+    policy, _ = gradient(env.run, env.actor, env.step, env.samples)
+    loss, text = text_gradient(env, env.run, [4, 3, 2, 1, 0])                               # one pass, in any order
+
+    def catch(run, module, optimizer, lr):
+        caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
+        module.zero_grad(set_to_none=True)
+        return 1.0, catch.applied
+
+    monkeypatch.setattr(ppo, "apply_gradients", catch)
+    for catch.applied in (True, False):
+        metrics = ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0, None, env.text)
+        assert distance(caught, {name: policy[name] + text[name] for name in policy}) < 1e-6
+        assert distance(caught, policy) > 1e-2
+        assert ("train/ptx_loss" in metrics) == catch.applied
+        assert not catch.applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=1e-6)
+    caught.clear()
+    env.samples.old_logprobs = env.samples.logprobs - 1                                     # far from where it was sampled
+    run = with_flags(env.run, target_kl=1e-6)
+    metrics = ppo.update_actor(run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0, None, env.text)
+    assert not caught and "train/ptx_loss" not in metrics
+
+
+def test_every_row_is_drawn_once_per_pass(env):
+    """By step and update alone; frozen steps draw nothing. Five rows, two per update, two updates per step."""
+    run = with_flags(env.run, ptx_batch=2, epochs=2)
+    drawn = [picks for step in range(1, 6) for _, picks in ppo.draws_of_text(run.args, env.text, step)]
+    assert [len(picks) for picks in drawn] == [2] * 10
+    flat = sum(drawn, [])
+    assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5)) and flat[:5] != flat[5:10]
+    late = [picks for _, picks in ppo.draws_of_text(with_flags(run, freezing_actor_steps=3).args, env.text, 4)]
+    assert late == drawn[:2]
+
+
+def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_path):
+    more = ptx(rows, "--ptx_batch", "2", "--minibatches", "2", "--freezing_actor_steps", "1", "--save_every", "2",
+               "--critic_lr", "1e-3")
+    whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
+    train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
+    parts = train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
+    assert "train/ptx_loss" not in whole[0] and len({step["train/ptx_loss"] for step in whole[1:]}) == 3
+    assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
+    ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    with pytest.raises(ppo.UserError, match="flags that alter the result .*--ptx_data .rows. 5 -> 4"):
+        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--max_rows", "4", "--resume", "must")
+
+
+def test_the_loss_falls(qwen25, rows, task, tmp_path):
+    """With no reward to follow, the text is learned."""
+    steps = train(qwen25, task, tmp_path, *ptx(rows), "--steps", "12", "--reward", "exact", "--advantage", "grpo",
+                  "--actor_lr", "1e-2", "--export_every", "0", "--save_every", "0", "--max_new_tokens", "2")
+    losses = [step["train/ptx_loss"] for step in steps]
+    assert losses[-1] < 0.5 * losses[0] and all(step["train/ptx_dropped"] == 0 for step in steps)
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement; rows of --ptx_data have a prompt"),
+    ({"prompt": "a"}, "ptx.jsonl:1: a row needs a target"),
+    ({"prompt": "a", "response": "b " * 700}, "ptx.jsonl:1: row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
+    ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
+def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
+    (tmp_path / "ptx.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(ppo.UserError, match=f"(?s)--ptx_data .*{message}"):
+        train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
+
+
+def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
+    """Also where it is the only row of an update: nothing is added then."""
+    for extra, loss in (([{"prompt": "b", "response": "c"}], True), ([], False)):
+        lines = [{"prompt": "a", "images": [str(task / "damaged.png")], "response": "b"}, *extra]
+        (tmp_path / "ptx.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", str(len(lines))),
+                      "--on_bad_row", "skip")
+        assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
+    with pytest.raises(ppo.UserError, match="ptx.jsonl:1: .*damaged.png"):
+        train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))
