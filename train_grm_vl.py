@@ -6,7 +6,8 @@
 
 One step: prompts + images + targets -> packed rows -> update by next-token loss on targets -> log, evaluate, checkpoint
 
-A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file, "source" is optional:
+A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file, "source" is optional, as is
+"videos" but beside preferred pictures:
 
     response   {"prompt": "or messages": [...], "images": ["x.png"], "response": "It is red. <answer>yes</answer>"}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A", "critique": "{A} is red."}
@@ -54,10 +55,9 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogg
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, choose_attention, clear_forward_order,
                         count_judgements, encode_target, feature_levels, fill, freeze, image_features, image_token_count,
-                        image_token_id, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
-                        load_rows, load_weights, materialize, parse_verdict, positions_of, read_image, read_judgement,
-                        resolve_folder, skeleton, token_types, unsharded, use_attention, user_text, vision_inputs,
-                        vision_parameters)
+                        init_adapters, judge_prompt, judge_settings, language_hidden, language_model, load_rows, load_weights,
+                        materialize, parse_verdict, positions_of, read_frames, read_judgement, resolve_folder, skeleton,
+                        token_types, unsharded, use_attention, user_text, vision_inputs, vision_parameters, visual_token_ids)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -183,6 +183,9 @@ class DataArgs:
     max_tokens: int = flag(4096, "longest example, tokens with images and target; longer ones are bad rows", low=1)
     min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0)
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
+    video_frames: int = flag(16, "most frames of a video, taken evenly from all of it", low=2)
+    video_fps: float = flag(2.0, "frames per second of videos that do not tell: lists of pictures", low=1e-3)
+    video_max_pixels: int = flag(0, "largest frame after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it",
                            ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
@@ -391,7 +394,8 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     """
     args, problem, loaded, weights = run.args, None, {"data": [], "eval_data": []}, []
     try:
-        processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels)
+        processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels,
+                              args.data.video_frames, args.data.video_fps, args.data.video_max_pixels)
         processor.files["judge"] = judge_settings(
             processor.files["judge"], {kind: getattr(args.data, f"{kind}_template") for kind in JUDGEMENTS},
             args.data.system_instruction, args.data.verdict)
@@ -518,7 +522,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -540,13 +544,13 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+                        {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))
         segments = attention_segments(config, row.segments, row.image_rows)
         yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
@@ -630,7 +634,7 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
                 "eval/seconds": time.perf_counter() - started}
     count = run.args.run.log_samples
     shown = records[::max(1, len(records) // max(1, count))][:count] if run.rank == 0 else []
-    log.samples(step, records, [draw_sample([read_image(path) for path in record["info"]["images"]],
+    log.samples(step, records, [draw_sample(read_frames(record["info"]["images"], 6),
                                             record["info"]["question"], record["generated_text"],
                                             f"verdict: {record['predicted_answer']}   right: {record['gt_answer']}")
                                 for record in shown], stem="eval")
@@ -676,7 +680,8 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
                 mask[k, longest - prompts.lengths[g]:] = 1
             inputs = {"input_ids": ids, "attention_mask": mask} | token_types(model.config, ids)
             if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
-                inputs |= vision_inputs(model.config, *map(torch.cat, zip(*pictures)))
+                items = sum((prompts.prompts[g].grids for g in batch), ())
+                inputs |= vision_inputs(model.config, *map(torch.cat, zip(*pictures)), items)
             tokens = model.generate(
                 **{name: value.to(run.device) for name, value in inputs.items()}, do_sample=not greedy, **sampling,
                 max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,
@@ -801,7 +806,7 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
                         "question": user_text(prompt.messages), "target": target,
                         "nats_per_token": f"{-float(logp.mean()):.3f}"})
     for record in records[:run.args.run.log_samples]:
-        pictures.append(draw_sample([read_image(path) for path in record["images"]], record["question"],
+        pictures.append(draw_sample(read_frames(record["images"], 6), record["question"],
                                     record["target"], f"{record['nats_per_token']} nats per token"))
     log.samples(step, records, pictures)
 

@@ -62,14 +62,14 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
-from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
-                        SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards, check_judgement,
-                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target,
-                        feature_levels, fill, freeze, image_features, image_token_count, image_token_id, init_adapters,
+from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
+                        PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards,
+                        check_judgement, choose_attention, clear_forward_order, count_judgements, differing_tower,
+                        encode_target, feature_levels, fill, freeze, image_features, image_token_count, init_adapters,
                         judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
-                        load_rows, load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image,
+                        load_rows, load_weights, make_prompt, materialize, parse_verdict, positions_of, read_frames,
                         read_judgement, resolve_folder, router_logits, routers, shard_of, skeleton, unsharded, use_attention,
-                        user_text, vision_parameters, with_same_tower, without_adapters)
+                        user_text, vision_parameters, visual_token_ids, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -237,6 +237,9 @@ class DataArgs:
     max_prompt_tokens: int = flag(4096, "longest prompt, tokens with image tokens; longer ones are bad rows", low=1)
     min_pixels: int = flag(0, "smallest image after resizing, pixels; 0: the checkpoint's own", low=0)
     max_pixels: int = flag(0, "largest image after resizing, pixels; 0: the checkpoint's own", low=0)
+    video_frames: int = flag(16, "most frames of a video, taken evenly from all of it", low=2)
+    video_fps: float = flag(2.0, "frames per second of videos that do not tell: lists of pictures", low=1e-3)
+    video_max_pixels: int = flag(0, "largest frame after resizing, pixels; 0: the checkpoint's own", low=0)
     on_bad_row: str = flag("error", "what a bad row does: error stops the run, skip counts and reports it", ("error", "skip"))
     verify_images: bool = flag(False, "decode every image at the start, not only its header")
     max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
@@ -580,7 +583,8 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
     loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
     common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
     try:
-        processor = Processor(str(resolve_folder(run.args.model.model)), args.min_pixels, args.max_pixels)
+        processor = Processor(str(resolve_folder(run.args.model.model)), args.min_pixels, args.max_pixels, args.video_frames,
+                              args.video_fps, args.video_max_pixels)
         if args.row_kind == "judgements":
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")   # exported with the model
         for name, path, limit in files:
@@ -939,7 +943,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
+        counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         waiting, size = [], 0
 
@@ -1174,6 +1178,7 @@ class RewardError(RuntimeError):
 
 
 MAX_REPLY = 2 ** 26  # bytes that are read of a reward server's answer
+REMOTE_FRAMES = 16   # of a video, that a reward server gets
 
 
 def remote_reward(url: str, args: RewardArgs) -> Callable:
@@ -1237,11 +1242,11 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
         columns: dict[str, list[float]] = {}
         for start in range(0, len(responses), args.remote_batch):
             part = slice(start, start + args.remote_batch)
-            pictures = {path: encode_picture(path) for path in sorted({path for paths in images[part] for path in paths})}
+            pictures = {item: encode_picture(item) for item in {item for items in images[part] for item in items}}
             said = ask(json.dumps({
                 "queries": [prompt + response for prompt, response in zip(prompts[part], responses[part])],
                 "prompts": prompts[part], "responses": responses[part], "references": references[part],
-                "labels": labels[part], "images": [[pictures[path] for path in paths] for paths in images[part]]}).encode())
+                "labels": labels[part], "images": [[pictures[item] for item in items] for items in images[part]]}).encode())
             answer = read_reply(said, len(responses[part]))
             if columns and answer.keys() != columns.keys():
                 raise RewardError(f"the server's components were {sorted(columns)} and are now {sorted(answer)}")
@@ -1252,11 +1257,14 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
     return score
 
 
-def encode_picture(path: str) -> str:
-    """A picture, upright and RGB, as PNG in base64."""
-    file = io.BytesIO()
-    read_image(path).save(file, "PNG", compress_level=1)
-    return base64.b64encode(file.getvalue()).decode()
+def encode_picture(item: str | tuple[str, ...]) -> str | list[str]:
+    """A picture, upright and RGB, as PNG in base64; of a video a list of up to REMOTE_FRAMES of its frames."""
+    coded = []
+    for image in read_frames([item], REMOTE_FRAMES):
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        coded.append(base64.b64encode(file.getvalue()).decode())
+    return coded[0] if isinstance(item, str) else coded
 
 
 def read_reply(said: bytes, count: int) -> dict[str, list[float]]:
@@ -1418,8 +1426,10 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             continue
         try:
             folder = resolve_folder(name)
-            processor = source.processor = Processor(str(folder))
-            settings = [(p.config.model_type, p.image_processor and p.image_processor.to_dict())
+            processor = source.processor = Processor(
+                str(folder), video_frames=args.data.video_frames, video_fps=args.data.video_fps,
+                video_max_pixels=args.data.video_max_pixels)
+            settings = [(p.config.model_type, [part and part.to_dict() for part in (p.image_processor, p.frame_processor)])
                         for p in (processor, actor_processor)]
             source.shares_tower = settings[0] == settings[1] and not differing_tower(resolve_folder(args.model.model), folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
@@ -1468,7 +1478,7 @@ def lend_pictures(run: Run, source: Source, prompts: StepPrompts, groups: list[i
 
 def without_markup(text: str, processor: Processor) -> str:
     """Text of a policy or its prompt, for a question: nothing in it may pass for a special token or an image place."""
-    for token in (*processor.reserved_tokens, "<image>"):
+    for token in (*processor.reserved_tokens, *PLACES):
         text = text.replace(token, " ")
     return text
 
@@ -1562,13 +1572,13 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
+    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)), hidden_size)
               for g in used if prompts.prompts[g].grids}
     features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
-                        {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+                        {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))
         segments = attention_segments(config, row.segments, row.image_rows)
         yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
@@ -1986,8 +1996,8 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 
 
 def sample_pictures(records: list[dict]) -> list:
-    """Pictures of samples: the images, what was asked, what was answered, what it earned."""
-    return [draw_sample([read_image(path) for path in record["images"]], record["question"], record["response"],
+    """Pictures of samples: the images, frames of the videos, what was asked, what was answered, what it earned."""
+    return [draw_sample(read_frames(record["images"], 6), record["question"], record["response"],
                         f"reward {record['reward']:.2f}   reference: {record['reference']}\n{record.get('judgement', '')}".strip())
             for record in records]
 
@@ -2184,7 +2194,8 @@ class RolloutEngine:
         ids = torch.cat([self.prompts.prompts[group].input_ids for group, _ in batch])
         features = [self.prompts.features[group] for group, _ in batch if group in self.prompts.features]
         row = SimpleNamespace(
-            input_ids=ids[None].to(device), image_rows=(ids == image_token_id(model.config)).nonzero()[:, 0].to(device),
+            input_ids=ids[None].to(device),
+            image_rows=torch.isin(ids, visual_token_ids(model.config)).nonzero()[:, 0].to(device),
             positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
             features=torch.cat(features, dim=1).to(device) if features else None)
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))

@@ -375,7 +375,8 @@ class Row:
 
 
 def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch.Tensor],
-              prompt_positions: dict[int, torch.Tensor], features: dict[int, torch.Tensor], image_token_id: int) -> Row:
+              prompt_positions: dict[int, torch.Tensor], features: dict[int, torch.Tensor],
+              image_token_ids: torch.Tensor) -> Row:
     """Lay out blocks as [prompt | r1 | r2 | ...]; response positions start at ``max(prompt positions) + 1``.
 
     The first token of a response is predicted by the prompt's last row, so a response's last row predicts nothing.
@@ -413,7 +414,7 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
     join = lambda parts: torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)  # noqa: E731
     input_ids, flat = join(ids), join(flat)
     return Row(input_ids=input_ids[None], positions=torch.cat(positions, dim=1)[:, None], segments=segments,
-               image_rows=((input_ids == image_token_id) & torch.cat(is_prompt)).nonzero()[:, 0],
+               image_rows=(torch.isin(input_ids, image_token_ids) & torch.cat(is_prompt)).nonzero()[:, 0],
                features=torch.cat(pieces, dim=1) if pieces else None, predict=join(predict),
                targets=samples.tokens[flat], flat=flat, sample=join(owner), step=join(step))
 

@@ -1,8 +1,10 @@
 """What transformers leaves to its users: rows and pictures to tensors, and the packed two-stage forward.
 
-    JSONL row -> messages -> chat template -> token ids, image placeholders expanded -> Prompt      load_prompts
+    JSONL row -> messages -> chat template -> token ids, placeholders expanded -> Prompt            load_prompts
     picture   -> header: width, height -> patch grid, when the data are loaded                      Processor.grid
               -> body: correct RGB -> patches, when a step needs them                 load_pixels, PromptLoader
+    clip      -> size and time of its frames -> patch grid, seconds        clip_times, Processor.clip_grid
+              -> some of its frames -> patches, `temporal_patch_size` frames deep                        read_clip
     patches   -> vision tower -> image features                                                     image_features
     row       -> embeddings with the features in place -> language model -> hidden states           language_hidden
     folder    -> model on meta -> (sharded by the script) -> weights streamed into shards  skeleton, load_weights, unsharded
@@ -32,7 +34,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -42,6 +44,8 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import get_resiz
 from transformers.models.llava_next.modeling_llava_next import get_anyres_image_grid_shape, unpad_image
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size as pixtral_size
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
+from transformers.video_utils import load_video
 
 from common.buffers import UserError, all_gather_json
 
@@ -56,11 +60,13 @@ IMAGE_PROCESSORS = {"qwen": "Qwen2VL", "llava": "CLIP", "llava_next": "LlavaNext
 OTHER_IMAGE_PROCESSORS = ("Llava", "Siglip", "SmolVLM")
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+FILM_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "cv2": "opencv"}  # package -> its name in transformers
 # Special tokens around pictures that no config names: never to be sampled.
 IMAGE_TOKENS = {"internvl": r"</?img>|<video>|<IMG_CONTEXT>", "pixtral": r"\[IMG(_BREAK|_END)?\]",
                 "idefics3": r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"}
 IDEFICS3_FAKE = "<fake_token_around_image>"
 MAX_DECODED_PIXELS = 2**26  # 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
+PLACES = ("<image>", "<video>")  # in the strings of rows
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -71,9 +77,9 @@ class Prompt:
     index: int  # rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not shift it
     source: str  # "train.jsonl:12", for messages
     messages: list[dict]  # as given to the chat template
-    text: str  # rendered prompt, one placeholder per image
-    images: tuple[str, ...]  # absolute paths
-    grids: tuple[tuple[int, ...], ...]  # what `Processor.grid` says of each image
+    text: str  # rendered prompt, one placeholder per image or clip
+    images: tuple[str | tuple[str, ...], ...]  # absolute paths; a clip is a tuple: its file, or those of its frames
+    grids: tuple[tuple, ...]  # what `Processor.grid` says of each image, `Processor.clip_grid` of a clip (4 or more entries)
     input_ids: torch.Tensor  # (P,) int64, placeholders expanded as `Processor.expand` says
     reference: str | None
     label: str | None
@@ -109,29 +115,128 @@ def read_image(path: str) -> Image.Image:
     pixels, truncated or damaged body, grey values of unknown range.
     """
     with _open_image(path) as image:
-        image = ImageOps.exif_transpose(image)
-        if image.mode[0] in "IF":  # Pillow's own conversion clips everything above 255 to white
-            values = np.asarray(image)  # (h, w)
-            if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-                raise ValueError(f"mode {image.mode}, values {values.min()} to {values.max()}: not 16-bit grey")
-            image = Image.fromarray((values / 257).round().astype(np.uint8))
-        elif image.has_transparency_data:
-            layer = image.convert("RGBA")
-            image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
-        return image.convert("RGB")
+        return _upright_rgb(image)
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":  # Pillow's own conversion clips everything above 255 to white
+        values = np.asarray(image)  # (h, w)
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise ValueError(f"mode {image.mode}, values {values.min()} to {values.max()}: not 16-bit grey")
+        image = Image.fromarray((values / 257).round().astype(np.uint8))
+    elif image.has_transparency_data:
+        layer = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer)
+    return image.convert("RGB")
+
+
+def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], list[float], float]:
+    """(width, height) of a clip's frames, the second at which each is shown, and frames per second. A clip is several
+    pictures, `fps` in a second, or one file: an animation, which tells how long it shows each frame (else `fps`), or a film.
+
+    Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no decoder installed.
+    """
+    if len(files) > 1:
+        sizes, rate = [image_size(file) for file in files], fps
+        if other := next((k for k, size in enumerate(sizes) if size != sizes[0]), 0):
+            raise ValueError("the frames of a clip differ in size: {} x {} pixels in {}, {} x {} in {}".format(
+                *sizes[0], files[0], *sizes[other], files[other]))
+        size, times = sizes[0], [k / fps for k in range(len(files))]
+    elif _is_film(files[0]):
+        frames, header = _film(files[0], lambda total: [0])
+        size, rate = frames[0].size, header.fps
+        times = [k / rate for k in range(header.total_num_frames)]
+    else:
+        with _open_image(files[0]) as image:
+            size, shown = image.size, []                     # milliseconds; known of a frame once those before are decoded
+            for k in range(getattr(image, "n_frames", 1)):
+                image.seek(k)
+                image.load()
+                shown.append(image.info.get("duration", 0))
+        rate = 1000 * len(shown) / sum(shown) if all(shown) else fps
+        times = (np.cumsum([0, *shown[:-1]]) / 1000).tolist() if all(shown) else [k / fps for k in range(len(shown))]
+    if len(times) < 2:
+        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {len(times)} (pictures are the frames of one "
+                         "video if they stand in a list of their own)")
+    return size, times, rate
+
+
+def sample_frames(total: int, most: int) -> list[int]:
+    """Which of a clip's frames are used: all of them, or `most`, evenly from the first to the last."""
+    return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
+
+
+def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
+    """The sampled frames of a clip as `read_image` gives pictures. Raises ValueError: see `clip_times`, or a damaged body."""
+    if len(files) > 1:
+        return [read_image(files[k]) for k in sample_frames(len(files), most)]
+    if _is_film(files[0]):
+        return _film(files[0], lambda total: sample_frames(total, most))[0]
+    frames = []
+    with _open_image(files[0]) as image:
+        for k in sample_frames(getattr(image, "n_frames", 1), most):
+            image.seek(k)
+            frames.append(_upright_rgb(image))
+    return frames
+
+
+def read_frames(images: Any, most: int) -> list[Image.Image]:
+    """To look at: the pictures of `Prompt.images`, and in a clip's place up to `most` of its frames."""
+    return [frame for item in images
+            for frame in ([read_image(item)] if isinstance(item, str) else read_clip(tuple(item), most))]
+
+
+def _is_film(path: str) -> bool:
+    """Whether the file of a clip is in none of Pillow's formats."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no such video: {path}")
+    try:
+        with _open_image(path):
+            return False
+    except ValueError as error:
+        if isinstance(error.__cause__, UnidentifiedImageError):
+            return True
+        raise
+
+
+def _film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
+    """The frames ``choose(their number)`` of a film, and what transformers says of it (fps, total_num_frames)."""
+    package = next((name for name in FILM_DECODERS if importlib.util.find_spec(name)), None)
+    if package is None:
+        raise ValueError(f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read films, install one of "
+                         f"{', '.join(FILM_DECODERS)}, or give their frames as a list of pictures")
+
+    def pick(metadata, **_) -> list[int]:
+        if not 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS:
+            raise ValueError(f"{metadata.width}x{metadata.height} pixels; allowed are {MAX_DECODED_PIXELS} in all")
+        return choose(metadata.total_num_frames)
+
+    try:
+        frames, header = load_video(path, backend=FILM_DECODERS[package], sample_indices_fn=pick)
+        frames = frames.permute(0, 2, 3, 1).numpy() if torch.is_tensor(frames) else frames                   # (F, h, w, 3)
+        if len(frames) != len(header.frames_indices):
+            raise ValueError(f"{len(frames)} of the frames {header.frames_indices} decode")
+    except Exception as error:  # decoders raise anything
+        raise ValueError(f"{path}: not a film that {package} can decode: {error!r}") from error
+    return [Image.fromarray(frame) for frame in frames], header
 
 
 class Processor:
     """Tokenizer, chat template and Pillow image processor of a checkpoint folder.
 
-    Not `AutoProcessor`: for the Qwen-VL families it needs torchvision, for videos nobody feeds here.
+    Not `AutoProcessor`: for the Qwen-VL families it needs torchvision, for its videos; here Pillow resizes their frames.
     min_pixels, max_pixels: bounds of the area an image is resized to, in pixels; 0 keeps the checkpoint's own.
+    video_frames, video_fps, video_max_pixels: most frames of a clip, frames per second where it does not tell, largest
+    area of a frame in pixels; 0 leaves it to the checkpoint.
     Raises ValueError: files missing or unreadable, another family, no chat template, contradictory settings.
     Attributes: config, tokenizer, image_processor, files (JSON by name), image_token_id, stop_ids, banned_ids (never
     to be sampled), reserved_tokens (never in a row), patch_size, merge_size (patches per side of an image token).
     """
 
-    def __init__(self, folder: str | Path, min_pixels: int = 0, max_pixels: int = 0):
+    def __init__(self, folder: str | Path, min_pixels: int = 0, max_pixels: int = 0, video_frames: int = 16,
+                 video_fps: float = 2.0, video_max_pixels: int = 0):
+        self.video_frames, self.video_fps, self.video_max_pixels = video_frames, video_fps, video_max_pixels
         paths = [Path(folder, f"{name}.json") for name in ("chat_template", "generation_config", "judge", "processor_config",
                                                            "preprocessor_config", "video_preprocessor_config")]
         try:
@@ -139,7 +244,7 @@ class Processor:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self.files = {path.stem: json.loads(path.read_text("utf-8")) if path.exists() else {} for path in paths}
             self.layout = layout(self.config)
-            self.image_processor = None
+            self.image_processor = self.frame_processor = None
             if self.layout != "text":
                 self._set_image_processor(min_pixels, max_pixels)
             self._set_tokens()
@@ -159,7 +264,14 @@ class Processor:
         if self.layout != "qwen" and (min_pixels or max_pixels):
             raise ValueError(f"min_pixels {min_pixels}, max_pixels {max_pixels}: {config.model_type} resizes by its own files")
         if self.layout == "qwen":
-            settings = self._qwen_settings(settings, min_pixels, max_pixels)
+            clips = self.files["processor_config"].get("video_processor") or self.files["video_preprocessor_config"]
+            if not clips:                                              # older checkpoints treat frames as they do pictures
+                clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
+                self.files["video_preprocessor_config"] = clips
+            side = self.config.vision_config.patch_size * self.config.vision_config.spatial_merge_size
+            self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(
+                self._qwen_settings(clips, 0, 0, 128 * side**2, 768 * side**2) | {"do_resize": False})
+            settings = self._qwen_settings(settings, min_pixels, max_pixels, 56 * 56, 28 * 28 * 1280)
         elif self.layout == "gemma3" and settings.get("do_pan_and_scan"):
             raise ValueError("do_pan_and_scan: crops beside the picture are not supported; switch it off in the files")
         elif self.layout == "internvl":
@@ -175,12 +287,12 @@ class Processor:
             raise ValueError(f"transformers {transformers.__version__} wants torchvision for the pictures of "
                              f"{config.model_type}; a newer one does not") from error
 
-    def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int) -> dict:
+    def _qwen_settings(self, settings: dict, min_pixels: int, max_pixels: int, lowest: int, highest: int) -> dict:
         # Files of different age spell the bounds in three ways; and given min_pixels, transformers 5.17 writes it into
         # the default of the class, for every later checkpoint. Hence `size`, always.
         given = (settings.get("size") or {}) | {key: value for key, value in settings.items() if value}
-        low = min_pixels or given.get("min_pixels") or given.get("shortest_edge") or 56 * 56
-        high = max_pixels or given.get("max_pixels") or given.get("longest_edge") or 28 * 28 * 1280
+        low = min_pixels or given.get("min_pixels") or given.get("shortest_edge") or lowest
+        high = max_pixels or given.get("max_pixels") or given.get("longest_edge") or highest
         tower = self.config.vision_config  # has the last word on patches: its weights have their shape
         self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
         if not 0 < low <= high:
@@ -205,6 +317,7 @@ class Processor:
         # What the template writes for a picture: the image token, but in Gemma3 the one that begins a picture.
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
+        self.clip_placeholder = tokenizer.convert_ids_to_tokens(config.video_token_id) if self.layout == "qwen" else ""
         ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
@@ -238,6 +351,32 @@ class Processor:
             return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
         raise ValueError(f"unknown layout {self.layout}")
 
+    def clip_grid(self, size: tuple[int, int], times: list[float], rate: float) -> tuple:
+        """(t, h, w) patches of a clip's sampled frames, seconds per temporal patch, and the second at the middle of each of
+        these; arguments as `clip_times` returns them. ValueError for sides too unlike each other."""
+        picks, deep = sample_frames(len(times), self.video_frames), self.config.vision_config.temporal_patch_size
+        width, height = self.frame_size(*size, len(picks))
+        seconds = deep / (len(picks) / len(times) * rate)
+        picks += picks[-1:] * (-len(picks) % deep)
+        middles = [(times[first] + times[last]) / 2 for first, last in zip(picks[::deep], picks[deep - 1::deep])]
+        return len(middles), height // self.patch_size, width // self.patch_size, seconds, *middles
+
+    def frame_size(self, width: int, height: int, count: int) -> tuple[int, int]:
+        """(width, height) to which the `count` frames of a clip are resized: Qwen2-VL and Qwen2.5-VL bound the pixels of a
+        frame, Qwen3-VL those of all frames."""
+        if getattr(self.frame_processor, "cap_pixels_per_frame", None):
+            raise ValueError("cap_pixels_per_frame in the checkpoint's files is not supported; use --video_max_pixels")
+        side, bounds = self.patch_size * self.merge_size, self.frame_processor.size
+        low, high = bounds["shortest_edge"], bounds["longest_edge"]
+        if self.config.model_type.startswith("qwen3"):
+            deep = self.config.vision_config.temporal_patch_size
+            h, w = smart_resize_clip(count, height, width, deep, side, low, high)
+        else:
+            h, w = smart_resize(height, width, side, low, high)
+        if 0 < self.video_max_pixels < h * w:
+            h, w = smart_resize(height, width, side, 0, self.video_max_pixels)
+        return w, h
+
     def _tiles(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles of Idefics3, (0, 0) for a picture in one piece: as its image processor enlarges it."""
         if not self.image_processor.do_image_splitting:
@@ -252,14 +391,19 @@ class Processor:
             columns = up(int(rows * side * ratio))
         return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
 
-    def expand(self, grid: tuple[int, ...]) -> tuple[str, list[int]]:
-        """What stands in the prompt for a picture: a text, and how often each of the image tokens in it is repeated.
+    def expand(self, grid: tuple) -> tuple[str, list[int]]:
+        """What stands in the prompt for a picture or clip: a text, and how often each image or video token in it is repeated.
 
         The counts are those of the features that the model makes, by its config; the texts those of the families' processors.
         """
         config, token = self.config, self.tokenizer.convert_ids_to_tokens(self.image_token_id)
         if self.layout == "qwen":
-            return token, [grid[0] * grid[1] * grid[2] // self.merge_size**2]
+            (t, h, w), middles = grid[:3], grid[4:]
+            if middles and config.model_type.startswith("qwen3"):                  # each temporal patch with its time
+                start, end = self.tokenizer.convert_ids_to_tokens([config.vision_start_token_id, config.vision_end_token_id])
+                return "".join(f"<{second:.1f} seconds>{start}{self.clip_placeholder}{end}" for second in middles), \
+                    [h * w // self.merge_size**2] * t
+            return self.clip_placeholder if middles else token, [t * h * w // self.merge_size**2]
         if self.layout == "gemma3":
             end = self.tokenizer.convert_ids_to_tokens(config.eoi_token_id)
             return f"\n\n{self.placeholder}{token}{end}\n\n", [config.mm_tokens_per_image]
@@ -286,8 +430,8 @@ class Processor:
         return token, [count]
 
     def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor]:
-        """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image expanded.
-        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image."""
+        """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image and clip expanded.
+        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image or clip."""
         if typed := [token for token in self.reserved_tokens if token in str(messages)]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
         if self.layout != "text":  # whose templates may know parts only; those of text models know strings only
@@ -300,10 +444,13 @@ class Processor:
         said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in _parts(m["content"])]
         if lost := [part for part in said if part not in text]:
             raise ValueError(f"the chat template leaves out {lost[0]!r:.80}")
-        before, *behind = text.split(self.placeholder) if self.placeholder else [text]
-        if len(behind) != len(grids):
-            raise ValueError(f"image-token mismatch: {len(behind)} image placeholders in the rendered prompt for "
-                             f"{len(grids)} images (a template for text only?)")
+        marks = [mark for mark in (self.placeholder, self.clip_placeholder) if mark]
+        before, *rest = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        found, behind = rest[::2], rest[1::2]
+        if found != [self.clip_placeholder if len(grid) > 3 else self.placeholder for grid in grids]:
+            clips, marked = sum(len(grid) > 3 for grid in grids), found.count(self.placeholder)
+            raise ValueError(f"image-token mismatch: {marked} image placeholders and {len(found) - marked} of videos in the "
+                             f"rendered prompt for {len(grids) - clips} images and {clips} videos (a template for text only?)")
         words, counts = zip(*map(self.expand, grids)) if grids else ((), ())
         # The template has written the special tokens: the tokenizer must not add its own on top. But in the families whose
         # processors have it add the BOS if the template has not.
@@ -312,7 +459,7 @@ class Processor:
             before + "".join(word + part for word, part in zip(words, behind)),
             add_special_tokens=bos is not None and not text.startswith(bos)).ids
         ids, counts = np.array(ids, dtype=np.int64), sum(counts, [])
-        is_image = ids == self.image_token_id
+        is_image = np.isin(ids, visual_token_ids(self.config))
         if is_image.sum() != len(counts):
             raise ValueError(f"image-token mismatch: {is_image.sum()} image tokens in the encoded prompt for {len(counts)}")
         repeats = np.ones_like(ids)
@@ -342,26 +489,32 @@ def layout(config) -> str:
 def image_token_id(config) -> int:
     """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
     return getattr(config, "image_token_id", -1)
+
+
+def visual_token_ids(config) -> torch.Tensor:
+    """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a clip; -1 where there is none."""
+    video = getattr(config, "video_token_id", None) if layout(config) == "qwen" else None
+    return torch.tensor([image_token_id(config), -1 if video is None else video])
+
+
 # Columns that rows made for verl and for TRL have besides prompt, images and answer; no other foreign column is known.
 FOREIGN_COLUMNS = ("data_source", "ability", "reward_model", "extra_info", "videos",
                    "image", "solution", "problem", "original_question", "original_answer")
 
 
 def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
-    """(prompt, image paths, label, reference) of one row; the prompt is yet to be checked.
+    """(prompt, images and clips, label, reference) of one row; the prompt is yet to be checked.
 
     Of the foreign columns are read: `image` without images, `data_source` without a label, and, without a reference in
-    "answer", `reward_model.ground_truth` or else `solution`. `videos` must be empty. The others are passed over.
+    "answer", `reward_model.ground_truth` or else `solution`. `videos` are clips, see `clip_list`. The others are passed over.
     """
     if unknown := sorted(set(row) - set(columns) - set(FOREIGN_COLUMNS)):
         raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}, and of verl's "
                          f"and TRL's rows {', '.join(FOREIGN_COLUMNS)}")
     prompt, images, *texts = map(row.get, columns)
-    if row.get("videos"):
-        raise ValueError("column 'videos': there is no training on videos")
     if images is not None and row.get("image") is not None and columns[1] != "image":
         raise ValueError(f"columns {columns[1]!r} and 'image': give one of them")
-    images = image_list(row.get("image") if images is None else images, columns[1])
+    images = image_list(row.get("image") if images is None else images, columns[1]) + clip_list(row.get("videos"))
     if not isinstance(verl := row.get("reward_model") or {}, dict):
         raise ValueError(f'column \'reward_model\' must be {{"ground_truth": ...}}, not {verl!r:.80}')
     foreign = {"data_source": row.get("data_source"), "reward_model.ground_truth": verl.get("ground_truth"),
@@ -383,6 +536,22 @@ def image_list(images: Any, column: str) -> list[str]:
     return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in images]
 
 
+def clip_list(clips: Any) -> list[tuple[str, ...]]:
+    """The clips of a row: each a file, or a list of pictures, as tuples of paths. Raises ValueError: anything else."""
+    clips = [] if clips is None else clips if isinstance(clips, list) else [clips]
+    return [_clip_files(clip, "column 'videos' must be a list of clips, each a path or a list of the paths of its frames")
+            for clip in clips]
+
+
+def _clip_files(clip: Any, rule: str) -> tuple[str, ...]:
+    """The paths of a clip that a row gives as path, list of pictures, or object with one of the two as video."""
+    if isinstance(clip, dict) and [key for key, value in clip.items() if value is not None] == ["video"]:
+        clip = clip["video"]
+    if clip == []:
+        raise ValueError(f"{rule}; this clip has 0 frames")
+    return tuple(_image_file(frame, rule) for frame in (clip if isinstance(clip, list) else [clip]))
+
+
 def _image_file(image: Any, rule: str) -> str:
     """The path of an image that a row gives as path, file:// address, or object with one of the two as image, path or
     url. Raises ValueError, with the `rule` that the row breaks."""
@@ -398,27 +567,29 @@ def _image_file(image: Any, rule: str) -> str:
 
 
 def _parts(content: str | list) -> list[dict]:
-    """Message content as text and image parts, image parts with "file" if they name one; "<image>" in a string stands
-    for an image."""
+    """Message content as text, image and video parts, the latter with "file" if they name one; "<image>" and "<video>" in a
+    string stand for them."""
     if isinstance(content, str):
-        pieces = [piece for piece in re.split("(<image>)", content) if piece]
-        return [{"type": "image"} if piece == "<image>" else {"type": "text", "text": piece} for piece in pieces]
+        pieces = [piece for piece in re.split("(<image>|<video>)", content) if piece]
+        return [{"type": piece[1:-1]} if piece in PLACES else {"type": "text", "text": piece} for piece in pieces]
     parts, rule = [], ('a part of a message must be {"type": "text", "text": ...} or {"type": "image"}, with its file as '
-                       '"image", "path" or "url" or in the images column')
+                       '"image", "path" or "url" or in the images column, or alike {"type": "video"}')
     for part in content:  # tables give every part every key, the ones it has not as null
         match {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else part:
             case {"type": "text", "text": str(text), **rest} if not rest:
                 parts.append({"type": "text", "text": text})
             case {"type": "image", **rest}:
                 parts.append({"type": "image"} | ({"file": _image_file(rest, rule)} if rest else {}))
+            case {"type": "video", **rest}:
+                parts.append({"type": "video"} | ({"file": _clip_files(rest, rule)} if rest else {}))
             case _:
                 raise ValueError(f"{rule}, not {part!r:.80}")
     return parts
 
 
-def _chat(prompt: str | list, images: list[str], system_prompt: str) -> tuple[list[dict], list[str]]:
-    """Messages in the form every chat template takes, content as parts, or a string if all of it is text; and the image
-    paths in their order: those of the parts that name one, and `images` for the other places."""
+def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[dict], list]:
+    """Messages in the form every chat template takes, content as parts, or a string if all of it is text; and the images
+    (paths) and clips (tuples) in their order: those of the parts that name one, and `images` for the other places."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     valid = isinstance(prompt, list) and prompt and all(
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list) for m in prompt)
@@ -429,15 +600,19 @@ def _chat(prompt: str | list, images: list[str], system_prompt: str) -> tuple[li
     if not any(part.get("text", "").strip() for m in messages if m["role"] != "system" for part in m["content"]):
         raise ValueError("empty prompt: no text but the system's")
     users = [m for m in messages if m["role"] == "user"]
-    places = [part for m in messages for part in m["content"] if part["type"] == "image"]
+    places = [part for m in messages for part in m["content"] if part["type"] != "text"]
     if not places and len(users) == 1:  # the row does not say where: images first, as the Qwen-VL families are trained
-        places = [{"type": "image"} for _ in images]
+        places = [{"type": "image" if isinstance(image, str) else "video"} for image in images]
         users[0]["content"] = places + users[0]["content"]
-    if (free := sum("file" not in part for part in places)) != len(images):
-        raise ValueError(f"{len(images)} images for {free} places (<image> in a string, or parts of type image without a "
-                         "file of their own)")
-    rest = iter(images)
-    images = [part.pop("file", None) or next(rest) for part in places]
+    for kind, form in (("image", str), ("video", tuple)):
+        own = [image for image in images if isinstance(image, form)]
+        free = [part for part in places if part["type"] == kind and "file" not in part]
+        if len(free) != len(own):
+            raise ValueError(f"{len(own)} {kind}s for {len(free)} places (<{kind}> in a string, or parts of type {kind} "
+                             "without a file of their own)")
+        for part, image in zip(free, own):
+            part["file"] = image
+    images = [part.pop("file") for part in places]
     for m in messages:  # templates made for text know no parts
         if all(part["type"] == "text" for part in m["content"]):
             m["content"] = "".join(part["text"] for part in m["content"])
@@ -470,25 +645,38 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
     return load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
 
 
-def make_prompt(processor: Processor, index: int, source: str, prompt: str | list, images: list[str], *, folder: str,
+def make_prompt(processor: Processor, index: int, source: str, prompt: str | list, images: list, *, folder: str,
                 system_prompt: str = "", max_prompt_tokens: int = 1 << 30, verify_images: bool = False,
                 reference: str | None = None, label: str | None = None, grids: tuple | None = None) -> Prompt:
-    """Render and encode one row; image paths are relative to `folder`. Raises ValueError: whatever is wrong with it.
+    """Render and encode one row; the paths of images (strings) and clips (tuples) are relative to `folder`. Raises ValueError:
+    whatever is wrong with it.
 
     grids: the patch grids of the images, if they are known; otherwise their headers are read.
     """
     messages, images = _chat(prompt, images, system_prompt)
-    paths = tuple(os.path.normpath(os.path.join(folder, image)) for image in images)
+    place = lambda path: os.path.normpath(os.path.join(folder, path))  # noqa: E731
+    paths = tuple(place(image) if isinstance(image, str) else tuple(map(place, image)) for image in images)
     if paths and processor.layout == "text":
         raise ValueError(f"{len(paths)} images for {processor.config.model_type}, a model of text only")
+    if (clips := sum(not isinstance(path, str) for path in paths)) and processor.layout != "qwen":
+        raise ValueError(f"{clips} videos for {processor.config.model_type}; only "
+                         f"{', '.join(name for name, kind in FAMILIES.items() if kind == 'qwen')} take videos")
     if grids is None:
-        sizes = [read_image(image).size if verify_images else image_size(image) for image in paths]
-        grids = tuple(processor.grid(width, height) for width, height in sizes)
+        grids = tuple(_item_grid(processor, path, verify_images) for path in paths)
     text, input_ids = processor.encode(messages, grids)
     if len(input_ids) > max_prompt_tokens:
-        raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images; the limit is "
-                         f"{max_prompt_tokens}")
+        raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images"
+                         f"{' and videos' * (clips > 0)}; the limit is {max_prompt_tokens}")
     return Prompt(index, source, messages, text, paths, grids, input_ids, reference, label)
+
+
+def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) -> tuple:
+    """The grid of an image or clip by its header, or, to `verify`, after decoding it."""
+    if isinstance(item, str):
+        return processor.grid(*(read_image(item).size if verify else image_size(item)))
+    if verify:
+        read_clip(item, processor.video_frames)
+    return processor.clip_grid(*clip_times(item, processor.video_fps))
 
 
 def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> tuple[list, list[str]]:
@@ -526,16 +714,18 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Decode the pictures of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64; None without
-    pictures.
+    """Decode the pictures and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32, and grids (I, G) int64,
+    G up to 3; None without either.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    pixels, found = zip(*(_patches(processor, read_image(path)) for path in prompt.images))
-    if found != prompt.grids:
-        raise ValueError(f"{', '.join(prompt.images)}: patch grids {prompt.grids} by the headers, {found} decoded: "
+    pixels, found = zip(*(_patches(processor, read_image(path)) if isinstance(path, str) else
+                          _clip_patches(processor, read_clip(path, processor.video_frames)) for path in prompt.images))
+    if found != (promised := tuple(grid[:3] for grid in prompt.grids)):
+        names = ", ".join(path if isinstance(path, str) else path[0] for path in prompt.images)
+        raise ValueError(f"{names}: patch grids {promised} by the headers, {found} decoded: "
                          "changed since loaded, or EXIF behind the body of a PNG (--verify_images reads it)")
     return torch.cat(pixels), torch.tensor(found)
 
@@ -559,6 +749,21 @@ def _patches(processor: Processor, image: Image.Image) -> tuple[torch.Tensor, tu
         patches = pixels[0].unfold(1, side, side).unfold(2, side, side)                                  # (3, h, w, s, s)
         return patches.permute(1, 2, 0, 3, 4).flatten(0, 1), grid
     return pixels, tuple(pixels.shape[-2:])
+
+
+def _clip_patches(processor: Processor, frames: list[Image.Image]) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the families' video processors, and
+    (t, h, w). The last frame is repeated to fill the last temporal patch."""
+    deep, side = processor.config.vision_config.temporal_patch_size, processor.patch_size
+    if any(frame.size != frames[0].size for frame in frames):
+        raise ValueError(f"frames of a clip differ in size: {sorted({frame.size for frame in frames})}")
+    width, height = processor.frame_size(*frames[0].size, len(frames))
+    frames = [frame.resize((width, height), processor.frame_processor.resample) for frame in frames]
+    frames += frames[-1:] * (-len(frames) % deep)
+    pixels = processor.frame_processor(images=frames, return_tensors="pt")["pixel_values"]       # each frame `deep` times
+    pixels = pixels.view(len(frames) // deep, deep, -1, 3, deep, side**2)[:, :, :, :, 0]               # (t, deep, hw, 3, s s)
+    grid = len(pixels), height // side, width // side
+    return pixels.permute(0, 2, 3, 1, 4).reshape(math.prod(grid), -1), grid
 
 
 @dataclass
@@ -726,7 +931,7 @@ def check_judgement(row: dict) -> tuple[str, str]:
     if mark is None:
         raise ValueError("a row needs a target: one of the fields response, preferred, correct and score")
     kind, extra = JUDGEMENT_FIELDS[mark]
-    known = {mark, "prompt", "images", "source"} | extra
+    known = {mark, "prompt", "images", "videos", "source"} | extra
     if unknown := sorted(set(row) - known):
         raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
                          f"{', '.join(sorted(known))}")
@@ -739,7 +944,8 @@ def check_judgement(row: dict) -> tuple[str, str]:
             "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
         "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
         "two texts as responses": isinstance(pair, list) and [type(text) for text in pair] == [str, str],
-        "two images or two responses": kind != "pictures" or len(image_list(row.get("images"), "images")) == 2,
+        "two images or two responses": kind != "pictures" or (
+            len(image_list(row.get("images"), "images")) == 2 and not row.get("videos")),
         "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
         "true or false as correct": isinstance(row.get("correct", True), bool),
         "a finite number as score": number,
@@ -754,7 +960,7 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     images, text, verdict. Raises ValueError."""
     mark, kind = check_judgement(row)
     prompt = next(row[field] for field in ("prompt", "question", "messages") if field in row)
-    images, critique = image_list(row.get("images"), "images"), row.get("critique") or ""
+    images, critique = image_list(row.get("images"), "images") + clip_list(row.get("videos")), row.get("critique") or ""
     if kind == "response":
         verdict = parse_verdict(row["response"], judge["which_answer"], None)
         return [{"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images,
@@ -1142,9 +1348,19 @@ def feature_levels(config) -> int:
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
 
 
-def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them."""
+def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor, items: tuple = ()) -> dict[str, torch.Tensor]:
+    """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them.
+
+    items: the prompts' grids, which tell pictures and clips apart; without, the vision tower takes clips as pictures.
+    """
     kind = layout(config)
+    if kind == "qwen" and any(len(item) > 3 for item in items):
+        is_clip = torch.tensor([len(item) > 3 for item in items])
+        of_clip = is_clip.repeat_interleave(grids.prod(dim=1))                                               # (P,)
+        inputs = {"pixel_values_videos": patches[of_clip], "video_grid_thw": grids[is_clip]}
+        if config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([item[3] for item in items if len(item) > 3])
+        return inputs if is_clip.all() else inputs | {"pixel_values": patches[~of_clip], "image_grid_thw": grids[~is_clip]}
     if kind == "qwen":
         return {"pixel_values": patches, "image_grid_thw": grids}
     if kind == "llava_next":
@@ -1162,9 +1378,10 @@ def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor) -> dict[st
 
 
 def token_types(config, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What transformers asks for in some families: which tokens are pieces of pictures."""
+    """What transformers asks for in some families: which tokens are pieces of pictures (1) or clips (2)."""
     name = {"qwen": "mm_token_type_ids", "gemma3": "token_type_ids"}.get(layout(config))
-    return {name: (input_ids == image_token_id(config)).int()} if name else {}
+    image, video = visual_token_ids(config)
+    return {name: (input_ids == image).int() + 2 * (input_ids == video).int()} if name else {}
 
 
 @torch.no_grad()
@@ -1220,25 +1437,29 @@ def router_logits(model: nn.Module):
             hook.remove()
 
 
-def prompt_positions(model: nn.Module, prompt: Prompt, image_token_id: int) -> torch.Tensor:
+def prompt_positions(model: nn.Module, prompt: Prompt) -> torch.Tensor:
     """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max + 1``."""
     ids = prompt.input_ids[None]
     if not prompt.grids or not hasattr(model.model, "get_rope_index"):
         return torch.arange(ids.shape[1]).expand(3, -1)
-    positions, _ = model.model.get_rope_index(ids, mm_token_type_ids=(ids == image_token_id).int(),
-                                              image_grid_thw=torch.tensor(prompt.grids))
+    clips = [grid for grid in prompt.grids if len(grid) > 3]
+    images = [grid for grid in prompt.grids if len(grid) == 3]
+    positions, _ = model.model.get_rope_index(
+        ids, **token_types(model.config, ids), image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([clip[:3] for clip in clips]) if clips else None,
+        second_per_grid_ts=torch.tensor([clip[3] for clip in clips]))
     return positions[:, 0]
 
 
 def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Tensor:
     """(3, P) rotary positions of a prompt, computed at first use."""
     if group not in prompts.positions:
-        prompts.positions[group] = prompt_positions(model, prompts.prompts[group], image_token_id(model.config))
+        prompts.positions[group] = prompt_positions(model, prompts.prompts[group])
     return prompts.positions[group]
 
 
-def image_token_count(prompt: Prompt, image_token_id: int) -> int:
-    return int((prompt.input_ids == image_token_id).sum())
+def image_token_count(prompt: Prompt, token_ids: torch.Tensor) -> int:
+    return int(torch.isin(prompt.input_ids, token_ids).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -88,10 +88,12 @@ CHAT_TEMPLATE = """\
 {%- for part in message.content -%}
 {%- if part.type == 'image' -%}
 {{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part.type == 'video' -%}
+{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
 {%- elif part.type == 'text' -%}
 {{ part.text }}
 {%- else -%}
-{{ raise_exception('a content part must be of type text or image') }}
+{{ raise_exception('a content part must be of type text, image or video') }}
 {%- endif -%}
 {%- endfor -%}
 {%- endif -%}

@@ -59,7 +59,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     for pack in packs:
         members = {g for g, _ in pack}
         row = build_row(samples, pack, {g: prompts[g].input_ids for g in members},
-                        {g: prompt_positions(ours, prompts[g], image_id) for g in members}, features, image_id)
+                        {g: prompt_positions(ours, prompts[g]) for g in members}, features, image_id)
         hidden = language_hidden(ours, row, PackedAttention(row.segments, "sdpa", torch.device("cpu")))[row.predict]
         row_logp = ours.lm_head(hidden).log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
         row_values = hidden @ value_head

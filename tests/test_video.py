@@ -1,0 +1,407 @@
+"""Videos in the Qwen-VL families, in rows mixed with pictures and text, against Hugging Face: prompt ids by the family's own
+processor (which needs torchvision only for its pixels), patches by its video processor's `patchify`, log-probs by one forward
+per sample, greedy rollouts and judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
+
+import importlib.util
+import json
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import start, take, write_checkpoint
+from PIL import Image
+from test_data import write_checkpoint as write_processor
+from test_families import REWARD, make_config, make_image_processor, make_tokenizer
+from test_packed import random_samples
+from test_training import assert_same_run, launch
+from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_video
+from transformers.video_utils import VideoMetadata
+
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import vlm
+from common.buffers import gather_samples
+
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FRAMES = 5                                                                                  # --video_frames of all tests
+CLIPS = {"long.gif": 7, "loop.webp": 4}                                                     # animations, 250 ms a frame
+SIZES = {"long.gif": (64, 40), "loop.webp": (60, 90)}
+
+
+def paint(rng, width: int, height: int) -> Image.Image:
+    return Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd length, and too long ones."""
+    folder, rng = tmp_path_factory.mktemp("clips"), np.random.default_rng(0)
+    for name, count in CLIPS.items():
+        first, *others = [paint(rng, *SIZES[name]) for _ in range(count)]
+        first.save(folder / name, save_all=True, append_images=others, duration=250, loop=0, lossless=True)
+    for k in range(3):
+        paint(rng, 80, 56).save(folder / f"frame-{k}.png")
+    paint(rng, 56, 84).save(folder / "a.png")
+    frames = [f"frame-{k}.png" for k in range(3)]
+    parts = [{"type": "text", "text": "before "}, {"type": "video", "video": "loop.webp"}, {"type": "image", "path": "a.png"},
+             {"type": "text", "text": " and "}, {"type": "video"}, {"type": "video", "video": frames[1:]}]
+    written = [{"prompt": "how many circles are there?"}, {"prompt": "what moves?", "videos": ["long.gif"]},
+               {"prompt": "was <image> in <video>, or in <video>?", "images": ["a.png"], "videos": [frames, "loop.webp"]},
+               {"prompt": [{"role": "user", "content": parts}], "videos": [{"video": "long.gif"}]},
+               {"prompt": "what is this?", "images": ["a.png"]}, {"prompt": "and?", "images": "a.png", "videos": frames[0:1] and [frames]}]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in written))
+    return folder / "rows.jsonl"
+
+
+def write_family(kind: str, folder):
+    """A checkpoint whose chat template knows videos."""
+    if kind in ("qwen2_5_vl", "qwen3_vl"):
+        return write_checkpoint(folder, kind)
+    tokenizer = make_tokenizer(kind)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{%- if part.type == 'image' -%}", "{%- if part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>"
+        "{%- elif part.type == 'image' -%}")
+    model, generator = AutoModelForImageTextToText.from_config(make_config(kind, tokenizer)), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    for part in (model, tokenizer, make_image_processor(kind)):
+        part.save_pretrained(folder)
+    # Videos have bounds of their own: in Qwen3-VL those of all frames together.
+    bounds = {"shortest_edge": 28**2, "longest_edge": (6 if kind == "qwen3_vl_moe" else 1) * 84**2}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps({"size": bounds, "image_mean": [0.4, 0.5, 0.6]}))
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request, tmp_path_factory, rows):
+    """Folder, our run of it, and the oracle with Hugging Face's own attention."""
+    folder = write_family(request.param, tmp_path_factory.mktemp(request.param))
+    oracle = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    return SimpleNamespace(kind=request.param, folder=folder, oracle=oracle,
+                           env=start(folder, rows, "--video_frames", str(FRAMES), "--video_fps", "3"))
+
+
+def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
+    """Patches, grid and metadata of a clip, by the rules of the family's video processor."""
+    if len(item) > 1:
+        frames, rate = [Image.open(path).convert("RGB") for path in item], 3.0
+    else:
+        with Image.open(item[0]) as film:
+            frames, rate = [], 4.0
+            for k in range(film.n_frames):
+                film.seek(k)
+                frames.append(film.convert("RGB"))
+    total = len(frames)
+    indices = np.linspace(0, total - 1, min(FRAMES, total)).round().astype(int)
+    frames = [frames[k] for k in indices]
+    settings, config = family.env.processor.frame_processor, family.oracle.config.vision_config
+    if family.kind.endswith("moe"):
+        assert settings.size["longest_edge"] == 6 * 84**2
+    side, (width, height) = config.patch_size * 2, frames[0].size
+    low, high = settings.size["shortest_edge"], settings.size["longest_edge"]
+    if family.kind.startswith("qwen3"):
+        size = qwen3_video.smart_resize(len(frames), height, width, 2, side, low, high)
+    else:
+        size = smart_resize(height, width, side, low, high)
+    pixels = torch.stack([torch.from_numpy(np.array(frame.resize(size[::-1], Image.Resampling.BICUBIC))) for frame in frames])
+    pixels = (pixels / 255 - torch.tensor(settings.image_mean)) / torch.tensor(settings.image_std)             # (F, h, w, 3)
+    patches, *grid = qwen3_video.Qwen3VLVideoProcessor.patchify(None, pixels.permute(0, 3, 1, 2)[None], config.patch_size, 2, 2)
+    return patches[0], grid, VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices.tolist())
+
+
+def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
+    """What the family's processor makes of a prompt, but for its pixels, which it needs torchvision for."""
+    tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.image_processor
+    maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family.kind, Qwen3VLProcessor)
+    processor = object.__new__(maker)
+    for name, token in {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
+                        "vision_end_token": "<|vision_end|>"}.items():
+        setattr(processor, name, token)
+    processor.__dict__.update(all_special_multimodal_tokens=["<|image_pad|>", "<|video_pad|>"], image_processor=images,
+                              video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2))
+    inputs, words, clip_words = {}, [], []
+    if pictures := [Image.open(path).convert("RGB") for path in prompt.images if isinstance(path, str)]:
+        inputs |= images(images=pictures, return_tensors="pt")
+        words = [processor.replace_image_token(inputs, i) for i in range(len(pictures))]
+    if clips := [clip_by_hand(family, path) for path in prompt.images if not isinstance(path, str)]:
+        patches, grids, metadata = zip(*clips)
+        inputs |= {"pixel_values_videos": torch.cat(patches), "video_grid_thw": torch.tensor(grids)}
+        clip_words = [processor.replace_video_token(inputs | {"video_metadata": metadata}, i) for i in range(len(clips))]
+        if family.kind == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([2 / entry.sampled_fps for entry in metadata])
+    text = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=False)
+    text, _ = processor.get_text_with_replacements([text], words, clip_words)
+    inputs |= dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False))
+    ids, config = inputs["input_ids"], family.oracle.config
+    return inputs | {"mm_token_type_ids": (ids == config.image_token_id).int() + 2 * (ids == config.video_token_id).int()}
+
+
+def test_ids_and_patches_equal_those_of_the_familys_processors(family):
+    found = []
+    for prompt in family.env.prompts:
+        inputs = hf_inputs(family, prompt)
+        assert torch.equal(prompt.input_ids, inputs["input_ids"][0])
+        if not prompt.images:
+            continue
+        patches, grids = vlm.load_pixels(prompt, family.env.processor)
+        ours = vlm.vision_inputs(family.oracle.config, patches, grids, prompt.grids)
+        assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
+        for name, value in ours.items():
+            assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < 1e-5, name
+        found += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
+    assert {t for t, *_ in found} == {1, 2, 3} and len(found) == 8
+    said = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
+    assert ("<0.2 seconds>" in said and "<0.9 seconds>" in said) == family.kind.startswith("qwen3")
+
+
+def test_packed_logprobs_equal_one_forward_per_sample(family):
+    env, prompts = family.env, take(family.env)
+    samples = gather_samples(random_samples([2, 3, 1, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, prompts)
+        expected = []
+        for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+            inputs = hf_inputs(family, env.prompts[group])
+            first = inputs["input_ids"].shape[1] - 1
+            more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
+            inputs |= {name: torch.cat([inputs[name], value[None].to(inputs[name].dtype)], dim=1) for name, value in more.items()}
+            logits = family.oracle(**inputs, use_cache=False).logits[0, first:-1].float()
+            logits[:, list(env.processor.banned_ids)] = -torch.inf
+            expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    expected, ours = torch.cat(expected), ppo.score_tokens(env.run, env.actor, prompts, samples)
+    finite = expected.isfinite()                                           # a drawn token may be a banned one
+    assert finite.sum() > 0.9 * len(finite)
+    assert (ours - expected)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
+
+
+def test_greedy_rollouts_equal_generate(family):
+    env = family.env
+    samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
+    for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
+        inputs = hf_inputs(family, prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=12,
+                                     suppress_tokens=list(env.processor.banned_ids))
+        assert tokens.tolist() == out[0, inputs["input_ids"].shape[1]:].tolist()
+    assert samples.lengths.max() > 3
+
+
+def test_the_judge_generates_what_generate_does(family, rows, tmp_path):
+    """Batches of prompts with clips, pictures and neither, padded."""
+    data = rows.with_name("judge.jsonl")
+    data.write_text("".join(json.dumps({**json.loads(row), "response": "a circle"} | {"answer": None}) + "\n"
+                            for row in rows.read_text().splitlines()).replace(', "answer": null', ""))
+    run = grm.start_run(grm.parse_args(
+        ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(tmp_path / "judge"),
+         "--eval_max_new_tokens", "5", "--eval_batch", "4", "--video_frames", str(FRAMES), "--video_fps", "3"]))
+    processor, _, _, examples = grm.load_data(run)
+    judge = grm.build_judge(run, processor)
+    with grm.PromptLoader(processor, 1, "error") as loader:
+        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+    texts = grm.generate(run, processor, judge, prompts, 0)
+    for i, example in enumerate(examples):
+        inputs = hf_inputs(family, example.prompt)
+        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
+                                     suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
+        assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
+
+
+@pytest.fixture
+def handlers():
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_run_on_mixed_rows(rows, tmp_path, handlers):
+    """Steps with a critic and evaluation on one rank and on two; what rewards and records hold; frames in the sample pictures."""
+    write_family("qwen3_vl", tmp_path / "model")
+    (tmp_path / "reward.py").write_text(REWARD + '''
+
+def seen(prompts, responses, references, labels, images):
+    """How many files each sample's images and clips have."""
+    assert {type(item) for items in images for item in items} <= {str, tuple}
+    return [float(sum(1 if isinstance(item, str) else len(item) for item in items)) for items in images]
+''')
+    for ranks in ("one", "two"):
+        (tmp_path / ranks).mkdir()
+    flags = ["--model", str(tmp_path / "model"), "--data", str(rows), "--eval_data", str(rows), "--max_new_tokens", "6",
+             "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--video_frames", "5",
+             "--reward_recipe", json.dumps({"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}),
+             "--log_samples_every", "1", "--out"]
+    (tmp_path / "plan.json").write_text(json.dumps([[*flags, str(tmp_path / "two" / "run")]]))
+    launch(2, tmp_path / "plan.json")
+    ppo.main([*flags, str(tmp_path / "one" / "run")])
+    assert_same_run(tmp_path / "one" / "run", tmp_path / "two" / "run")
+    sheet = tmp_path / "one" / "run" / "samples"
+    records = [json.loads(line) for line in next(sheet.glob("step-*.jsonl")).read_text().splitlines()]
+    clips = {record["index"]: record["images"] for record in records}
+    assert len(clips[2]) == 3 and isinstance(clips[2][0], str) and [len(item) for item in clips[2][1:]] == [3, 1]
+    assert len(vlm.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))
+    assert ppo.encode_picture(tuple(clips[2][1])) == [ppo.encode_picture(path) for path in clips[2][1]]
+
+
+@pytest.fixture
+def load(tmp_path):
+    """load(rows, family, **settings): the rows' prompts, or the error, of files beside those that the test writes."""
+    def load(row, family="qwen2_5_vl", **settings):
+        if not (tmp_path / family).exists():
+            write_processor(tmp_path / family, family, TEMPLATE)
+        processor = vlm.Processor(tmp_path / family, **settings)
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        prompts, _ = vlm.load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=100_000)
+        return processor, prompts[0]
+
+    return load
+
+
+TEMPLATE = ("{% for m in messages %}{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}{% else %}<|vision_start|>"
+            "<|{{ p.type }}_pad|><|vision_end|>{% endif %}{% endfor %}{% endfor %}")
+
+
+def save_clip(path, count: int, size: tuple[int, int] = (56, 56), **options) -> None:
+    rng = np.random.default_rng(1)
+    first, *others = [paint(rng, *size) for _ in range(count)]
+    first.save(path, save_all=True, append_images=others, **options)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp"])
+def test_times_of_an_animation_are_its_own(load, tmp_path, name):
+    save_clip(tmp_path / name, 5, duration=[100, 300, 200, 1000, 400])
+    row = {"prompt": "x", "videos": [name]}
+    processor, prompt = load(row)
+    assert vlm.clip_times((str(tmp_path / name),), 7.0) == ((56, 56), [0.0, 0.1, 0.4, 0.6, 1.6], 2.5)
+    assert prompt.grids[0][:1] == (3,) and prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
+    _, prompt = load(row, video_frames=3)                                   # frames 0, 2, 4 of 5: 3 in 2 seconds
+    assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
+    pixels, _ = vlm.load_pixels(prompt, load(row, video_frames=3)[0])
+    wanted = [np.asarray(frame) for frame in vlm.read_clip((str(tmp_path / name),), 5)]
+    ours = [np.asarray(frame) for frame in vlm.read_clip((str(tmp_path / name),), 3)]
+    assert all((a == b).all() for a, b in zip(ours, wanted[::2])) and len(pixels) == 2 * 16
+
+
+def test_frame_lists_take_the_flags_rate(load, tmp_path):
+    names = [f"{k}.png" for k in range(4)]
+    for k, name in enumerate(names):
+        Image.new("RGB", (56, 56), (60 * k, 0, 0)).save(tmp_path / name)
+    for rate, said in ((2.0, "<0.2 seconds>{}<1.2 seconds>{}"), (8.0, "<0.1 seconds>{}<0.3 seconds>{}")):
+        processor, prompt = load({"prompt": "x", "videos": [names]}, "qwen3_vl", video_fps=rate)
+        said = "<|vision_start|>" + said.format(*["<|vision_start|><|video_pad|><|vision_end|>"] * 2) + "<|vision_end|>x"
+        text = processor.tokenizer.decode(prompt.input_ids)
+        assert text.replace("<|video_pad|>" * (prompt.grids[0][1] * prompt.grids[0][2] // 4), "<|video_pad|>") == said
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_bounds_of_frames(load, tmp_path, family):
+    """--video_max_pixels bounds a frame; the checkpoint's bounds those of a frame, or in Qwen3-VL of the clip."""
+    save_clip(tmp_path / "a.gif", 6, (320, 200))
+    row, areas = {"prompt": "x", "videos": ["a.gif"]}, []
+    for cap in (0, 20_000, 5000):
+        processor, prompt = load(row, family, video_max_pixels=cap)
+        area = prompt.grids[0][1] * prompt.grids[0][2] * processor.patch_size**2
+        assert area <= (cap or 200704)
+        areas.append(area)
+        patches, grids = vlm.load_pixels(prompt, processor)
+        assert len(patches) == grids.prod() and tuple(grids[0].tolist()) == prompt.grids[0][:3]
+    assert areas == sorted(set(areas))[::-1] and (areas[0] > 50_000) == (family == "qwen2_5_vl")
+
+
+BAD = {
+    "no such file": ({"videos": ["none.gif"]}, "no such video: .*none.gif"),
+    "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
+    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read films, install one of torchcodec, av, cv2"
+                                                "|not a film that)"),
+    "zero frames": ({"videos": [[]]}, "this clip has 0 frames"),
+    "one frame": ({"videos": ["a.png"]}, "a.png: a video has at least 2 frames, this has 1"),
+    "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* of one video if they stand in a list of their own"),
+    "frames differ": ({"videos": [["a.png", "a.png", "b.png"]]},
+                      "frames of a clip differ in size: 56 x 28 pixels in .*a.png, 28 x 56 in .*b.png"),
+    "place without a video": ({"prompt": "<video> x"}, "0 videos for 1 places"),
+    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, "1 videos for 0 places"),
+    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, "1 images for 0 places"),
+    "no list": ({"videos": 5}, "column 'videos' must be a list of clips, .* not 5"),
+    "in the web": ({"videos": ["https://x.org/a.mp4"]}, "column 'videos' must be a list of clips.*https"),
+    "part with an option": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]},
+                            "a part of a message must be"),
+    "damaged": ({"videos": ["cut.gif"]}, "cut.gif: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_clip(load, tmp_path, case):
+    Image.new("RGB", (56, 28)).save(tmp_path / "a.png")
+    Image.new("RGB", (28, 56)).save(tmp_path / "b.png")
+    save_clip(tmp_path / "ok.gif", 3)
+    save_clip(tmp_path / "cut.gif", 3)
+    (tmp_path / "cut.gif").write_bytes((tmp_path / "cut.gif").read_bytes()[:-4000])
+    row, message = BAD[case]
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{message}"):
+        load({"prompt": "x"} | row)
+
+
+def test_a_clip_that_changed_since_load(load, tmp_path):
+    save_clip(tmp_path / "a.gif", 3)
+    processor, prompt = load({"prompt": "x", "videos": ["a.gif"]})
+    save_clip(tmp_path / "a.gif", 5)
+    with pytest.raises(ValueError, match="a.gif: patch grids .* changed since loaded"):
+        vlm.load_pixels(prompt, processor)
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2"])
+def test_other_families_refuse_videos_by_name(tmp_path, kind):
+    tokenizer = make_tokenizer(kind)
+    tokenizer.save_pretrained(tmp_path)
+    make_config(kind, tokenizer).save_pretrained(tmp_path)
+    if kind == "llava":
+        make_image_processor(kind).save_pretrained(tmp_path)
+    save_clip(tmp_path / "a.gif", 3)
+    with pytest.raises(ValueError, match="1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
+                       "1 images for qwen2, a model of text only"):
+        vlm.make_prompt(vlm.Processor(tmp_path), 0, "x", "what?", [("a.gif",)], folder=str(tmp_path))
+
+
+def write_film(path, frames: list[np.ndarray], rate: int) -> None:
+    if importlib.util.find_spec("av"):
+        import av
+        with av.open(str(path), "w") as file:
+            stream = file.add_stream("mpeg4", rate=rate)
+            stream.height, stream.width, stream.pix_fmt, stream.bit_rate = *frames[0].shape[:2], "yuv420p", 4_000_000
+            for frame in frames:
+                file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+            file.mux(stream.encode())
+    else:
+        import cv2
+        film = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), rate, frames[0].shape[1::-1])
+        for frame in frames:
+            film.write(frame[..., ::-1])
+        film.release()
+
+
+@pytest.mark.parametrize("package", vlm.FILM_DECODERS)
+def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package):
+    if not (importlib.util.find_spec(package) and (importlib.util.find_spec("av") or importlib.util.find_spec("cv2"))):
+        pytest.skip(f"{package}, or a package to write films with, is not installed")
+    monkeypatch.setattr(vlm, "FILM_DECODERS", {package: vlm.FILM_DECODERS[package]})
+    frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
+    write_film(tmp_path / "a.mp4", frames, 4)
+    processor, prompt = load({"prompt": "x", "videos": ["a.mp4"]}, video_frames=4)
+    assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
+    for frame, k in zip(vlm.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
+        assert frame.size == (96, 64) and np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
+    vlm.load_pixels(prompt, processor)
+    (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
+    with pytest.raises(ValueError, match=f"a.mp4: not a film that {package} can decode"):
+        load({"prompt": "x", "videos": ["a.mp4"]})
+
+
+def test_films_without_a_decoder_are_refused_with_the_packages_that_could(load, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    with pytest.raises(ValueError, match="a.mp4: none of JPEG, .*; to read films, install one of torchcodec, av, cv2"):
+        load({"prompt": "x", "videos": ["a.mp4"]})
