@@ -387,13 +387,13 @@ def test_a_text_model_refuses_pictures(family, picture_rows):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
-@pytest.mark.parametrize("budget", [10**6, 150])
-def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget):
-    """Value and gradients, over one pack and over several with split groups."""
+@pytest.mark.parametrize("budget, counts", [(10**6, [3, 2, 2, 3]), (150, [3, 2, 2, 3]), (10**6, [1, 2, 1, 1])])
+def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget, counts):
+    """Value and gradients, over one pack, over several with split groups, and with samples alone with their prompt."""
     env, prompts = family.env, take(family.env)
     update = dataclasses.replace(env.args.update, aux_loss_coef=0.5, max_tokens_per_pack=budget)
     run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
-    samples = gather_samples(random_samples([3, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    samples = gather_samples(random_samples(counts, family.oracle.config.text_config.vocab_size))
     with torch.no_grad():
         ppo.compute_features(env.run, env.actor, prompts)
     load = ppo.expert_load(run, env.actor, prompts, samples, None)
