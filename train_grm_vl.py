@@ -50,24 +50,29 @@ from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features, fail_together,
                             make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
-                            draw_sample, falls_due, fill_groups, flag, list_flags, out_of_bounds, read_flags, run_main,
-                            stop_requested, training_state, write_durably)
+                            draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags,
+                            run_main, stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
-                        StepPrompts, add_adapters, answer_frame, attention_segments, choose_attention, clear_forward_order,
-                        count_judgements, encode_target, feature_levels, fill, freeze, image_features, image_token_count,
-                        init_adapters, judge_prompt, judge_settings, language_hidden, language_model, load_rows, load_weights,
-                        materialize, parse_verdict, positions_of, read_frames, read_judgement, resolve_folder, skeleton,
-                        token_types, unsharded, use_attention, user_text, vision_inputs, vision_parameters, visual_token_ids)
+                        StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
+                        choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target,
+                        feature_levels, fill, freeze, gathered_bytes, image_features, image_token_count, init_adapters,
+                        judge_prompt, judge_settings, language_hidden, language_model, layer_activations, load_rows,
+                        load_weights, materialize, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
+                        resolve_folder, skeleton, token_types, unsharded, use_attention, user_text, vision_inputs,
+                        vision_parameters, visual_token_ids)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate. Returns the last metrics."""
     run = start_run(parse_args(argv))
-    checkpoints = Checkpoints(run.args.run.out, run.args.checkpoint, run.args.run.timeout)
+    dry = run.args.run.dry_run
+    checkpoints = None if dry else Checkpoints(run.args.run.out, run.args.checkpoint, run.args.run.timeout)
     processor, datasets, weights, held_out = load_data(run)
     rows = sum(map(len, datasets))
     args = run.args = plan_steps(run.args, rows)
     judge = build_judge(run, processor)
+    if dry:
+        return dry_run(run, datasets, weights, judge)
     models = {"judge": (judge, build_optimizer(judge, args.update.lr, args))}
     fresh = {"step": 0, "metrics": {}, "loss_mean": None, "dropped_prompts": 0}
     state = checkpoints.resume(flags_of(args) | {"data (rows)": rows}, neutral_flags(args), fresh, models,
@@ -232,6 +237,11 @@ class RunArgs:
     log_samples: int = flag(4, "samples shown as pictures and text per record; 0: none", low=0)
     log_samples_every: int = flag(50, "steps between records of samples; 0: never", low=0)
     timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds", low=1e-6)
+    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients travel "
+                        "between the copies (HSDP). 0: all ranks share one", low=0)
+    dry_run: bool = flag(False, "check the data, print parameters, packs and memory per GPU, and stop: no GPU, no weights")
+    plan_world: int = flag(8, "GPUs that --dry_run plans for", low=1)
+    plan_gpu_gib: float = flag(80.0, "memory of each of them, GiB; exit code 2 if that is too little", low=1)
 
 
 @dataclass(frozen=True)
@@ -262,6 +272,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
         f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
+        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
@@ -370,9 +381,12 @@ def start_run(args: Args) -> Run:
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
     try:
-        backend = choose_attention(args.model.attention, device, dtype)
+        backend = choose_attention("auto" if args.run.dry_run else args.model.attention, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
+    ranks = args.run.plan_world if args.run.dry_run else world
+    if ranks % max(1, args.run.hsdp):
+        raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {ranks}")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
@@ -382,7 +396,9 @@ def start_run(args: Args) -> Run:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             print("warning: restarted workers cannot connect through torchrun's own store; for --max_restarts set "
                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun", flush=True)
-    return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
+    shape = (world // args.run.hsdp, args.run.hsdp) if args.run.hsdp and not args.run.dry_run else (world,)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+    return Run(args, rank, world, device, dtype, backend, mesh, StageTimer())
 
 
 def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[float], list[Example]]:
@@ -394,8 +410,9 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     """
     args, problem, loaded, weights = run.args, None, {"data": [], "eval_data": []}, []
     try:
-        processor = Processor(str(resolve_folder(args.model.model)), args.data.min_pixels, args.data.max_pixels,
-                              args.data.video_frames, args.data.video_fps, args.data.video_max_pixels)
+        folder = resolve_folder(args.model.model, weights=not run.args.run.dry_run)
+        processor = Processor(str(folder), args.data.min_pixels, args.data.max_pixels, args.data.video_frames,
+                              args.data.video_fps, args.data.video_max_pixels)
         processor.files["judge"] = judge_settings(
             processor.files["judge"], {kind: getattr(args.data, f"{kind}_template") for kind in JUDGEMENTS},
             args.data.system_instruction, args.data.verdict)
@@ -444,7 +461,8 @@ def build_judge(run: Run, processor: Processor) -> Judge:
         if args.lora_rank:
             add_adapters(model, absolute(args.model), args.lora_rank, args.lora_alpha, args.lora_targets, run.dtype)
         judge = Judge(model, run.args.update.head_chunk)
-        judge.spelled = load_sharded(run, judge, resolve_folder(args.model))
+        folder = resolve_folder(args.model, weights=not run.args.run.dry_run)
+        judge.spelled = load_sharded(run, judge, folder)
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
@@ -457,6 +475,8 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
+        return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)
     for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
@@ -483,6 +503,43 @@ def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.Ada
         optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
                                       "exp_avg_sq": torch.zeros_like(parameter)}
     return optimizer
+
+
+def dry_run(run: Run, datasets: list[list[list[Example]]], weights: list[float], judge: Judge) -> dict[str, float]:
+    """Print what --dry_run is asked for, the data of the first step standing for all. Raises UserError: too little memory."""
+    args, update, ranks = run.args, run.args.update, run.args.run.hsdp or run.args.run.plan_world
+    itemsize, text = 4 if args.model.dtype == "float32" else 2, judge.model.config.get_text_config()
+    groups = [group for part in datasets for group in part]
+    lengths = [len(group[0].prompt.input_ids) for group in groups]
+    first = examples_of_step(args, datasets, *mix(weights, update.prompts_per_step), 0)
+    samples, prompts = as_samples([[e.target for e in g] for g in first]), [len(g[0].prompt.input_ids) for g in first]
+    blocks = make_blocks(samples, prompts, update.max_tokens_per_pack, share=update.share_prompts)
+    packs = make_packs(samples, prompts, blocks, args.run.plan_world, update.max_tokens_per_pack, text.hidden_size)
+    root, layer, layers = gathered_bytes(judge, itemsize)
+    held, own = resident_bytes(judge, ranks, itemsize), layer_activations(judge, itemsize)
+    asked = args.eval.eval_batch * max(lengths)                     # evaluation is assumed to ask what training shows
+    cached = (asked + args.eval.eval_batch * args.eval.eval_max_new_tokens) * cache_bytes(text, itemsize)
+
+    def table(checkpointing: bool) -> tuple[list[str], float]:
+        work = backward_bytes(judge, update.max_tokens_per_pack, itemsize, checkpointing, update.head_chunk)
+        phases = {"update": held | {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2} | work,
+                  "evaluate": held | {"gathered weights": root + layers, "KV cache": cached, "forward": asked * own}}
+        return memory_plan(phases, args.run.plan_gpu_gib)
+
+    lines, peak = table(args.model.gradient_checkpointing)
+    _, otherwise = table(not args.model.gradient_checkpointing)
+    parts = "  ".join(f"{part} {number / 1e6:.3f}" for part, number in count_parameters(judge).items() if number)
+    if run.rank == 0:
+        print(f"{len(groups)} prompts of {sum(lengths) / len(groups):.0f} tokens, at most {max(lengths)}",
+              f"{update.steps} steps of {update.prompts_per_step} prompts = "
+              f"{update.steps * update.prompts_per_step / len(groups):.1f} passes",
+              f"first step: {sum(prompts) + len(samples.tokens)} tokens, {len(packs[0])} packs per GPU",
+              f"million parameters: {parts}", f"{args.run.plan_world} GPUs, {ranks} shards, rows of "
+              f"{update.max_tokens_per_pack} tokens:", *lines, f"with{'out' * args.model.gradient_checkpointing} "
+              f"--gradient_checkpointing the peak is {otherwise:.1f} GiB", sep="\n", flush=True)
+    if peak > args.run.plan_gpu_gib:
+        raise UserError(f"{lines[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
+    return {"plan/peak_gib": peak}
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:

@@ -59,17 +59,19 @@ from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
                             exchange_features, fail_together, gather_samples, label_text, make_blocks, make_packs, minibatches,
                             mix, parse_datasets, take_rows)
-from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
-                            catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due, fill_groups, flag,
-                            list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
+from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
+                            absolute, catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due,
+                            fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags, run_main, stop_requested,
+                            training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
-                        PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards,
-                        check_judgement, choose_attention, clear_forward_order, count_judgements, differing_tower,
-                        encode_target, feature_levels, fill, freeze, image_features, image_token_count, init_adapters,
-                        judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
-                        load_rows, load_weights, make_prompt, materialize, parse_verdict, positions_of, read_frames,
-                        read_judgement, resolve_folder, router_logits, routers, shard_of, skeleton, unsharded, use_attention,
-                        user_text, vision_parameters, visual_token_ids, with_same_tower, without_adapters)
+                        PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
+                        bare_forwards, cache_bytes, check_judgement, choose_attention, clear_forward_order, count_judgements,
+                        count_parameters, differing_tower, encode_target, feature_levels, fill, freeze, gathered_bytes,
+                        image_features, image_token_count, init_adapters, judge_prompt, judge_settings, language_hidden,
+                        language_model, layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt,
+                        materialize, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder,
+                        router_logits, routers, shard_of, skeleton, unsharded, use_attention, user_text, vision_parameters,
+                        visual_token_ids, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -82,13 +84,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = parse_args(argv)
     reward = load_reward(args.reward)
     run = start_run(args)
-    checkpoints = Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
+    checkpoints = None if args.run.dry_run else Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     processor, datasets, weights, eval_prompts = load_data(run)
     text = load_text(run, processor)
     rows = sum(map(len, datasets))
     check_rows(args, reward, sum(datasets, []) + eval_prompts)
     actor, critic, reference = build_models(run, processor)
     build_reward_models(run, reward, processor)
+    if args.run.dry_run:
+        return dry_run(run, datasets, weights, actor, critic, reference, reward)
     models = {"actor": (actor, actor_optimizer := build_optimizer(actor, args.update.actor_lr, args))}
     start_average(args.update, actor_optimizer)
     if critic:
@@ -383,6 +387,11 @@ class RunArgs:
     log_samples_every: int = flag(10, "steps between records of samples (all of them to JSONL, some as pictures)", low=0)
     profile: int = flag(0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0)
     timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds", low=1e-6)
+    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients travel "
+                        "between the copies (HSDP). 0: all ranks share one", low=0)
+    dry_run: bool = flag(False, "check the data, print parameters, packs and memory per GPU, and stop: no GPU, no weights")
+    plan_world: int = flag(8, "GPUs that --dry_run plans for", low=1)
+    plan_gpu_gib: float = flag(80.0, "memory of each of them, GiB; exit code 2 if that is too little", low=1)
 
 
 @dataclass(frozen=True)
@@ -474,7 +483,8 @@ def check_args(args: Args) -> None:
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
-            rollout.cuda_graphs != "on" or torch.cuda.is_available(),
+            rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
+        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
             args.reward.remote_timeout <= args.reward.reward_timeout or "http" not in args.reward.reward,
@@ -556,9 +566,12 @@ def start_run(args: Args) -> Run:
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
     try:
-        backend = choose_attention(args.model.attention, device, dtype)
+        backend = choose_attention("auto" if args.run.dry_run else args.model.attention, device, dtype)
     except ValueError as error:
         raise UserError(str(error)) from error
+    ranks = args.run.plan_world if args.run.dry_run else world
+    if ranks % max(1, args.run.hsdp):
+        raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {ranks}")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
@@ -568,7 +581,9 @@ def start_run(args: Args) -> Run:
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             print("warning: restarted workers cannot connect through torchrun's own store; for --max_restarts set "
                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun", flush=True)
-    return Run(args, rank, world, device, dtype, backend, init_device_mesh(device.type, (world,)), StageTimer())
+    shape = (world // args.run.hsdp, args.run.hsdp) if args.run.hsdp and not args.run.dry_run else (world,)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
+    return Run(args, rank, world, device, dtype, backend, mesh, StageTimer())
 
 
 def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:
@@ -583,8 +598,9 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
     loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
     common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
     try:
-        processor = Processor(str(resolve_folder(run.args.model.model)), args.min_pixels, args.max_pixels, args.video_frames,
-                              args.video_fps, args.video_max_pixels)
+        folder = resolve_folder(run.args.model.model, weights=not run.args.run.dry_run)
+        processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
+                              args.video_max_pixels)
         if args.row_kind == "judgements":
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")   # exported with the model
         for name, path, limit in files:
@@ -712,7 +728,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     try:
-        folder = resolve_folder(args.model.model)
+        folder = resolve_folder(args.model.model, weights=not args.run.dry_run)
         model = skeleton(processor.config)
         freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
@@ -745,6 +761,8 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
+        return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)
     for layer in language_model(module.model).layers:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
@@ -815,6 +833,88 @@ def averaged(optimizer: torch.optim.Optimizer):
         yield
     finally:
         swap()
+
+
+def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor: Policy, critic: Critic | None,
+            reference: Policy | None, reward: "Reward") -> dict[str, float]:
+    """Print what --dry_run is asked for, the data of the first step standing for all. Raises UserError: too little memory."""
+    args, update = run.args, run.args.update
+    size, count = args.rollout.prompts_per_step, args.rollout.samples_per_prompt
+    rows, visual = sum(datasets, []), visual_token_ids(actor.model.config)
+    lengths, pictures = [len(row.input_ids) for row in rows], [image_token_count(row, visual) for row in rows]
+    models = {"actor": actor, "critic": critic, "reference": reference} | {s.name: s.model for s in reward.sources}
+    models = {name: module for name, module in models.items() if module is not None}
+    if reference is actor:                                                                  # without its adapters
+        del models["reference"]
+    lines = [f"{len(rows)} prompts of {sum(lengths) / len(rows):.0f} tokens, at most {max(lengths)}; of pictures "
+             f"{sum(pictures) / len(rows):.0f}, at most {max(pictures)}", f"{update.steps} steps of {size} prompts x {count} "
+             f"samples = {update.steps * size / len(rows):.1f} passes; {update.epochs * update.minibatches} updates per step"]
+    first = [len(row.input_ids) for row in prompts_of_batch(args, datasets, *mix(weights, size), 0)[0]]
+    groups = minibatches(size, update.minibatches, (args.run.seed, 1, 0))[0]
+    for length in (args.rollout.max_new_tokens, -(-args.rollout.max_new_tokens // 2)):
+        samples = as_samples([[torch.zeros(length, dtype=torch.int64)] * count] * size)
+        blocks = make_blocks(samples, first, update.max_tokens_per_pack, groups, update.share_prompts)
+        packs = make_packs(samples, first, blocks, args.run.plan_world, update.max_tokens_per_pack,
+                           actor.model.config.get_text_config().hidden_size)
+        lines.append(f"responses of {length} tokens: {sum(first) + len(samples.tokens)} tokens per step, "
+                     f"{len(packs[0])} packs per GPU and update")
+    for name, module in models.items():
+        lines.append(f"{name}, million parameters: " + "  ".join(
+            f"{part} {number / 1e6:.3f}" for part, number in count_parameters(module).items() if number))
+    table, peak = memory_plan(plan_memory(args, models, max(lengths)), args.run.plan_gpu_gib)
+    other = replace(args, model=replace(args.model, gradient_checkpointing=not args.model.gradient_checkpointing))
+    _, otherwise = memory_plan(plan_memory(other, models, max(lengths)), args.run.plan_gpu_gib)
+    lines += [f"{args.run.plan_world} GPUs, {args.run.hsdp or args.run.plan_world} shards, rows of "
+              f"{update.max_tokens_per_pack} tokens:", *table,
+              f"with{'out' * args.model.gradient_checkpointing} --gradient_checkpointing the peak is {otherwise:.1f} GiB"]
+    if run.rank == 0:
+        print("\n".join(lines), flush=True)
+    if peak > args.run.plan_gpu_gib:
+        raise UserError(f"{table[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
+    return {"plan/peak_gib": peak}
+
+
+def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[str, dict[str, float]]:
+    """Bytes on a GPU by phase of a step and part, with prompts of at most ``longest`` tokens: sums of what may coincide."""
+    itemsize, ranks = 4 if args.model.dtype == "float32" else 2, args.run.hsdp or args.run.plan_world
+    held = {f"{name} {part}": size for name, module in models.items()
+            for part, size in resident_bytes(module, ranks, itemsize).items() if size}
+    if args.update.ema_beta and args.update.ema_device == "device":
+        held["actor average"] = held["actor Adam"] // 2
+    room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(held.values())
+    tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk, models["actor"]
+
+    def decode(module: nn.Module, length: int) -> dict[str, float]:
+        """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
+        text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
+        slot = length * cache_bytes(text, itemsize)
+        wanted = -(-args.rollout.prompts_per_step // args.run.plan_world) * args.rollout.samples_per_prompt
+        slots = min(wanted, args.rollout.slots or max(1, min(256, int(0.8 * (room - root - layers) // slot))))
+        work = max(args.rollout.prefill_tokens * layer_activations(module, itemsize), 16 * slots * text.vocab_size)
+        return {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
+
+    def score(module: nn.Module) -> dict[str, float]:
+        root, layer, _ = gathered_bytes(module, itemsize)
+        logits = 12 * chunk * module.model.config.get_text_config().vocab_size if module.model.lm_head is not None else 0
+        return {"gathered weights": root + 2 * layer, "forward": max(tokens * layer_activations(module, itemsize), logits)}
+
+    def update(module: nn.Module) -> dict[str, float]:
+        root, layer, _ = gathered_bytes(module, itemsize)
+        gradients = resident_bytes(module, ranks, itemsize)["Adam"] / 2
+        return {"gathered weights": root + 2 * layer, "gradient shards": gradients} | backward_bytes(
+            module, tokens, itemsize, args.model.gradient_checkpointing, chunk)
+
+    phases = {"rollout": decode(actor, longest + args.rollout.max_new_tokens)}
+    algorithm = args.algorithm
+    of_actor = algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1 or algorithm.kl_estimator == "full"
+    scored = [score(module) for name, module in models.items() if name != "actor" or of_actor]
+    if scored:
+        phases["score"] = max(scored, key=lambda parts: sum(parts.values()))
+    for name, module in models.items():
+        if name.startswith("grm") and args.reward.grm_mode == "critique":
+            phases[f"{name} writes"] = decode(module, longest + args.rollout.max_new_tokens + args.reward.grm_max_new_tokens)
+    phases |= {f"update {name}": update(models[name]) for name in ("critic", "actor") if name in models}
+    return {phase: held | parts for phase, parts in phases.items()}
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
@@ -1425,13 +1525,13 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
         if kind not in ("grm", "rm") or source.function is not None:
             continue
         try:
-            folder = resolve_folder(name)
+            folder, own = (resolve_folder(path, weights=not args.run.dry_run) for path in (name, args.model.model))
             processor = source.processor = Processor(
                 str(folder), video_frames=args.data.video_frames, video_fps=args.data.video_fps,
                 video_max_pixels=args.data.video_max_pixels)
             settings = [(p.config.model_type, [part and part.to_dict() for part in (p.image_processor, p.frame_processor)])
                         for p in (processor, actor_processor)]
-            source.shares_tower = settings[0] == settings[1] and not differing_tower(resolve_folder(args.model.model), folder)
+            source.shares_tower = settings[0] == settings[1] and not differing_tower(own, folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
@@ -2136,9 +2236,7 @@ class RolloutEngine:
             return min(self.args.slots, wanted)
         if self.run.device.type != "cuda":
             return min(256, wanted)
-        text = self.actor.model.config.get_text_config()
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        per_slot = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * capacity * self.run.dtype.itemsize
+        per_slot = capacity * cache_bytes(self.actor.model.config.get_text_config(), self.run.dtype.itemsize)
         torch.cuda.empty_cache()
         return max(1, min(256, wanted, int(0.8 * torch.cuda.mem_get_info()[0]) // per_slot))
 

@@ -450,6 +450,24 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
         x += 44 * k + _font(13 * k).getlength(name)
     image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
 
+RESERVED_GIB = 2.0  # of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
+
+
+def memory_plan(phases: dict[str, dict[str, float]], gpu_gib: float) -> tuple[list[str], float]:
+    """Lines of a table of the bytes of each part (rows) in each phase (columns), and the peak in GiB with what is reserved."""
+    parts = list(dict.fromkeys(part for phase in phases.values() for part in phase))
+    totals = {name: RESERVED_GIB + sum(phase.values()) / 2 ** 30 for name, phase in phases.items()}
+    width, peak = max(map(len, [*parts, "GiB per GPU", "reserved"])), max(totals.values())
+    cells = [["GiB per GPU".ljust(width), *(f"{name:>15}" for name in phases)]]
+    for part in parts:
+        cells.append([part.ljust(width), *(f"{phase[part] / 2 ** 30:15.2f}" if part in phase else " " * 15
+                                           for phase in phases.values())])
+    cells.append(["reserved".ljust(width), *[f"{RESERVED_GIB:15.2f}"] * len(phases)])
+    cells.append(["total".ljust(width), *(f"{total:15.2f}" for total in totals.values())])
+    verdict = f"fits, {gpu_gib - peak:.1f} GiB to spare" if peak <= gpu_gib else f"does not fit by {peak - gpu_gib:.1f} GiB"
+    where = max(totals, key=totals.get)
+    return ["".join(row) for row in cells] + [f"peak: {peak:.1f} of {gpu_gib:g} GiB, in {where}: {verdict}"], peak
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints: a folder is complete or it does not exist
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1097,6 +1097,17 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
+def attention_widths(text_config) -> tuple[int, int]:
+    """Numbers in all query heads of a token, and in all key heads."""
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return text_config.num_attention_heads * head_dim, text_config.num_key_value_heads * head_dim
+
+
+def cache_bytes(text_config, itemsize: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return 2 * text_config.num_hidden_layers * attention_widths(text_config)[1] * itemsize
+
+
 class SlotCache:
     """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D).
 
@@ -1474,9 +1485,9 @@ KEY_SPELLINGS = ((r"^", ""), (r"^visual\.", "model.visual."), (r"^model\.(?!visu
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.", "image_newline")
 
 
-def resolve_folder(name: str) -> Path:
+def resolve_folder(name: str, weights: bool = True) -> Path:
     """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the downloaded snapshot of a
-    hub name.
+    hub name; without ``weights``, of its small files only.
 
     Raises:
         ValueError: neither a folder nor a hub name that can be fetched from here.
@@ -1490,7 +1501,8 @@ def resolve_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja", "*.model"]))
+        patterns = ["*.json", "*.txt", "*.jinja", "*.model"] + ["*.safetensors"] * weights
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"--model {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
@@ -1766,3 +1778,70 @@ def bare_forwards(model: nn.Module):
         del core.forward
         for part, pre_hooks, hooks in hooked:
             part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory per GPU, of modules with parameters, which may be on meta: what --dry_run adds up. A module is a role's: its
+# `model` and what the role adds to it. ``itemsize``: bytes of a number of the compute type.
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def count_parameters(module: nn.Module) -> dict[str, int]:
+    """Parameters by part; a tied head counts with the embeddings, norms and value head with the rest."""
+    decoder, head = language_model(module.model), module.model.lm_head
+    embeddings = decoder.get_input_embeddings().weight
+    parts = {"vision": vision_parameters(module.model), "layers": decoder.layers.parameters(), "embeddings": [embeddings],
+             "head": [] if head is None or head.weight is embeddings else [head.weight]}
+    counts = {name: sum(p.numel() for p in part) for name, part in parts.items()}
+    total = sum(p.numel() for p in module.parameters())
+    return counts | {"rest": total - sum(counts.values()), "total": total}
+
+
+def resident_bytes(module: nn.Module, ranks: int, itemsize: int) -> dict[str, int]:
+    """What a role keeps on a GPU between stages: float32 shards, cut along the first dimension into ``ranks`` as FSDP2 cuts
+    them, on the rank with the largest; Adam's two moments of trained ones; and, whole, the frozen vision tower."""
+    tower = {id(p): p for p in vision_parameters(module.model) if not p.requires_grad}
+    sharded = [p for p in module.parameters() if id(p) not in tower]
+    share = lambda parts: 4 * sum(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in parts)  # noqa: E731
+    return {"weights": share(sharded), "Adam": 2 * share(p for p in sharded if p.requires_grad),
+            "tower": itemsize * sum(p.numel() for p in tower.values())}
+
+
+def gathered_bytes(module: nn.Module, itemsize: int) -> tuple[int, int, int]:
+    """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all layers."""
+    counts = count_parameters(module)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in language_model(module.model).layers]
+    root = counts["embeddings"] + counts["head"] + counts["rest"]
+    return itemsize * root, itemsize * max(layers), itemsize * sum(layers)
+
+
+def layer_activations(module: nn.Module, itemsize: int) -> int:
+    """Bytes per token that a decoder layer keeps for its backward: of every norm its input in float32 and its output before
+    the scale; what the products read; queries, keys, values and output of the attention; four tensors of the MLP (gate,
+    its activation, up, their product), in MoE for each expert of the token, with its input."""
+    text, layer = module.model.config.get_text_config(), language_model(module.model).layers[-1]
+    queries, keys = attention_widths(text)
+    head_dim = queries // text.num_attention_heads
+    repeats = {"q_norm": queries // head_dim, "k_norm": keys // head_dim}           # one scale for all heads
+    norms = sum(p.numel() * repeats.get(name.split(".")[-2], 1) for name, p in layer.named_parameters() if "norm" in name)
+    experts = text.num_experts_per_tok if routers(module.model) else 0
+    inner = experts * text.moe_intermediate_size if experts else text.intermediate_size
+    return (4 + itemsize) * norms + itemsize * ((2 + experts) * text.hidden_size + 2 * (queries + keys) + 4 * inner)
+
+
+def backward_bytes(module: nn.Module, tokens: int, itemsize: int, checkpointing: bool, chunk: int) -> dict[str, int]:
+    """Of an update by a row of so many tokens: gradient shards excepted, what its forward keeps, and the largest of what its
+    backward works with: at the head (three chunks of logits in float32, their gradient, and that of the weight in float32,
+    twice), in a layer (gradients of two layers before they are reduced, in the compute type and in float32, and of the
+    MLP's tensors), at the end (the same gradients of the root group, when nothing is kept any more)."""
+    text, model = module.model.config.get_text_config(), module.model
+    trained = lambda part: sum(p.numel() for p in part.parameters() if p.requires_grad)  # noqa: E731
+    layers = language_model(model).layers
+    own, hidden = tokens * layer_activations(module, itemsize), tokens * text.hidden_size
+    kept = len(layers) * itemsize * hidden + own if checkpointing else len(layers) * own
+    kept += hidden * (4 + 4 * itemsize)                            # embeddings, with pictures, and the last norm
+    head = 0 if model.lm_head is None else model.lm_head.weight.numel() * model.lm_head.weight.requires_grad
+    logits = 0 if model.lm_head is None else chunk * text.vocab_size * (12 + itemsize)
+    root = trained(module) - trained(layers) - sum(p.numel() for p in vision_parameters(model) if p.requires_grad)
+    in_layer = 2 * max(map(trained, layers)) * (4 + itemsize) + itemsize * head + own // 2
+    return {"activations": kept, "backward": max(logits + 8 * head, in_layer, root * (4 + itemsize) - kept)}

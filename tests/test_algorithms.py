@@ -4,7 +4,9 @@ The formulas of common/losses.py have their own oracles in test_losses.py; here 
 command line to the advantages and to the gradient.
 """
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import losses
+from common.buffers import Samples
 from common.vlm import load_pixels
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
@@ -275,3 +278,145 @@ def test_the_exact_kl(env, qwen25):
     ppo.rest_after_scoring(reference)
     assert (found - model.lm_head.weight.grad).norm() < 1e-4 * model.lm_head.weight.grad.norm()
     assert not any(p.requires_grad for p in reference.parameters())
+
+
+# ------------------------------------------------------------------------------------------------ dynamic sampling, remax
+RULED = """
+FLAT = {0, 2, 3, 5, 6}
+
+def flat(prompts, responses, references, labels, images):
+    return [0.5 if int(p.split("row ")[1].split(":")[0]) in FLAT else float(i % 2) for i, p in enumerate(prompts)]
+
+def letters(prompts, responses, references, labels, images):
+    return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
+"""
+
+
+def hand_part(generator, groups: int, dropped: list[int]):
+    """A rollout of so many prompts, as `sample_and_score` has it before it merges, and by how many samples each."""
+    counts = [0 if g in dropped else int(torch.randint(2, 4, (), generator=generator)) for g in range(groups)]
+    group = torch.arange(groups).repeat_interleave(torch.tensor(counts))
+    lengths = torch.randint(0, 5, (len(group),), generator=generator)
+    noise = lambda size: torch.rand(size, generator=generator)  # noqa: E731
+    samples = Samples(
+        group=group, number=torch.cat([torch.arange(n) for n in counts]), lengths=lengths, truncated=noise(len(group)) > 0.5,
+        tokens=torch.randint(0, 99, (int(lengths.sum()),), generator=generator), logprobs=noise(int(lengths.sum())),
+        scores=noise(len(group)).round(decimals=1), greedy_scores=noise(groups)[group],
+        components={"style": noise(len(group))}, judgements=[f"said {float(x)}" for x in noise(len(group))])
+    name = lambda what: {g: noise(3) for g in range(groups) if g % 2 == what}  # noqa: E731
+    return ppo.StepPrompts([f"prompt {float(noise(()))}" for _ in range(groups)], torch.randperm(99)[:groups].tolist(),
+                           [g % 3 for g in range(groups)], name(0), name(1), name(0), dropped), samples
+
+
+def test_merged_steps_equal_a_loop():
+    """Everything of the chosen prompts and of their samples, in the order chosen, and nothing of the others."""
+    generator = torch.Generator().manual_seed(0)
+    for count, chosen in ((5, [[1, 3], [], [0, 1, 4, 5]]), (3, [[0, 2, 4], [1], [3]]), (4, [[2], [0, 5], [1]])):
+        parts = [hand_part(generator, 6, dropped) for dropped in ([4], [0], [])]
+        prompts, samples = ppo.merge_steps(parts, chosen, count)
+        picks = [(step, part, group) for (step, part), groups in zip(parts, chosen) for group in groups][:count]
+        assert len(prompts.prompts) == count and samples.group.max() < count
+        own = iter(range(len(samples)))
+        for place, (step, part, group) in enumerate(picks):
+            for column in ("prompts", "draws", "owners"):
+                assert getattr(prompts, column)[place] == getattr(step, column)[group]
+            for column in ("positions", "patches", "features"):
+                ours, theirs = getattr(prompts, column).get(place), getattr(step, column).get(group)
+                assert ours is theirs and (ours is None) == (group not in getattr(step, column))
+            assert (place in prompts.dropped) == (group in step.dropped)
+            for i in (part.group == group).nonzero()[:, 0].tolist():
+                k = next(own)
+                assert samples.group[k] == place and samples.judgements[k] == part.judgements[i]
+                for column in ("number", "lengths", "truncated", "scores", "greedy_scores"):
+                    assert getattr(samples, column)[k] == getattr(part, column)[i], column
+                assert samples.components["style"][k] == part.components["style"][i]
+                for column in ("tokens", "logprobs"):
+                    ours, theirs = (x.split(getattr(x, column))[j] for x, j in ((samples, k), (part, i)))
+                    assert ours.tolist() == theirs.tolist()
+        assert next(own, None) is None
+
+
+def test_groups_with_spread():
+    generator = torch.Generator().manual_seed(1)
+    _, samples = hand_part(generator, 9, [2])
+    samples.scores = samples.scores.round()
+    wanted = [g for g in range(9) if len({float(s) for s, h in zip(samples.scores, samples.group) if h == g}) > 1]
+    assert ppo.groups_with_spread(samples) == wanted and 0 < len(wanted) < 8
+    samples.scores = torch.full((len(samples),), 0.1) + torch.arange(len(samples)) * 1e-8           # equal up to rounding
+    assert ppo.groups_with_spread(samples) == []
+
+
+@pytest.fixture(scope="module")
+def ruled(tmp_path_factory, picture_rows):
+    """rows.jsonl: 8 prompts with 0 or 1 pictures; rules.py: rewards of which those of five prompts are always equal."""
+    folder = tmp_path_factory.mktemp("ruled")
+    (folder / "rules.py").write_text(RULED)
+    picture = str(Path(picture_rows).parent / "picture-1-0.png")
+    rows = [{"prompt": f"row {i}: how many circles?", "images": [picture] if i % 2 else []} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
+    """Records of a run of 4 prompts x 2 samples per step, of at most 3 rollouts."""
+    ppo.main(["--model", str(qwen25), "--data", str(ruled / "rows.jsonl"), "--reward", f"{ruled / 'rules.py'}:flat", "--out",
+              str(out), "--max_prompt_tokens", "256", "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens",
+              "400", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "grpo", "--actor_lr", "1e-3",
+              "--dynamic_sampling", "3", "--log_samples_every", "1", "--log_samples", "0", *more])
+    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
+
+
+def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
+    """Which prompts a step trains on, by a loop over the draws; and a resume between steps of unequal appetite is exact."""
+    records = dynamic(qwen25, ruled, tmp_path / "whole", "--steps", "4", "--save_every", "2")
+    order = np.concatenate([np.random.default_rng([0, epoch]).permutation(8) for epoch in range(6)]).tolist()
+    flat, batch, appetites = {0, 2, 3, 5, 6}, 0, []
+    for step, record in enumerate(records, start=1):
+        rolled, lively = [], 0
+        while len(rolled) < 3 and lively < 4:
+            rolled.append(order[4 * batch:4 * batch + 4])
+            lively += sum(row not in flat for row in rolled[-1])
+            batch += 1
+        missing = max(0, 4 - lively)                           # then the last rolled flat prompts fill the step
+        fill = [(k, row) for k, rows in enumerate(rolled) for row in rows if row in flat][::-1][:missing]
+        used = [row for k, rows in enumerate(rolled) for row in rows if row not in flat or (k, row) in fill][:4]
+        samples = (tmp_path / "whole" / "samples" / f"step-{step:06d}.jsonl").read_text().splitlines()
+        assert [json.loads(sample)["index"] for sample in samples] == [row for row in used for _ in range(2)]
+        assert record["rollout/rollouts"] == len(rolled) and record["rollout/groups_not_replaced"] == missing
+        assert record["rollout/groups_without_spread"] == sum(row in flat for rows in rolled for row in rows)
+        assert record["rollout/samples"] == 8
+        appetites.append((len(rolled), missing))
+    assert {n for n, _ in appetites} == {2, 3} and {missing > 0 for _, missing in appetites} == {True, False}, appetites
+    dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "2")
+    parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "4")
+    for ours, theirs in zip(parts, records, strict=True):
+        assert {k: v for k, v in ours.items() if "perf" not in k} == {k: v for k, v in theirs.items() if "perf" not in k}
+    for step in range(1, 5):
+        first, second = ((tmp_path / name / "samples" / f"step-{step:06d}.jsonl").read_text() for name in ("whole", "parts"))
+        assert first == second
+    state = json.loads((tmp_path / "whole" / "checkpoints" / "step-4" / "state.json").read_text())
+    assert state["batches_taken"] == batch
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
+    """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
+    rollouts = max(1, limit)
+    run = with_flags(env.run, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
+    reward = ppo.load_reward(ppo.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    choose = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
+    with ppo.PromptLoader(env.processor, 1, "error", choose) as loader:
+        loader.prefetch(0)
+        step, samples, rolled = ppo.sample_and_score(run, env.processor, env.actor, reward, loader, 0)
+    again = take(env)
+    greedy = ppo.rollout(run, env.processor, env.actor, again, 1, ppo.TRAIN, greedy=True)
+    texts = env.processor.tokenizer.batch_decode([t.tolist() for t in greedy.split(greedy.tokens)], skip_special_tokens=True)
+    wanted = {prompt.source: sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(prompt.images)
+              for prompt, text in zip(env.prompts, texts)}
+    assert len(set(wanted.values())) == 4 and len(samples) == 16 * rollouts and rolled["rollouts"] == rollouts
+    for group, baseline, score in zip(samples.group.tolist(), samples.greedy_scores.tolist(), samples.scores.tolist()):
+        assert baseline == pytest.approx(wanted[step.prompts[group].source], abs=1e-6)
+    ppo.compute_advantages(with_flags(run, kl_in="loss", advantages_norm="off"), samples, losses.KLController(0.0),
+                           losses.RunningMoments())
+    for i, own in enumerate(samples.split(samples.advantages)):
+        assert own.tolist() == pytest.approx([float(samples.scores[i] - samples.greedy_scores[i])] * len(own), abs=1e-6)

@@ -21,12 +21,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, start
 from PIL import Image
 from safetensors.torch import load_file
 
 import train_ppo_vl as ppo
 from common import logging
+from common.vlm import resident_bytes
 
 REWARD = '''
 import os
@@ -141,7 +142,22 @@ def time_saves(log: str) -> None:
     ppo.Checkpoints.save, ppo.Checkpoints.finish = timed(ppo.Checkpoints.save), timed(ppo.Checkpoints.finish)
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang, time_saves)}
+def tell_shards() -> None:
+    """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients' and Adam's shards."""
+    original = ppo.build_optimizer
+
+    def told(module, *arguments):
+        optimizer, rank = original(module, *arguments), os.environ["RANK"]
+        weights = [p for p in module.parameters() if p.requires_grad]
+        shares = {(str(p.placements), p.shape[0] / p.to_local().shape[0]) for p in weights if p.shape[0] % 4 == 0}
+        print(f"shards of rank {rank}:", sorted(shares), sum(p.to_local().nbytes for p in weights),
+              sum(x.to_local().nbytes for state in optimizer.state.values() for x in state.values() if x.dim()), flush=True)
+        return optimizer
+
+    ppo.build_optimizer = told
+
+
+HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang, time_saves, tell_shards)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -384,6 +400,27 @@ def test_resume_on_another_number_of_ranks(lives, flags, undisturbed, tmp_path, 
     assert [r["step"] for r in found] == [3, 4, 5, 6]
     for ours, theirs in zip(found, expected):
         assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
+
+
+def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, task):
+    """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that goes on on one."""
+    reference, out = undisturbed("gae", 1), tmp_path / "four"
+    told = lives(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [["tell_shards"]])
+    assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
+    plan = start(qwen25, str(task / "rows.jsonl"), "--dry_run")
+    for rank in range(4):                                                        # first and last shard of each copy
+        found = re.findall(rf"shards of rank {rank}: .*] (\d+) (\d+)", told)
+        for (weights, moments), module in zip(found, (plan.actor, plan.critic), strict=True):
+            planned = resident_bytes(module, 2, 4)
+            assert int(moments) == 2 * int(weights) and int(weights) <= planned["weights"]
+            assert (int(weights), int(moments)) == (planned["weights"], planned["Adam"]) or rank % 2
+    lives(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
+    for found, count in ((out, 7), (tmp_path / "one", 4)):
+        assert len(records(found)) == count
+        for ours, theirs in zip(records(found), records(reference)[-count:]):
+            assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
+    one, four = (load_file(folder / "export" / "step-6" / "model.safetensors") for folder in (reference, out))
+    assert all((four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + 1e-6 for key in one)
 
 
 def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undisturbed, tmp_path):

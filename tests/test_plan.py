@@ -1,0 +1,204 @@
+"""--dry_run: what it adds up is what models, optimizers, caches and saved activations take, and it needs no weights.
+
+Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import start, take
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import vlm
+from common.buffers import as_samples
+from common.logging import RESERVED_GIB, memory_plan
+
+ROLES = ("actor", "critic", "reference")
+
+
+def local_bytes(tensors) -> int:
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tensors if x.dim())
+
+
+def test_parameters_are_those_of_the_model(checkpoint, picture_rows):
+    """By part, those of Hugging Face's model; on meta and loaded alike."""
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint)
+    size = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
+    real, dry = (start(checkpoint, picture_rows, "--kl_coef", "0.1", *more) for more in ((), ("--dry_run",)))
+    parts = {"vision": size(model.model.visual), "layers": size(model.model.language_model.layers),
+             "embeddings": size(model.get_input_embeddings()), "head": size(model.lm_head),
+             "rest": size(model.model.language_model.norm), "total": model.num_parameters()}
+    width = model.config.text_config.hidden_size
+    critic = parts | {"vision": 0, "head": 0, "rest": parts["rest"] + width}
+    critic["total"] = parts["total"] - parts["vision"] - parts["head"] + width
+    expected = {"actor": parts, "critic": critic,
+                "reference": parts | {"vision": 0, "total": parts["total"] - parts["vision"]}}
+    for env in (real, dry):
+        assert {role: vlm.count_parameters(getattr(env, role)) for role in ROLES} == expected
+    assert all(p.is_meta for role in ROLES for p in getattr(dry, role).model.parameters())
+
+
+def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
+    real, dry = (start(qwen25, picture_rows, "--kl_coef", "0.1", *more) for more in ((), ("--dry_run",)))
+    for role in ROLES:
+        module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 4)
+        tower = {id(p) for p in vlm.vision_parameters(module.model)}
+        assert plan["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert plan["tower"] == local_bytes(p for p in module.parameters() if id(p) in tower)
+        assert (plan["tower"] > 0) == (role == "actor") and (plan["Adam"] > 0) == (role != "reference")
+        if role != "reference":
+            optimizer = ppo.build_optimizer(module, 1e-3, real.args)
+            assert plan["Adam"] == local_bytes(x for state in optimizer.state.values() for x in state.values())
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            assert plan["Adam"] / 2 == local_bytes(p.grad for p in module.parameters() if p.grad is not None)
+        root, largest, layers = vlm.gathered_bytes(getattr(dry, role), 4)
+        with vlm.unsharded(module):
+            assert root + layers == local_bytes(p for p in module.parameters() if id(p) not in tower)
+            assert largest == local_bytes(vlm.language_model(module.model).layers[0].parameters())
+
+
+@pytest.mark.parametrize("script", [ppo, grm])
+def test_copies_must_fit(script):
+    """--hsdp divides the ranks, or in a plan those that it is for."""
+    line = ["--model", "m", "--data", "d.jsonl", "--hsdp", "3"]
+    for more, ranks in (([], 1), (["--dry_run"], 8)):
+        with pytest.raises(script.UserError, match=f"--hsdp 3 must divide the number of ranks, {ranks}"):
+            script.start_run(script.parse_args(line + more))
+    with pytest.raises(script.UserError, match="it needs --data"):
+        script.parse_args(["--model", "m", "--eval_only", "--eval_data", "e.jsonl", "--dry_run"])
+
+
+def test_bytes_of_the_cache(checkpoint):
+    text = vlm.Processor(checkpoint).config.get_text_config()
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = vlm.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
+        assert cache.keys.nbytes + cache.values.nbytes == 3 * 50 * vlm.cache_bytes(text, dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_bytes_that_a_forward_keeps(checkpoint, picture_rows, dtype, checkpointing):
+    """The formula against the storages that autograd saves, of a row of several hundred tokens: within a seventh."""
+    env = start(checkpoint, picture_rows, "--dry_run", "--advantage", "grpo")
+    model = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=dtype)
+    vlm.use_attention(model, "sdpa")
+    module = grm.Judge(model, 64).train()
+    if checkpointing:
+        vlm.language_model(model).gradient_checkpointing_enable({"use_reentrant": False})
+    step, tokens = take(env), 600
+    samples = as_samples([[torch.ones(tokens, dtype=torch.int64)]])
+    row = ppo.build_row(samples, [(0, (0,))], {0: step.prompts[0].input_ids},
+                        {0: vlm.positions_of(model, step, 0)}, {}, vlm.image_token_id(model.config))
+    tokens, weights, saved = row.input_ids.shape[1], {p.data_ptr() for p in model.parameters()}, {}
+
+    def note(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor       # held, so that no address is used twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        hidden = vlm.language_hidden(model, row, vlm.PackedAttention(row.segments, "sdpa", torch.device("cpu")))
+    measured = sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in weights)
+    work = vlm.backward_bytes(module, tokens, dtype.itemsize, checkpointing, 64)["activations"]
+    own = tokens * vlm.layer_activations(module, dtype.itemsize)
+    outside = tokens * hidden.shape[1] * 3 * dtype.itemsize       # of embeddings and pictures: not saved, but alive
+    if checkpointing:
+        assert measured == pytest.approx(work - outside - own, rel=0.15)      # the layer that is computed again comes later
+    else:
+        assert measured == pytest.approx(work - outside, rel=0.15)
+
+
+@pytest.fixture(scope="module")
+def seven_b(qwen25, tmp_path_factory) -> Path:
+    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no weights."""
+    folder = tmp_path_factory.mktemp("7b")
+    small = json.loads((qwen25 / "config.json").read_text())
+    for path in qwen25.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    ids = {name: value for name, value in small.items() if name.endswith("token_id")}
+    text = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+            "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
+              "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+    Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids).save_pretrained(folder)
+    return folder
+
+
+def cells(text: str) -> dict[str, list[float]]:
+    """Rows of the printed table."""
+    rows = [re.fullmatch(r"([A-Za-z ]+?)((?: +\d+\.\d\d)+)", line.rstrip()) for line in text.splitlines()]
+    return {row[1]: [float(x) for x in row[2].split()] for row in rows if row}
+
+
+def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
+    """Numbers by hand, in GiB on each of eight GPUs; what the plan prints fits with checkpointing and not without."""
+    line = ["--model", str(seven_b), "--data", picture_rows, "--dry_run", "--kl_coef", "0.01", "--out",
+            str(tmp_path / "out"), "--prompts_per_step", "4", "--reward", "exact", "--attention", "flash_attn"]
+    peak = ppo.main([*line, "--gradient_checkpointing"])["plan/peak_gib"]
+    text = capsys.readouterr().out
+    assert "actor, million parameters: vision 676.550  layers 6525.618  embeddings 544.997  head 544.997  rest 0.004  " \
+           "total 8292.167" in text
+    gib, language = 2 ** 30, 8292166656 - 676550144
+    table = cells(text)
+    assert table["actor weights"] == pytest.approx([4 * language / 8 / gib] * 4, abs=0.006)
+    assert table["critic Adam"] == pytest.approx([8 * (language - 152064 * 3584 + 3584) / 8 / gib] * 4, abs=0.006)
+    assert table["actor tower"] == pytest.approx([2 * 676550144 / gib] * 4, abs=0.006)
+    rows = [len(row.input_ids) for row in start(seven_b, picture_rows, "--dry_run", "--advantage", "grpo").prompts]
+    cache = 2 * 28 * 512 * 2 * (max(rows) + 1024) * 4                     # one prompt per GPU, four samples of it
+    assert table["KV cache"] == pytest.approx([cache / gib], abs=0.006)
+    assert table["total"][3] == pytest.approx(peak, abs=0.05) and peak == max(table["total"][:4] + [peak])
+    assert 35 < peak < 60 and f"peak: {peak:.1f} of 80 GiB, in update actor: fits, {80 - peak:.1f} GiB to spare" in text
+    assert 0.0 < table["activations"][1] < 10 and not (tmp_path / "out").exists()
+    with pytest.raises(ppo.UserError, match=r"in update actor: does not fit by \d\d\.\d GiB; --gradient_checkpointing"):
+        ppo.main(line)
+    assert f"with --gradient_checkpointing the peak is {peak:.1f} GiB" in capsys.readouterr().out
+    smaller = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16"])["plan/peak_gib"]
+    hybrid = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16", "--hsdp", "8"])["plan/peak_gib"]
+    assert smaller < peak - 10 and hybrid == pytest.approx(peak)
+
+
+def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
+    more = ("--samples_per_prompt", "3", "--max_tokens_per_pack", "600", "--minibatches", "2")
+    env = start(qwen25, picture_rows, *more)
+    step = take(env)
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, step)
+    ppo.main(["--model", str(qwen25), "--data", picture_rows, "--dry_run", "--plan_world", "1", "--max_prompt_tokens", "512",
+              "--max_new_tokens", "12", "--prefill_tokens", "600", "--prompts_per_step", "4", "--reward", "exact", *more])
+    text = capsys.readouterr().out
+    prompts = ppo.prompts_of_batch(env.args, [env.prompts], *ppo.mix([1.0], 4), 0)[0]
+    order = [env.prompts.index(prompt) for prompt in prompts]
+    groups = [order[g] for g in ppo.minibatches(4, 2, (0, 1, 0))[0]]
+    for length in (12, 6):
+        samples = as_samples([[torch.zeros(length, dtype=torch.int64)] * 3] * 4)
+        packs = len(list(ppo.packed_rows(env.run, env.actor.model, step, samples, groups)))
+        tokens = sum(step.lengths) + 12 * length
+        assert f"responses of {length} tokens: {tokens} tokens per step, {packs} packs per GPU and update" in text
+
+
+def test_the_judges_plan(seven_b, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"question": "how many?", "response": "3", "correct": true}\n')
+    line = ["--model", str(seven_b), "--data", str(tmp_path / "rows.jsonl"), "--dry_run", "--out", str(tmp_path / "out")]
+    peak = grm.main([*line, "--gradient_checkpointing"])["plan/peak_gib"]
+    text = capsys.readouterr().out
+    table, language = cells(text), 8292166656 - 676550144
+    assert "total 8292.167" in text and table["Adam"] == pytest.approx([language / 2 ** 30] * 2, abs=0.006)
+    assert table["total"][0] == pytest.approx(peak, abs=0.006) and not (tmp_path / "out").exists()
+    with pytest.raises(grm.UserError, match="does not fit by"):
+        grm.main(line)
+
+
+def test_the_peak_is_the_largest_column():
+    lines, peak = memory_plan({"one": {"a": 2 ** 30, "b": 2 ** 29}, "two": {"b": 2 ** 32}}, 6.5)
+    assert peak == 4 + RESERVED_GIB and lines[-1] == "peak: 6.0 of 6.5 GiB, in two: fits, 0.5 GiB to spare"
+    assert cells("\n".join(lines))["total"] == [1.5 + RESERVED_GIB, 4 + RESERVED_GIB]
+    assert memory_plan({"one": {"a": 2 ** 33}}, 6.5)[0][-1].endswith("does not fit by 3.5 GiB")
