@@ -264,8 +264,8 @@ def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, gr
 
     Args:
         score_cost: of one attention score, in tokens, where a response behind a shared prompt pays for its whole rectangle of
-            scores, masked half included (`PackedAttention` on sdpa; kernels that skip what is masked: 0). A response alone with its
-            prompt pays for half, so long responses to short prompts are left apart.
+            scores, masked half included (`PackedAttention` on sdpa; kernels that skip what is masked: 0). A response alone
+            with its prompt pays for half, so long responses to short prompts are left apart.
     """
     lengths = samples.lengths.tolist()
     members: dict[int, list[int]] = {}
@@ -382,41 +382,37 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
     The first token of a response is predicted by the prompt's last row, so a response's last row predicts nothing.
     An empty pack becomes one token that predicts nothing: its rank takes part in the collectives, with gradient 0.
     """
-    offsets, lengths = samples.offsets.tolist(), samples.lengths.tolist()
-    ids, positions, is_prompt, segments, predict, flat, owner, step, pieces = [], [], [], [], [], [], [], [], []
-    size = 0
+    lengths, segments, size = samples.lengths.tolist(), [], 0
+    places: list[tuple[int, int, int]] = []       # of every response: its first row, the end of its prompt, its first position
     for group, members in blocks:
-        prompt, position = prompt_ids[group], prompt_positions[group]
-        start, end = size, size + len(prompt)
+        start, end = size, size + len(prompt_ids[group])
         alone = lengths[members[0]] if len(members) == 1 else 0      # one sample: one causal segment, cheaper than two
-        ids.append(prompt)
-        positions.append(position)
         segments.append((start, end + alone, start, start))
-        is_prompt.append(torch.arange(len(prompt) + sum(lengths[i] for i in members)) < len(prompt))
-        if group in features:
-            pieces.append(features[group])
-        size, following = end, int(position.max()) + 1
+        size, first = end, int(prompt_positions[group].max()) + 1
         for i in members:
-            n = lengths[i]
-            ids.append(samples.tokens[offsets[i]:offsets[i] + n])
-            positions.append((following + torch.arange(n)).expand(3, -1))
-            if n and not alone:
-                segments.append((size, size + n, start, end))
-            if n:
-                predict += [torch.tensor([end - 1]), torch.arange(size, size + n - 1)]
-            flat.append(torch.arange(offsets[i], offsets[i] + n))
-            owner.append(torch.full((n,), i))
-            step.append(torch.arange(n))
-            size += n
-    if not blocks:
-        ids, positions, segments = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(3, 1, dtype=torch.int64)], [(0, 1, 0, 0)]
-        is_prompt = [torch.zeros(1, dtype=torch.bool)]
-    join = lambda parts: torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)  # noqa: E731
-    input_ids, flat = join(ids), join(flat)
-    return Row(input_ids=input_ids[None], positions=torch.cat(positions, dim=1)[:, None], segments=segments,
-               image_rows=(torch.isin(input_ids, image_token_ids) & torch.cat(is_prompt)).nonzero()[:, 0],
-               features=torch.cat(pieces, dim=1) if pieces else None, predict=join(predict),
-               targets=samples.tokens[flat], flat=flat, sample=join(owner), step=join(step))
+            if lengths[i] and not alone:
+                segments.append((size, size + lengths[i], start, end))
+            places.append((size, end, first))
+            size += lengths[i]
+    order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
+    starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T
+    counts = samples.lengths[order]
+    flat, rows = ragged_index(samples.offsets[order], counts), ragged_index(starts, counts)                           # (T,)
+    step = rows - starts.repeat_interleave(counts)
+    targets = samples.tokens[flat]
+    is_prompt = torch.ones(max(size, 1), dtype=torch.bool).index_fill_(0, rows, False)                                # (L,)
+    input_ids, positions = torch.zeros(max(size, 1), dtype=torch.int64), torch.zeros(3, max(size, 1), dtype=torch.int64)
+    if blocks:
+        input_ids[is_prompt] = torch.cat([prompt_ids[group] for group, _ in blocks])
+        positions[:, is_prompt] = torch.cat([prompt_positions[group] for group, _ in blocks], dim=1)
+    input_ids[rows] = targets
+    positions[:, rows] = following.repeat_interleave(counts) + step
+    pieces = [features[group] for group, _ in blocks if group in features]
+    return Row(input_ids=input_ids[None], positions=positions[:, None], segments=segments or [(0, 1, 0, 0)],
+               image_rows=(torch.isin(input_ids, image_token_ids) & is_prompt).nonzero()[:, 0],
+               features=torch.cat(pieces, dim=1) if pieces else None,
+               predict=torch.where(step == 0, ends.repeat_interleave(counts), rows) - 1, targets=targets, flat=flat,
+               sample=order.repeat_interleave(counts), step=step)
 
 
 def label_text(row: Row, skipped: torch.Tensor) -> Row:

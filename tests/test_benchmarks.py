@@ -12,11 +12,36 @@ BENCHMARKS = ROOT / "tests" / "benchmarks"
 # (script, flags, what must stand in its output); trl.py without its peer, which needs packages of its own
 RUNS = [
     ("rollout.py", ["--image_tokens", "16", "--prompts", "1", "--repeats", "1"], r"ratio +\d+\.\d+"),
-    ("update.py", ["--size", "tiny", "--prompt_tokens", "40", "--image_tokens", "16", "--response_tokens", "6", "--samples", "2",
-                   "--prompts", "2", "--repeats", "1"], r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower"),
-    ("update.py", ["--size", "tiny", "--sweep", "--shapes", "1", "--repeats", "1"], r"prompt +16 response +4 samples +1 .*ratio \d"),
-    ("memory.py", ["--tokens", "64", "--vocabulary", "5000", "--hidden", "64", "--chunk", "16", "--steps", "0"],
-     r"chunks of +16: +\d+ MiB, 1/"),
+    (
+        "update.py",
+        [
+            "--size",
+            "tiny",
+            "--prompt_tokens",
+            "40",
+            "--image_tokens",
+            "16",
+            "--response_tokens",
+            "6",
+            "--samples",
+            "2",
+            "--prompts",
+            "2",
+            "--repeats",
+            "1",
+        ],
+        r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower",
+    ),
+    (
+        "update.py",
+        ["--size", "tiny", "--sweep", "--shapes", "1", "--repeats", "1"],
+        r"prompt +16 response +4 samples +1 .*ratio \d",
+    ),
+    (
+        "memory.py",
+        ["--tokens", "64", "--vocabulary", "5000", "--hidden", "64", "--chunk", "16", "--steps", "0"],
+        r"chunks of +16: +\d+ MiB, 1/",
+    ),
     ("scale.py", [], r"\| 72B \| 512 \|"),
     ("trl.py", ["--help"], r"GRPOTrainer"),
     ("host.py", ["--help"], r"Start-up"),
@@ -25,7 +50,9 @@ RUNS = [
 
 @pytest.mark.parametrize("script, flags, expected", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)])
 def test_benchmark_runs(script, flags, expected):
-    done = subprocess.run([sys.executable, str(BENCHMARKS / script), *flags], capture_output=True, text=True, cwd="/", timeout=300)
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *flags], capture_output=True, text=True, cwd="/", timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(expected, done.stdout), done.stdout
 
@@ -50,7 +77,13 @@ def test_scale_counts_the_weights_of_transformers_own_model():
         text = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
                 "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-        vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": vision_inner, "num_heads": 16, "out_hidden_size": hidden}
+        vision = {
+            "depth": 32,
+            "hidden_size": 1280,
+            "intermediate_size": vision_inner,
+            "num_heads": 16,
+            "out_hidden_size": hidden,
+        }
         config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, tie_word_embeddings=tied)
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)

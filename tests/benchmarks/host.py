@@ -2,16 +2,18 @@
 
     python tests/benchmarks/host.py [--steps 12]
 
-The step. Wall time is divided by what the main thread does: inside an operator of the model's own arithmetic (matrix products, attention,
-norms, activations and their backward, the optimizer), inside any other operator (indexing, copies, masks, noise, small bookkeeping), or
-in no operator (python, waiting, files). torch.profiler times the operators of the last two steps; its own cost is taken out by scaling to
-the median of the steps before, which run without it.
-
-Start-up. Another process stamps the entries of `main`'s stages: imports, arguments and process group, data, models, optimizers, up to
-the first step. The evaluation before training is counted apart.
+The step. torch.profiler times the operators of the last two steps, and what the main thread does is divided: inside an
+operator of the model's own arithmetic (matrix products, attention, norms, activations and their backward, the optimizer),
+inside any other operator (indexing, copies, masks, noise, bookkeeping), inside FSDP and collectives, or in no operator
+(python, files, waiting). The profiler inflates small operators and python, so its shares are upper bounds of what lies outside
+the arithmetic. Another run, without it, looks 500 times a second at the main thread's stack and clock: CPU seconds by function
+and line.
+Start-up. A fresh process stamps `main`'s stages: imports, arguments and process group, data, models, optimizers. The
+evaluation before training is counted apart.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -25,15 +27,23 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch
 
-BORN = time.perf_counter()
+
+def clocks() -> tuple[float, float]:
+    """Wall and CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+BORN = clocks()[0], 0.0
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 # Leaf operators that are the model's own arithmetic, forward and backward; whatever they call belongs to them.
-ARITHMETIC = re.compile(r"aten::(addmm|mm|bmm|matmul|linear|scaled_dot_product|_scaled_dot_product|_softmax|softmax|_log_softmax|logsumexp"
-                        r"|silu|gelu|rsqrt|embedding|convolution|conv3d|_fused_adamw|_foreach|pow|mean)|"
-                        r"(Mm|Addmm|Bmm|Linear|ScaledDotProduct\w*|Silu|Gelu|Rsqrt|Embedding|Pow|Mean|Convolution)Backward"
-                        r"|_ChunkedHead|Optimizer\.step")
+ARITHMETIC = re.compile(
+    r"aten::(addmm|mm|bmm|matmul|linear|scaled_dot_product|_scaled_dot_product|_softmax|softmax|_log_softmax|logsumexp"
+    r"|silu|gelu|rsqrt|embedding|convolution|conv3d|_fused_adamw|_foreach|pow|mean)|"
+    r"(Mm|Addmm|Bmm|Linear|ScaledDotProduct\w*|Silu|Gelu|Rsqrt|Embedding|Pow|Mean|Convolution)Backward"
+    r"|_ChunkedHead|Optimizer\.step"
+)
 WAITING = re.compile(r"gloo|c10d::|record_param_comms|all_gather|all_reduce|reduce_scatter|broadcast|FSDP::")
 
 
@@ -77,43 +87,58 @@ def profile_steps(steps: int, work: Path) -> None:
             profiler.__exit__(None, None, None)
 
     ppo.RunLogger.log = log_and_profile
-    ppo.main(["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "run")])
+    ppo.main(
+        ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
+    )
     plain = [later[0] - earlier[0] for earlier, later in zip(ends[2:steps - 2], ends[3:steps - 2])]
     step_seconds, profiled = statistics.median(plain), ends[-1][0] - ends[-3][0]
     classes, names = classify(profiler.events())
     inside = sum(classes.values()) / 1e6
     classes["no operator: python, files, waiting"] = max(0.0, profiled - inside) * 1e6
-    print(f"a step of the toy: {step_seconds:.3f} s (median of {len(plain)} without the profiler; {profiled / 2:.3f} s with it)")
-    stages = {name: statistics.median(end[1][name] for end in ends[2:steps - 2]) for name in ends[-1][1] if name.endswith("_seconds")}
+    print(
+        f"a step of the toy: {step_seconds:.3f} s (median of {len(plain)} without the profiler; {profiled / 2:.3f} s with it)"
+    )
+    stages = {
+        name: statistics.median(end[1][name] for end in ends[2 : steps - 2])
+        for name in ends[-1][1]
+        if name.endswith("_seconds")
+    }
     print("stages, seconds: " + "  ".join(f"{name[5:-8]} {value:.3f}" for name, value in stages.items() if value >= 0.0005))
     print(f"outside the stages (samples, records, checkpoints): {step_seconds - stages['perf/step_seconds']:.3f} s")
     for name, value in sorted(classes.items(), key=lambda item: -item[1]):
         print(f"  {100 * value / 1e6 / profiled:5.1f} %  {name}")
-    print(f"outside model arithmetic: {100 - 100 * classes['arithmetic'] / 1e6 / profiled:.1f} % of the profiled time (the profiler "
-          "inflates many small operators and python most)")
+    print(
+        f"outside model arithmetic: {100 - 100 * classes['arithmetic'] / 1e6 / profiled:.1f} % of the profiled time "
+        "(the profiler "
+        "inflates many small operators and python most)"
+    )
     print("operators by self time, two steps (* not the model's arithmetic):")
     for name, value in sorted(names.items(), key=lambda item: -item[1])[:24]:
         print(f"  {value / 1e3:8.1f} ms  {name}")
 
 
 def sample_python(steps: int, work: Path) -> None:
-    """The lines of the project in which the main thread is found: 500 looks a second, no profiler."""
+    """The lines of the project in which the main thread spends its CPU seconds: 500 looks a second, no profiler."""
     import threading
 
     import train_ppo_vl as ppo
 
-    found: dict[str, int] = defaultdict(int)
-    lines: dict[str, int] = defaultdict(int)
-    main_thread, running, total = threading.main_thread().ident, [False], [0]
+    found: dict[str, float] = defaultdict(float)
+    lines: dict[str, float] = defaultdict(float)
+    main_thread, running, total = threading.main_thread().ident, [False], [0.0]
+    clock = time.pthread_getcpuclockid(main_thread)
     own = (str(ROOT / "train_ppo_vl.py"), str(ROOT / "common"))
 
     def watch():
+        last = time.clock_gettime(clock)
         while True:
             time.sleep(0.002)
             frame = sys._current_frames().get(main_thread)
+            now = time.clock_gettime(clock)
+            used, last = now - last, now
             if not running[0] or frame is None:
                 continue
-            total[0] += 1
+            total[0] += used
             seen = set()
             leaf = True
             while frame is not None:
@@ -121,11 +146,11 @@ def sample_python(steps: int, work: Path) -> None:
                     name = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
                     seen.add(name)
                     if leaf:
-                        lines[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_qualname}"] += 1
+                        lines[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_qualname}"] += used
                     leaf = False
                 frame = frame.f_back
             for name in seen:
-                found[name] += 1
+                found[name] += used
 
     threading.Thread(target=watch, daemon=True).start()
     log = ppo.RunLogger.log
@@ -135,8 +160,10 @@ def sample_python(steps: int, work: Path) -> None:
         running[0] = 2 <= step < steps
 
     ppo.RunLogger.log = log_and_watch
-    ppo.main(["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "looks")])
-    print(f"functions in which the main thread was found, callees included ({total[0]} looks):")
+    ppo.main(
+        ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "looks")]
+    )
+    print(f"CPU seconds of the main thread by function, callees included (of {total[0] / (steps - 2):.3f} a step):")
     for name, count in sorted(found.items(), key=lambda item: -item[1])[:30]:
         print(f"  {100 * count / total[0]:5.1f} %  {name}")
     print("innermost lines of the project:")
@@ -147,34 +174,36 @@ def sample_python(steps: int, work: Path) -> None:
 def time_startup(work: Path) -> None:
     """Phases of one start in this fresh process: imports, then the stages that `main` calls."""
     sys.argv = ["train_ppo_vl.py"]
-    import torch  # noqa: F401
-    torch_done = time.perf_counter()
-    import torch.distributed.checkpoint  # noqa: F401
-    import torch.distributed.fsdp  # noqa: F401
-    import transformers  # noqa: F401
-    from transformers import AutoModelForImageTextToText  # noqa: F401
-    others_done = time.perf_counter()
+    importlib.import_module("torch")
+    torch_done = clocks()
+    for name in ("torch.distributed.checkpoint", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto"):
+        importlib.import_module(name)
+    others_done = clocks()
     import train_ppo_vl as ppo
-    stamps = [("python and torch", torch_done - BORN), ("FSDP, checkpoint and transformers", others_done - torch_done),
-              ("the project's modules and what they import", time.perf_counter() - others_done)]
+    stamps = []
+
+    def stamp(name, began):
+        stamps.append((name, *(now - then for now, then in zip(clocks(), began))))
+
+    stamp("the project's modules and what they import", others_done)
+    stamps[:0] = [("python and torch", *(b - a for a, b in zip(BORN, torch_done))),
+                  ("FSDP, checkpoint and transformers", *(b - a for a, b in zip(torch_done, others_done)))]
 
     def timed(name):
         function = getattr(ppo, name)
 
         def call(*args, **kwargs):
-            began = time.perf_counter()
+            began = clocks()
             result = function(*args, **kwargs)
-            stamps.append((name, time.perf_counter() - began))
+            stamp(name, began)
             return result
         setattr(ppo, name, call)
 
-    for name in ("parse_args", "start_run", "load_data", "build_models", "build_optimizer", "resume", "open_log", "evaluate", "rollout"):
+    for name in ("parse_args", "start_run", "load_data", "build_models", "build_optimizer", "resume", "open_log", "evaluate"):
         timed(name)
-    began = time.perf_counter()
     ppo.main(["--steps", "1", "--save_every", "0", "--export_every", "0", "--out", str(work / "start")])
-    first = next(i for i, (name, _) in enumerate(stamps) if name == "rollout")
-    print(json.dumps({"stamps": stamps[:3] + [s for s in stamps[3:] if s[0] not in ("rollout", "evaluate")],
-                      "evaluate": next(s[1] for s in stamps if s[0] == "evaluate"), "main": time.perf_counter() - began, "first": first}))
+    evaluation = next(i for i, entry in enumerate(stamps) if entry[0] == "evaluate")  # the first; all before it is start-up
+    print(json.dumps(stamps[:evaluation + 1]))
 
 
 def main() -> None:
@@ -192,14 +221,18 @@ def main() -> None:
             sample_python(flags.steps, work)
             return
         found = subprocess.run([sys.executable, __file__, "--startup"], capture_output=True, text=True, check=True).stdout
-        startup = json.loads(found.splitlines()[-1])
-        imports, ours = startup["stamps"][:3], startup["stamps"][3:]
-        print(f"start-up: imports {sum(s for _, s in imports):.2f} s, ours {sum(s for _, s in ours):.2f} s, and the evaluation before "
-              f"training {startup['evaluate']:.2f} s")
-        for name, seconds in startup["stamps"]:
-            print(f"  {seconds:6.2f} s  {name}")
+        *stamps, evaluation = json.loads(found.splitlines()[-1])
+        totals = [[sum(entry[clock] for entry in part) for clock in (1, 2)] for part in (stamps[:3], stamps[3:])]
+        print(
+            "start-up, wall (CPU) seconds: imports {:.2f} ({:.2f}), ours {:.2f} ({:.2f}); then the evaluation before training "
+            "{:.2f} ({:.2f})".format(*totals[0], *totals[1], *evaluation[1:])
+        )
+        for name, wall, cpu in stamps:
+            print(f"  {wall:6.2f} ({cpu:5.2f})  {name}")
         profile_steps(flags.steps, work)
-        subprocess.run([sys.executable, __file__, "--looks", "--steps", str(flags.steps)], check=True, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, __file__, "--looks", "--steps", str(flags.steps)], check=True, stderr=subprocess.DEVNULL
+        )
 
 
 if __name__ == "__main__":

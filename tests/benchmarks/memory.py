@@ -4,9 +4,9 @@
     python tests/benchmarks/memory.py --steps 0           # the head only
     python tests/benchmarks/memory.py --tokens 0          # the toy only
 
-Each head runs in a process of its own, in which the peak of resident memory (VmHWM of the kernel, reset just before) less what was
-resident before is what the head needs: forward and backward, for gradients of the hidden states and of the weight. The weight and its
-gradient are counted apart, because both ways hold them. The naive head is log_softmax of all logits.
+Each head runs in a process of its own, in which the peak of resident memory (VmHWM of the kernel, reset just before) less what
+was resident before is what the head needs: forward and backward, for gradients of the hidden states and, in the second part,
+of the weight, whose gradient both ways must hold. The naive head is log_softmax of all logits.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def measure_head(kind: str, tokens: int, vocabulary: int, hidden_size: int, chun
     weight = torch.randn(vocabulary, hidden_size, generator=generator).mul_(hidden_size ** -0.5).requires_grad_(train_head)
     hidden = torch.randn(tokens, hidden_size, generator=generator).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    losses.linear_logprobs(hidden[:2], weight, targets[:2])[0].sum().backward()             # libraries and buffers are loaded here
+    losses.linear_logprobs(hidden[:2], weight, targets[:2])[0].sum().backward()  # libraries and buffers are loaded here
     hidden.grad = weight.grad = None
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")                                                        # resets VmHWM
@@ -55,13 +55,28 @@ def compare_heads(flags) -> None:
     for train_head in (False, True):
         results = {}
         for name, chunk in [("naive", 0)] + [("chunked", chunk) for chunk in flags.chunk]:
-            command = [sys.executable, __file__, "--head", name, "--tokens", str(flags.tokens), "--vocabulary", str(flags.vocabulary),
-                       "--hidden", str(flags.hidden), "--chunk", str(chunk)] + ["--train_head"] * train_head
+            command = [
+                sys.executable,
+                __file__,
+                "--head",
+                name,
+                "--tokens",
+                str(flags.tokens),
+                "--vocabulary",
+                str(flags.vocabulary),
+                "--hidden",
+                str(flags.hidden),
+                "--chunk",
+                str(chunk),
+            ] + ["--train_head"] * train_head
             results[name, chunk] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         naive = results.pop(("naive", 0))
         own = flags.vocabulary * flags.hidden * 4 / 2 ** 20 if train_head else 0.0
-        print(f"{flags.tokens} tokens, vocabulary {flags.vocabulary}, hidden {flags.hidden}, head {'trained' if train_head else 'fixed'}: "
-              f"naive {naive['peak']:.0f} MiB" + (f", of which the weight's gradient {own:.0f}" if own else ""))
+        print(
+            f"{flags.tokens} tokens, vocabulary {flags.vocabulary}, hidden {flags.hidden}, "
+            f"head {'trained' if train_head else 'fixed'}: "
+            f"naive {naive['peak']:.0f} MiB" + (f", of which the weight's gradient {own:.0f}" if own else "")
+        )
         for (_, chunk), found in results.items():
             assert abs(found["logp"] - naive["logp"]) < 1e-4 and abs(found["gradient"] / naive["gradient"] - 1) < 1e-4
             beyond = (naive["peak"] - own) / max(found["peak"] - own, 1e-9)
@@ -70,17 +85,24 @@ def compare_heads(flags) -> None:
 
 
 def toy_growth(steps: int, work: Path) -> None:
-    """Resident memory of the embedded toy along a run of ``steps`` steps without evaluations but with records and checkpoints."""
+    """Resident memory of the embedded toy along a run without evaluations but with records and checkpoints."""
     flags = ["--steps", str(steps), "--eval_every", "0", "--save_every", "50", "--out", str(work / "run")]
-    subprocess.run([sys.executable, str(ROOT / "train_ppo_vl.py"), *flags], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, str(ROOT / "train_ppo_vl.py"), *flags],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     resident = {line["step"]: line["perf/resident_memory_gib"] * 1024 for line in lines if "perf/resident_memory_gib" in line}
     shown = sorted({s for s in (1, 5, 10, 20, 50, 100, 150, steps) if s <= steps})
     print("toy, resident MiB at step: " + "  ".join(f"{s}: {resident[s]:.1f}" for s in shown))
     first = min(20, steps)
     middle = (steps + first) // 2
-    print(f"growth from step {first} to {steps}: {100 * (resident[steps] / resident[first] - 1):.2f} %, from {middle} to {steps}: "
-          f"{100 * (resident[steps] / resident[middle] - 1):.2f} %")
+    print(
+        f"growth from step {first} to {steps}: {100 * (resident[steps] / resident[first] - 1):.2f} %, "
+        f"from {middle} to {steps}: {100 * (resident[steps] / resident[middle] - 1):.2f} %"
+    )
 
 
 def main() -> None:
@@ -88,14 +110,20 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024, help="response tokens; 0: leave the head out")
     parser.add_argument("--vocabulary", type=int, default=152064)
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--chunk", type=int, nargs="+", default=[64, 128, 256, 1024], help="tokens whose logits exist together")
+    parser.add_argument(
+        "--chunk", type=int, nargs="+", default=[64, 128, 256, 1024], help="tokens whose logits exist together"
+    )
     parser.add_argument("--steps", type=int, default=200, help="of the toy; 0: leave it out")
     parser.add_argument("--head", choices=("naive", "chunked"), help=argparse.SUPPRESS)            # the child processes
     parser.add_argument("--train_head", action="store_true", help=argparse.SUPPRESS)
     flags = parser.parse_args()
     if flags.head:
         torch.set_num_threads(1)
-        print(json.dumps(measure_head(flags.head, flags.tokens, flags.vocabulary, flags.hidden, flags.chunk[0], flags.train_head)))
+        print(
+            json.dumps(
+                measure_head(flags.head, flags.tokens, flags.vocabulary, flags.hidden, flags.chunk[0], flags.train_head)
+            )
+        )
         return
     if flags.tokens:
         compare_heads(flags)

@@ -1,21 +1,21 @@
-"""The tables of scale.md: bytes moved per step, memory per GPU and the time of both, from the shapes of the public checkpoints.
+"""The tables of scale.md: bytes moved per step, memory per GPU and the time of both, from the shapes of public checkpoints.
 
     python tests/benchmarks/scale.py            # prints the tables; nothing is measured, everything is computed
     python tests/benchmarks/scale.py --write    # puts them into scale.md, between its marks
 
-What is counted is what `train_ppo_vl.py` does: FSDP2 ZeRO-3 over all GPUs (`fully_shard` per decoder layer, resharded after the forward),
-float32 master weights and Adam moments in shards, bfloat16 gathers, float32 gradients reduced by reduce-scatter, rollouts on bfloat16
-weights that every GPU gathers whole, a critic of the actor's size, the vision tower frozen and replicated.
-"""
+What is counted is what `train_ppo_vl.py` does: FSDP2 ZeRO-3 over all GPUs (`fully_shard` per decoder layer, resharded after
+the forward), float32 master weights and Adam moments in shards, bfloat16 gathers, float32 gradients reduced by reduce-scatter,
+rollouts on bfloat16 weights that every GPU gathers whole, a critic of the actor's size, the vision tower frozen and
+replicated. """
 
 import argparse
 from pathlib import Path
 
 GIB, GB = 2**30, 1e9
 
-# config.json of Qwen/Qwen2.5-VL-{3B,7B,32B,72B}-Instruct on the Hugging Face hub: hidden_size, intermediate_size, num_hidden_layers,
-# num_attention_heads, num_key_value_heads, vocab_size, tie_word_embeddings, and intermediate_size of the vision tower, which
-# has depth 32, hidden_size 1280, patches of 2 x 14 x 14 and a merger of 2 x 2 in all of them.
+# config.json of Qwen/Qwen2.5-VL-{3B,7B,32B,72B}-Instruct on the Hugging Face hub: hidden_size, intermediate_size,
+# num_hidden_layers, num_attention_heads, num_key_value_heads, vocab_size, tie_word_embeddings, and intermediate_size of the
+# vision tower, which has depth 32, hidden_size 1280, patches of 2 x 14 x 14 and a merger of 2 x 2 in all of them.
 MODELS = {"3B": (2048, 11008, 36, 16, 2, 151936, True, 3420), "7B": (3584, 18944, 28, 28, 4, 152064, False, 3420),
           "32B": (5120, 27648, 64, 40, 8, 152064, False, 3456), "72B": (8192, 29568, 80, 64, 8, 152064, False, 3456)}
 GPUS = (8, 16, 32, 64, 128, 256, 512)
@@ -36,7 +36,9 @@ MEMORY = 80e9 * 0.95                # bytes of a GPU that tensors may use
 def parameters(name: str) -> dict[str, int]:
     """Weights of the language model's layers, one layer, embeddings, head and vision tower."""
     hidden, inner, layers, heads, kv_heads, vocabulary, tied, vision_inner = MODELS[name]
-    attention = 2 * hidden * heads * HEAD_DIM + 2 * hidden * kv_heads * HEAD_DIM + (heads + 2 * kv_heads) * HEAD_DIM      # with biases
+    attention = (
+        2 * hidden * heads * HEAD_DIM + 2 * hidden * kv_heads * HEAD_DIM + (heads + 2 * kv_heads) * HEAD_DIM
+    )  # with biases
     layer = attention + 3 * hidden * inner + 2 * hidden
     block = 4 * 1280 * 1280 + 4 * 1280 + 3 * 1280 * vision_inner + 2 * vision_inner + 1280 + 2 * 1280
     tower = 32 * block + 3 * 2 * 14 * 14 * 1280 + 1280 + 5120 * 5120 + 5120 + 5120 * hidden + hidden
@@ -56,7 +58,9 @@ def traffic(name: str, gpus: int) -> dict[str, float]:
     actor, critic = trained(name)
     share = (gpus - 1) / gpus
     tokens = STEP["sequences per GPU"] * (STEP["prompt tokens"] / STEP["samples per prompt"] + STEP["response tokens"])
-    packs = -(-tokens // PACK)      # FSDP gathers for every pack, forward and backward, and scatters gradients after every backward
+    packs = -(
+        -tokens // PACK
+    )  # FSDP gathers for every pack, forward and backward, and scatters gradients after every backward
     return {"rollout gather": 2 * actor * share,
             "score gather": 2 * critic * packs * share,
             "update gather": 2 * 2 * (actor + critic) * packs * STEP["updates"] * share,
@@ -69,7 +73,7 @@ def bandwidth(gpus: int, ports: int) -> float:
 
 
 def compute_seconds(name: str) -> dict[str, float]:
-    """Seconds of arithmetic of one GPU in a step, gradient checkpointing included; decoding by the weights and caches it reads."""
+    """Seconds of arithmetic of one GPU in a step, with gradient checkpointing; decoding by the weights and caches it reads."""
     actor, critic = trained(name)
     hidden, _, layers, _, kv_heads, *_ = MODELS[name]
     tokens = STEP["sequences per GPU"] * (STEP["prompt tokens"] / STEP["samples per prompt"] + STEP["response tokens"])
@@ -84,15 +88,22 @@ def memory(name: str, gpus: int) -> dict[str, float]:
     actor, critic = trained(name)
     size = parameters(name)
     hidden, inner, layers, _, kv_heads, vocabulary, *_ = MODELS[name]
-    states = 12 * (actor + critic) / gpus + 4 * max(actor, critic) / gpus                          # masters, moments; one's gradient
-    gathered = 2 * actor + 2 * size["tower"]                                                       # the rollout's weights, whole
-    cache = 2 * 2 * layers * kv_heads * HEAD_DIM * (STEP["prompt tokens"] + STEP["response tokens"]) * STEP["sequences per GPU"]
-    # Update: two layers in flight and the root (embedding and head), their gradients in float32 before the scatter; the inputs of all
-    # layers of a pack, one layer's activations recomputed, and three chunks of logits in float32.
+    states = 12 * (actor + critic) / gpus + 4 * max(actor, critic) / gpus  # masters, moments; one's gradient
+    gathered = 2 * actor + 2 * size["tower"]  # the rollout's weights, whole
+    cache = (
+        2 * 2 * layers * kv_heads * HEAD_DIM * (STEP["prompt tokens"] + STEP["response tokens"]) * STEP["sequences per GPU"]
+    )
+    # Update: two layers in flight and the root (embedding and head), their gradients in float32 before the scatter; the inputs
+    # of all layers of a pack, one layer's activations recomputed, and three chunks of logits in float32.
     flight = 2 * 2 * size["layer"] + 4 * size["layer"] + (2 + 4) * (size["embedding"] + size["head"])
     activations = 2 * PACK * hidden * layers + 2 * PACK * (12 * hidden + 3 * inner) + 3 * 4 * 1024 * vocabulary
-    return {"states": states, "rollout": states + gathered + cache, "update": states + 2 * size["tower"] + flight + activations,
-            "gathered": gathered, "cache": cache}
+    return {
+        "states": states,
+        "rollout": states + gathered + cache,
+        "update": states + 2 * size["tower"] + flight + activations,
+        "gathered": gathered,
+        "cache": cache,
+    }
 
 
 def checkpoint_bytes(name: str) -> float:
@@ -114,8 +125,24 @@ def tables() -> dict[str, str]:
         rows.append([name, *map(str, (hidden, inner, layers, f"{heads} / {kv}", vocabulary, "yes" if tied else "no")),
                      *(f"{value / 1e9:.2f}" for value in (actor, critic, size["tower"])), f"{size['layer'] / 1e6:.0f}",
                      f"{checkpoint_bytes(name) / GB:.0f}", f"{checkpoint_bytes(name) / STORAGE:.0f}"])
-    found["models"] = table(["model", "hidden", "inner", "layers", "heads / kv", "vocabulary", "tied", "actor (1e9)", "critic", "tower",
-                             "layer (1e6)", "checkpoint (GB)", "its writing (s)"], rows)
+    found["models"] = table(
+        [
+            "model",
+            "hidden",
+            "inner",
+            "layers",
+            "heads / kv",
+            "vocabulary",
+            "tied",
+            "actor (1e9)",
+            "critic",
+            "tower",
+            "layer (1e6)",
+            "checkpoint (GB)",
+            "its writing (s)",
+        ],
+        rows,
+    )
     rows = []
     for name in MODELS:
         for gpus in GPUS:
@@ -125,8 +152,21 @@ def tables() -> dict[str, str]:
                          *(f"{moved['rollout gather'] / bandwidth(gpus, ports):.1f} + {update / bandwidth(gpus, ports):.1f}"
                            if gpus > NODE or ports == 8 else "" for ports in (8, 1)),
                          f"{work['update']:.0f}", f"{work['decode']:.0f}"])
-    found["traffic"] = table(["model", "GPUs", "rollout gather (GB)", "score gather", "update gather", "reduce-scatter",
-                              "seconds, 8 ports a node (rollout + update)", "1 port a node", "update's arithmetic (s)", "decoding (s)"], rows)
+    found["traffic"] = table(
+        [
+            "model",
+            "GPUs",
+            "rollout gather (GB)",
+            "score gather",
+            "update gather",
+            "reduce-scatter",
+            "seconds, 8 ports a node (rollout + update)",
+            "1 port a node",
+            "update's arithmetic (s)",
+            "decoding (s)",
+        ],
+        rows,
+    )
     rows = []
     for gpus in GPUS:
         tokens = BATCH * (STEP["prompt tokens"] / STEP["samples per prompt"] + STEP["response tokens"]) / gpus
@@ -140,10 +180,18 @@ def tables() -> dict[str, str]:
         for gpus in GPUS:
             need = memory(name, gpus)
             fits = [stage for stage in ("rollout", "update") if need[stage] > MEMORY]
-            rows.append([name, str(gpus), *(f"{need[key] / GB:.0f}" for key in ("states", "gathered", "cache", "rollout", "update")),
-                         "yes" if not fits else "no: " + ", ".join(fits)])
-    found["memory"] = table(["model", "GPUs", "states (GB)", "rollout weights", "rollout cache", "rollout in all", "update in all",
-                             "fits 80 GB?"], rows)
+            rows.append(
+                [
+                    name,
+                    str(gpus),
+                    *(f"{need[key] / GB:.0f}" for key in ("states", "gathered", "cache", "rollout", "update")),
+                    "yes" if not fits else "no: " + ", ".join(fits),
+                ]
+            )
+    found["memory"] = table(
+        ["model", "GPUs", "states (GB)", "rollout weights", "rollout cache", "rollout in all", "update in all", "fits 80 GB?"],
+        rows,
+    )
     return found
 
 

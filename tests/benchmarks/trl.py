@@ -3,13 +3,15 @@
     python tests/benchmarks/trl.py [--size tiny|20m] [--image_tokens 16|144]      # speed, responses of --response_tokens
     python tests/benchmarks/trl.py --learning                                      # mean reward on the toy after equal samples
 
-Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples, response length, learning rate, clip,
-one epoch and frozen vision tower; TRL's gradient checkpointing is off, its dataloader in the process, its log-prob head its own.
-The peer runs in an environment of its own that sees this one's packages; the script makes it once, in --env, by the commands it prints:
+Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples, response length, learning
+rate, clip, one epoch and frozen vision tower; TRL's gradient checkpointing is off, its dataloader in the process, its log-prob
+head its own. The peer runs in an environment of its own that sees this one's packages; the script makes it once, in --env, by
+the commands it prints:
 
     python -m venv ENV; <site-packages of this python> into ENV/.../shared.pth; ENV/bin/python -m pip install trl==1.16.0
 
-TRL loads Qwen2.5-VL's processor through torchvision, for videos; here the processor is the family's own class without its video part.
+TRL loads Qwen2.5-VL's processor through torchvision, for videos; here the processor is the family's own class without its
+video part.
 CPU seconds are those of a step: rollout, rewards, update and logging, without start-up and the first step.
 """
 
@@ -36,13 +38,20 @@ def make_environment(folder: Path) -> Path:
     if not (folder / "complete").exists():
         packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
         install = [str(python), "-m", "pip", "install", "--quiet", TRL]
-        print(f"{sys.executable} -m venv {folder}", f"echo {site.getsitepackages()[0]} > {packages / 'shared.pth'}", " ".join(install), sep="\n")
+        print(
+            f"{sys.executable} -m venv {folder}",
+            f"echo {site.getsitepackages()[0]} > {packages / 'shared.pth'}",
+            " ".join(install),
+            sep="\n",
+        )
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         (packages / "shared.pth").write_text(site.getsitepackages()[0] + "\n")
         # Pinned, or the peer would be given another torch than ours.
         versions = subprocess.run([sys.executable, "-m", "pip", "freeze"], capture_output=True, text=True, check=True).stdout
         pins = folder / "constraints.txt"
-        pins.write_text("".join(f"{line}\n" for line in versions.splitlines() if line.startswith(("torch==", "transformers=="))))
+        pins.write_text(
+            "".join(f"{line}\n" for line in versions.splitlines() if line.startswith(("torch==", "transformers==")))
+        )
         subprocess.run([*install, "--constraint", str(pins)], check=True)
         (folder / "complete").touch()
     return python
@@ -62,17 +71,55 @@ def run_ours(task: dict, out: Path) -> None:
 
     def log_and_stamp(logger, step, metrics):
         log(logger, step, metrics)
-        steps.append({"cpu": time.process_time(), "reward": metrics["rollout/reward"], "length": metrics["rollout/response_length"]}
-                     | {name: value for name, value in metrics.items() if name.endswith("_seconds")})
+        steps.append(
+            {"cpu": time.process_time(), "reward": metrics["rollout/reward"], "length": metrics["rollout/response_length"]}
+            | {name: value for name, value in metrics.items() if name.endswith("_seconds")}
+        )
 
     ppo.RunLogger.log = log_and_stamp
     began = time.process_time()
-    ppo.main(["--model", task["model"], "--data", task["data"], "--reward", "exact", "--advantage", "grpo", "--prompts_per_step",
-              str(task["prompts"]), "--samples_per_prompt", str(SAMPLES), "--minibatches", str(task["minibatches"]), "--steps",
-              str(task["steps"]), "--actor_lr", str(task["lr"]), "--adam_beta2", "0.999", "--max_prompt_tokens", "512",
-              "--max_new_tokens", str(task["longest"]), "--min_new_tokens", str(task["shortest"]), "--max_tokens_per_pack",
-              str(task["pack"]), "--save_every", "0", "--export_every", "0", "--eval_every", "0", "--out", task["out"],
-              "--seed", str(task["seed"])])
+    ppo.main(
+        [
+            "--model",
+            task["model"],
+            "--data",
+            task["data"],
+            "--reward",
+            "exact",
+            "--advantage",
+            "grpo",
+            "--prompts_per_step",
+            str(task["prompts"]),
+            "--samples_per_prompt",
+            str(SAMPLES),
+            "--minibatches",
+            str(task["minibatches"]),
+            "--steps",
+            str(task["steps"]),
+            "--actor_lr",
+            str(task["lr"]),
+            "--adam_beta2",
+            "0.999",
+            "--max_prompt_tokens",
+            "512",
+            "--max_new_tokens",
+            str(task["longest"]),
+            "--min_new_tokens",
+            str(task["shortest"]),
+            "--max_tokens_per_pack",
+            str(task["pack"]),
+            "--save_every",
+            "0",
+            "--export_every",
+            "0",
+            "--eval_every",
+            "0",
+            "--out",
+            task["out"],
+            "--seed",
+            str(task["seed"]),
+        ]
+    )
     out.write_text(json.dumps({"began": began, "steps": steps}))
 
 
@@ -104,10 +151,20 @@ def run_peer(task: dict, out: Path) -> None:
     folder = Path(task["data"]).parent
     rows = [json.loads(line) for line in Path(task["data"]).read_text().splitlines()]
     # The pictures of the same rows; TRL puts the image in front of the text, as our loader does.
-    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row.get("answer") or "",
-                                        "images": [Image.open(folder / name).convert("RGB") for name in row["images"]]} for row in rows])
+    data = datasets.Dataset.from_list(
+        [
+            {
+                "prompt": [{"role": "user", "content": row["prompt"]}],
+                "answer": row.get("answer") or "",
+                "images": [Image.open(folder / name).convert("RGB") for name in row["images"]],
+            }
+            for row in rows
+        ]
+    )
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    processor = PictureProcessor(Qwen2VLImageProcessorPil.from_pretrained(task["model"]), tokenizer, chat_template=tokenizer.chat_template)
+    processor = PictureProcessor(
+        Qwen2VLImageProcessorPil.from_pretrained(task["model"]), tokenizer, chat_template=tokenizer.chat_template
+    )
     model = AutoModelForImageTextToText.from_pretrained(task["model"])
     model.model.visual.requires_grad_(False)
     steps = []
@@ -118,14 +175,42 @@ def run_peer(task: dict, out: Path) -> None:
                 steps.append({"cpu": time.process_time(), "reward": logs["reward"], "length": logs["completions/mean_length"]})
 
     size = task["prompts"] * SAMPLES // task["minibatches"]
-    options = dict(output_dir=task["out"], use_cpu=True, bf16=False, gradient_checkpointing=False, per_device_train_batch_size=size,
-                   gradient_accumulation_steps=1, steps_per_generation=task["minibatches"], num_generations=SAMPLES,
-                   max_completion_length=task["longest"], temperature=1.0, top_p=1.0, top_k=0, beta=0.0, epsilon=0.2, num_iterations=1,
-                   loss_type="dapo", scale_rewards="group", learning_rate=task["lr"], lr_scheduler_type="constant", warmup_steps=0,
-                   weight_decay=0.0, max_grad_norm=1.0, adam_beta1=0.9, adam_beta2=0.999, optim="adamw_torch", seed=task["seed"],
-                   max_steps=task["steps"] * task["minibatches"], logging_steps=task["minibatches"], save_strategy="no", report_to="none",
-                   generation_kwargs={"min_new_tokens": task["shortest"]} if task["shortest"] else {}, log_completions=False,
-                   disable_tqdm=True, dataloader_num_workers=0)
+    options = dict(
+        output_dir=task["out"],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=1,
+        steps_per_generation=task["minibatches"],
+        num_generations=SAMPLES,
+        max_completion_length=task["longest"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        num_iterations=1,
+        loss_type="dapo",
+        scale_rewards="group",
+        learning_rate=task["lr"],
+        lr_scheduler_type="constant",
+        warmup_steps=0,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        optim="adamw_torch",
+        seed=task["seed"],
+        max_steps=task["steps"] * task["minibatches"],
+        logging_steps=task["minibatches"],
+        save_strategy="no",
+        report_to="none",
+        generation_kwargs={"min_new_tokens": task["shortest"]} if task["shortest"] else {},
+        log_completions=False,
+        disable_tqdm=True,
+        dataloader_num_workers=0,
+    )
     known = inspect.signature(GRPOConfig).parameters
     if unknown := sorted(set(options) - set(known)):
         raise SystemExit(f"this TRL has no {', '.join(unknown)}; the benchmark is written for {TRL}")
@@ -158,8 +243,18 @@ def speed(flags, python: Path, work: Path) -> None:
     rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts)
     rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
     (work / "rows.jsonl").write_text("\n".join(json.dumps(row | {"answer": "2"}) for row in rows))
-    task = {"model": str(work / "model"), "data": str(work / "rows.jsonl"), "prompts": flags.prompts, "minibatches": 1, "steps": flags.steps,
-            "lr": 1e-5, "longest": flags.response_tokens, "shortest": flags.response_tokens, "pack": 4096, "seed": 0}
+    task = {
+        "model": str(work / "model"),
+        "data": str(work / "rows.jsonl"),
+        "prompts": flags.prompts,
+        "minibatches": 1,
+        "steps": flags.steps,
+        "lr": 1e-5,
+        "longest": flags.response_tokens,
+        "shortest": flags.response_tokens,
+        "pack": 4096,
+        "seed": 0,
+    }
     seconds: dict[str, list[float]] = {"ours": [], "trl": []}
     stages: dict[str, float] = {}
     for _ in range(flags.repeats):
@@ -172,10 +267,16 @@ def speed(flags, python: Path, work: Path) -> None:
     count = flags.prompts * SAMPLES
     best = {who: min(values) for who, values in seconds.items()}
     for who, values in seconds.items():
-        print(f"{who:5s} {count / best[who]:8.2f} samples per CPU second   (CPU seconds of steps: {', '.join(f'{v:.2f}' for v in values)})")
+        print(
+            f"{who:5s} {count / best[who]:8.2f} samples per CPU second   "
+            f"(CPU seconds of steps: {', '.join(f'{v:.2f}' for v in values)})"
+        )
     print(f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, {flags.image_tokens} image tokens, {count} samples of "
           f"{flags.response_tokens} tokens a step")
-    print("ours, wall seconds of stages: " + "  ".join(f"{name[5:-8]} {value:.2f}" for name, value in stages.items() if value >= 0.005))
+    print(
+        "ours, wall seconds of stages: "
+        + "  ".join(f"{name[5:-8]} {value:.2f}" for name, value in stages.items() if value >= 0.005)
+    )
 
 
 def learning(flags, python: Path, work: Path) -> None:
@@ -183,8 +284,17 @@ def learning(flags, python: Path, work: Path) -> None:
     toy = ROOT / "toy"
     if not (toy / "args.json").exists():
         subprocess.run([sys.executable, str(ROOT / "launch" / "toy.py"), "--out", str(toy)], check=True)
-    task = {"model": str(toy / "model"), "data": str(toy / "train.jsonl"), "prompts": 32, "minibatches": 4, "steps": flags.steps, "lr": 3e-4,
-            "longest": 4, "shortest": 0, "pack": 4096}
+    task = {
+        "model": str(toy / "model"),
+        "data": str(toy / "train.jsonl"),
+        "prompts": 32,
+        "minibatches": 4,
+        "steps": flags.steps,
+        "lr": 3e-4,
+        "longest": 4,
+        "shortest": 0,
+        "pack": 4096,
+    }
     curves: dict[str, list] = {"ours": [], "trl": []}
     for seed in range(flags.repeats):
         for who, interpreter in (("ours", sys.executable), ("trl", python)):
@@ -207,7 +317,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (--learning: seeds)")
     parser.add_argument("--learning", action="store_true", help="compare rewards on the toy instead")
-    parser.add_argument("--env", type=Path, default=Path.home() / ".cache" / "ppo-vl-benchmarks" / "trl", help="the peer's environment")
+    parser.add_argument(
+        "--env", type=Path, default=Path.home() / ".cache" / "ppo-vl-benchmarks" / "trl", help="the peer's environment"
+    )
     parser.add_argument("--side", choices=("ours", "trl"), help=argparse.SUPPRESS)   # the two child processes
     parser.add_argument("--task", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

@@ -9,8 +9,9 @@
     padded    Hugging Face's forward of the batch prompt + response with its own attention and logits of all positions;
               `kept` computes logits of the response only (logits_to_keep)
 
-All of them compute the same PPO loss, and the gradients are compared before anything is timed. The vision tower is frozen: ours reads
-image features that the rollout has computed, the padded forward runs the tower for every sample (its seconds are printed).
+All of them compute the same PPO loss, and the gradients are compared before anything is timed. The vision tower is frozen:
+ours reads image features that the rollout has computed, the padded forward runs the tower for every sample (its seconds are
+printed).
 """
 
 import argparse
@@ -35,7 +36,11 @@ from transformers import AutoModelForImageTextToText
 
 SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
 # (prompt tokens, response tokens, samples) of the sweep: text only, from long prompts to long responses, 1 to 16 samples
-SHAPES = [(p, r, n) for p in (16, 64, 298, 1024) for r in (4, 64, 256) for n in (1, 2, 8)] + [(298, 64, 16), (32, 1024, 2), (32, 1024, 8)]
+SHAPES = [(p, r, n) for p in (16, 64, 298, 1024) for r in (4, 64, 256) for n in (1, 2, 8)] + [
+    (298, 64, 16),
+    (32, 1024, 2),
+    (32, 1024, 8),
+]
 
 
 def start(folder: Path, size: str, longest: int, pack: int):
@@ -45,8 +50,24 @@ def start(folder: Path, size: str, longest: int, pack: int):
     print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, torch {torch.__version__}")
     for part in (model, tokenizer, toy.make_image_processor("qwen2_5_vl")):
         part.save_pretrained(folder)
-    args = ppo.parse_args(["--model", str(folder), "--data", "no rows", "--advantage", "grpo", "--max_prompt_tokens", str(longest),
-                           "--max_new_tokens", "1", "--prefill_tokens", str(longest), "--max_tokens_per_pack", str(pack)])
+    args = ppo.parse_args(
+        [
+            "--model",
+            str(folder),
+            "--data",
+            "no rows",
+            "--advantage",
+            "grpo",
+            "--max_prompt_tokens",
+            str(longest),
+            "--max_new_tokens",
+            "1",
+            "--prefill_tokens",
+            str(longest),
+            "--max_tokens_per_pack",
+            str(pack),
+        ]
+    )
     run = ppo.start_run(args)
     processor = ppo.Processor(str(folder))
     actor, _, _ = ppo.build_models(run, processor)
@@ -73,9 +94,15 @@ def make_task(run, processor, actor, prompt_tokens: int, image_tokens: int, resp
     ppo.compute_features(run, actor, step)
     count = prompts * samples
     tokens = text(count * response_tokens)
-    batch = Samples(group=torch.arange(count) // samples, number=torch.arange(count) % samples,
-                    lengths=torch.full((count,), response_tokens), truncated=torch.zeros(count, dtype=torch.bool), tokens=tokens,
-                    logprobs=torch.zeros(len(tokens)), advantages=torch.randn(len(tokens), generator=generator))
+    batch = Samples(
+        group=torch.arange(count) // samples,
+        number=torch.arange(count) % samples,
+        lengths=torch.full((count,), response_tokens),
+        truncated=torch.zeros(count, dtype=torch.bool),
+        tokens=tokens,
+        logprobs=torch.zeros(len(tokens)),
+        advantages=torch.randn(len(tokens), generator=generator),
+    )
     batch.logprobs = batch.old_logprobs = ppo.score_tokens(run, actor, step, batch)
     return step, batch, patches
 
@@ -106,8 +133,14 @@ def padded(oracle, processor, step, batch, patches, kept: bool, per_call: int) -
         if patches:
             images = {"pixel_values": torch.cat([patches[g][0] for g in groups]),
                       "image_grid_thw": torch.cat([patches[g][1] for g in groups])}
-        logits = oracle(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, logits_to_keep=length + 1 if kept else 0,
-                        mm_token_type_ids=(ids == processor.image_token_id).int(), **images).logits
+        logits = oracle(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            use_cache=False,
+            logits_to_keep=length + 1 if kept else 0,
+            mm_token_type_ids=(ids == processor.image_token_id).int(),
+            **images,
+        ).logits
         logits = logits[:, -length - 1:-1].index_fill(2, banned, -torch.inf)
         logp = logits.log_softmax(-1).gather(2, tokens[rows, :, None])[..., 0]
         ratio = (logp - old[rows]).exp()
@@ -136,10 +169,12 @@ def alternate(programs: dict, repeats: int) -> dict[str, float]:
 
 def compare(flags, run, processor, actor, oracle) -> None:
     """The three ways at one shape."""
-    step, batch, patches = make_task(run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, flags.prompts,
-                                     flags.samples)
+    step, batch, patches = make_task(
+        run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, flags.prompts, flags.samples
+    )
     update = lambda share: (ours(run, actor, step, batch, share), gradients(actor))[1]  # noqa: E731
-    naive = lambda kept: (padded(oracle, processor, step, batch, patches, kept, flags.samples), gradients(oracle))[1]  # noqa: E731
+    rest = (processor, step, batch, patches)
+    naive = lambda kept: (padded(oracle, *rest, kept, flags.samples), gradients(oracle))[1]  # noqa: E731
     expected = naive(False)
     for found in (update(True), update(False), naive(True)):
         assert len(found) == len(expected)
@@ -147,26 +182,36 @@ def compare(flags, run, processor, actor, oracle) -> None:
         assert error < 1e-4, f"gradients differ by {error:.1e}"
     seconds = alternate({"shared": lambda: update(True), "apart": lambda: update(False), "padded": lambda: naive(False),
                          "kept": lambda: naive(True)}, flags.repeats)
-    print(f"prompt {flags.prompt_tokens} ({flags.image_tokens} of an image), response {flags.response_tokens}, {flags.samples} samples of "
-          f"{flags.prompts} prompts; gradients agree to {error:.0e}")
+    print(
+        f"prompt {flags.prompt_tokens} ({flags.image_tokens} of an image), response {flags.response_tokens}, {flags.samples} "
+        f"samples of "
+        f"{flags.prompts} prompts; gradients agree to {error:.0e}"
+    )
     for name, value in seconds.items():
         print(f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared")
     if patches:
         grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.group[:flags.samples].tolist()))]
         tower = alternate({"tower": lambda: ppo.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
-        print(f"  of which the vision tower in padded and kept: {tower:.3f}; without it padded / shared "
-              f"{(seconds['padded'] - tower) / seconds['shared']:.2f}, kept / shared {(seconds['kept'] - tower) / seconds['shared']:.2f}")
+        print(
+            f"  of which the vision tower in padded and kept: {tower:.3f}; without it padded / shared "
+            f"{(seconds['padded'] - tower) / seconds['shared']:.2f}, "
+            f"kept / shared {(seconds['kept'] - tower) / seconds['shared']:.2f}"
+        )
 
 
 def linear(flags, run, processor, actor) -> None:
     """CPU seconds of an update per 1,000 tokens of its packed rows, for more and more prompts."""
     for prompts in (1, 2, 4, 8, 16):
-        step, batch, _ = make_task(run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, prompts,
-                                   flags.samples)
+        step, batch, _ = make_task(
+            run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, prompts, flags.samples
+        )
         program = lambda: (ours(run, actor, step, batch, True), gradients(actor))  # noqa: E731
         tokens = prompts * flags.prompt_tokens + len(batch.tokens)
         seconds = alternate({"shared": program}, flags.repeats)["shared"]
-        print(f"  {prompts:3d} prompts {tokens:7d} tokens {seconds:7.3f} CPU seconds  {1000 * seconds / tokens:.4f} per 1,000 tokens")
+        print(
+            f"  {prompts:3d} prompts {tokens:7d} tokens {seconds:7.3f} CPU seconds  "
+            f"{1000 * seconds / tokens:.4f} per 1,000 tokens"
+        )
 
 
 def sweep(flags, run, processor, actor, shapes) -> None:
@@ -174,7 +219,9 @@ def sweep(flags, run, processor, actor, shapes) -> None:
     for prompt_tokens, response_tokens, samples in shapes:
         prompts = max(1, round(6000 / (samples * (prompt_tokens + response_tokens))))
         step, batch, _ = make_task(run, processor, actor, prompt_tokens, 0, response_tokens, prompts, samples)
-        programs = {str(share): lambda share=share: (ours(run, actor, step, batch, share), gradients(actor)) for share in (True, False)}
+        programs = {
+            str(share): lambda share=share: (ours(run, actor, step, batch, share), gradients(actor)) for share in (True, False)
+        }
         seconds = alternate(programs, flags.repeats)
         ratio = seconds["False"] / seconds["True"]
         print(f"  prompt {prompt_tokens:5d} response {response_tokens:5d} samples {samples:3d}  shared {seconds['True']:.3f}  "
@@ -185,7 +232,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="20m")
     parser.add_argument("--prompt_tokens", type=int, default=298)
-    parser.add_argument("--image_tokens", type=int, default=256, choices=(0, 4, 16, 64, 144, 256), help="of the prompt's tokens")
+    parser.add_argument(
+        "--image_tokens", type=int, default=256, choices=(0, 4, 16, 64, 144, 256), help="of the prompt's tokens"
+    )
     parser.add_argument("--response_tokens", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8, help="per prompt")
     parser.add_argument("--prompts", type=int, default=4)
