@@ -15,6 +15,7 @@ A user's mistake is a ValueError that names the file, the line and the numbers.
 
 import copy
 import functools
+import importlib
 import importlib.util
 import inspect
 import json
@@ -200,9 +201,16 @@ def _is_film(path: str) -> bool:
         raise
 
 
+def _importable(package: str) -> bool:
+    try:
+        return importlib.import_module(package) is not None
+    except (ImportError, OSError, RuntimeError):  # the latter: installed, but built for other libraries than there are
+        return False
+
+
 def _film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
     """The frames ``choose(their number)`` of a film, and what transformers says of it (fps, total_num_frames)."""
-    package = next((name for name in FILM_DECODERS if importlib.util.find_spec(name)), None)
+    package = next(filter(_importable, FILM_DECODERS), None)
     if package is None:
         raise ValueError(f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read films, install one of "
                          f"{', '.join(FILM_DECODERS)}, or give their frames as a list of pictures")

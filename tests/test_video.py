@@ -2,9 +2,9 @@
 processor (which needs torchvision only for its pixels), patches by its video processor's `patchify`, log-probs by one forward
 per sample, greedy rollouts and judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
 
-import importlib.util
 import json
 import signal
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -370,7 +370,7 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
 
 
 def write_film(path, frames: list[np.ndarray], rate: int) -> None:
-    if importlib.util.find_spec("av"):
+    if vlm._importable("av"):
         import av
         with av.open(str(path), "w") as file:
             stream = file.add_stream("mpeg4", rate=rate)
@@ -388,8 +388,8 @@ def write_film(path, frames: list[np.ndarray], rate: int) -> None:
 
 @pytest.mark.parametrize("package", vlm.FILM_DECODERS)
 def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package):
-    if not (importlib.util.find_spec(package) and (importlib.util.find_spec("av") or importlib.util.find_spec("cv2"))):
-        pytest.skip(f"{package}, or a package to write films with, is not installed")
+    if not (vlm._importable(package) and (vlm._importable("av") or vlm._importable("cv2"))):
+        pytest.skip(f"{package}, or a package to write films with, cannot be imported")
     monkeypatch.setattr(vlm, "FILM_DECODERS", {package: vlm.FILM_DECODERS[package]})
     frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
     write_film(tmp_path / "a.mp4", frames, 4)
@@ -404,7 +404,9 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
 
 
 def test_films_without_a_decoder_are_refused_with_the_packages_that_could(load, tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "torchcodec", None)
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setitem(sys.modules, "cv2", None)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
     with pytest.raises(ValueError, match="a.mp4: none of JPEG, .*; to read films, install one of torchcodec, av, cv2"):
         load({"prompt": "x", "videos": ["a.mp4"]})
