@@ -237,8 +237,8 @@ class RunArgs:
     log_samples: int = flag(4, "samples shown as pictures and text per record; 0: none", low=0)
     log_samples_every: int = flag(50, "steps between records of samples; 0: never", low=0)
     timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds", low=1e-6)
-    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients travel "
-                        "between the copies (HSDP). 0: all ranks share one", low=0)
+    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients "
+                        "travel between the copies (HSDP). 0: all ranks share one", low=0)
     dry_run: bool = flag(False, "check the data, print parameters, packs and memory per GPU, and stop: no GPU, no weights")
     plan_world: int = flag(8, "GPUs that --dry_run plans for", low=1)
     plan_gpu_gib: float = flag(80.0, "memory of each of them, GiB; exit code 2 if that is too little", low=1)
@@ -424,7 +424,8 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
                 if skipped and run.rank == 0:
                     print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
         judge = processor.files["judge"]
-        count_judgements(judge, [(example.kind, example.verdict, example.text == fill(judge["answer"], verdict=example.verdict))
+        bare = lambda example: example.text == fill(judge["answer"], verdict=example.verdict)  # noqa: E731
+        count_judgements(judge, [(example.kind, example.verdict, bare(example))
                                  for part in loaded["data"] for example in part if example.kind in JUDGEMENTS])
     except ValueError as error:
         problem = str(error)
@@ -770,7 +771,7 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
         out = module(row, attention)
         result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
     clear_forward_order(module)
-    module.reshard()                                 # FSDP2 leaves the root's weights gathered, for a backward that never comes
+    module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)
     return result
 

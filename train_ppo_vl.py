@@ -175,7 +175,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics |= {"rollout/dropped_prompts": loader.dropped} | perf_metrics(run, actor, critic, prompts, samples)
             log_samples(run, log, step, metrics, processor, prompts, samples)
             state |= {"step": step, "metrics": metrics, "kl_controller": kl_controller.state_dict(),
-                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped, "batches_taken": state["batches_taken"] + rolled["rollouts"]}
+                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped,
+                      "batches_taken": state["batches_taken"] + rolled["rollouts"]}
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -217,8 +218,8 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
-    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (and the value head); the "
-                             "other weights are kept in the compute type; 0: off, all are trained", low=0)
+    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (and the value head); "
+                             "the other weights are kept in the compute type; 0: off, all are trained", low=0)
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     lora_targets: str = flag("", "linear layers with adapters: ends of their names, such as q_proj,v_proj; empty: all of the "
                                  "decoder, attention and MLP, but experts of MoE models")
@@ -228,8 +229,8 @@ class ModelArgs:
 class DataArgs:
     """data"""
     data: str = flag("", "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: a.jsonl:0.7,b.jsonl:0.3")
-    row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts become "
-                                    "references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
+    row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts "
+                                    "become references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
     ptx_data: str = flag("", "rows that keep the actor a language model, a JSONL file of prompt, images and response (kind "
                              "response of train_grm_vl.py); empty: none")
@@ -275,10 +276,10 @@ class RolloutArgs:
 class RewardArgs:
     """reward"""
     reward: str = flag("boxed", "source of rewards, or several separated by commas: a rule (exact, boxed, answer, verdict), "
-                                "file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward model), or a server: "
-                                "http://host:port/path")
-    reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for every '
-                                  "other label; weight 0: only measured")
+                                "file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward model), or a "
+                                "server: http://host:port/path")
+    reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
+                                  "every other label; weight 0: only measured")
     reward_combiner: str = flag("", "file.py:function of {source: rewards} to rewards, for several sources without a recipe")
     grm_question: str = flag("auto", "which of its questions a judge is asked; answers: which is better, the response or the "
                                      "reference; auto: correct or score, what it was trained on more",
@@ -300,7 +301,7 @@ class RewardArgs:
 class AlgorithmArgs:
     """algorithm"""
     advantage: str = flag("gae", "advantage estimator; gae has a critic; grpo (group_norm), dr_grpo, rloo, opo, gpg and "
-                                 "reinforce_baseline compare at least 2 samples per prompt; remax has a greedy one beside them",
+                                 "reinforce_baseline compare at least 2 samples per prompt; remax adds a greedy one",
                           ("gae", "reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_norm", "dr_grpo", "rloo",
                            "remax", "opo", "gpg", "cpgd"))
     gamma: float = flag(1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1)
@@ -312,8 +313,8 @@ class AlgorithmArgs:
     reward_clip: float = flag(0.0, "bound of the rewards' absolute value, after --reward_norm; 0: off", low=0)
     overlong_buffer: int = flag(0, "tokens below --max_new_tokens over which a length penalty grows (DAPO); 0: off", low=0)
     overlong_factor: float = flag(1.0, "length penalty at --max_new_tokens, with --overlong_buffer", low=0)
-    dynamic_sampling: int = flag(0, "rollouts per step, at most, to replace prompts whose samples all earn the same (DAPO); 0: off",
-                                 low=0)
+    dynamic_sampling: int = flag(0, "rollouts per step, at most, to replace prompts whose samples all earn the same (DAPO); "
+                                    "0: off", low=0)
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
     kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss; full: the whole "
@@ -324,15 +325,15 @@ class AlgorithmArgs:
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
                                  ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"))
     policy_loss: str = flag("ppo", "loss of the actor", tuple(losses.LOSS_CLIP_DEFAULTS))
-    clip_low: float = flag(-1.0, "ratio clip below 1; -1: the loss's own: ppo and cpgd 0.2, gspo 3e-4, gmpo 0.4 (in log space), "
-                                 "cispo 1 (none)", low=-1, high=1)
-    clip_high: float = flag(-1.0, "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo and cpgd 0.2, "
-                                  "gspo 4e-4, gmpo 0.4, cispo 4", low=-1)
+    clip_low: float = flag(-1.0, "ratio clip below 1; -1: the loss's own: ppo and cpgd 0.2, gspo 3e-4, gmpo 0.4 (in log "
+                                 "space), cispo 1 (none)", low=-1, high=1)
+    clip_high: float = flag(-1.0, "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo and cpgd "
+                                  "0.2, gspo 4e-4, gmpo 0.4, cispo 4", low=-1)
     dual_clip: float = flag(3.0, "ratio bound for negative advantages (ppo), above 1; 0: off")
     value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
-    high_entropy_ratio: float = flag(1.0, "share of each response's tokens, those of highest entropy, in the policy loss; below 1 "
-                                          "it costs a forward pass", low=1e-6, high=1)
+    high_entropy_ratio: float = flag(1.0, "share of each response's tokens, those of highest entropy, in the policy loss; below "
+                                          "1 it costs a forward pass", low=1e-6, high=1)
     recompute_old_logprobs: bool = flag(False, "take old log-probs from a forward pass instead of the sampler's record")
     importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs", low=1e-6)
 
@@ -387,8 +388,8 @@ class RunArgs:
     log_samples_every: int = flag(10, "steps between records of samples (all of them to JSONL, some as pictures)", low=0)
     profile: int = flag(0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0)
     timeout: float = flag(1800.0, "longest wait of a rank for the others, seconds", low=1e-6)
-    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients travel "
-                        "between the copies (HSDP). 0: all ranks share one", low=0)
+    hsdp: int = flag(0, "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only gradients "
+                        "travel between the copies (HSDP). 0: all ranks share one", low=0)
     dry_run: bool = flag(False, "check the data, print parameters, packs and memory per GPU, and stop: no GPU, no weights")
     plan_world: int = flag(8, "GPUs that --dry_run plans for", low=1)
     plan_gpu_gib: float = flag(80.0, "memory of each of them, GiB; exit code 2 if that is too little", low=1)
@@ -470,7 +471,8 @@ def check_args(args: Args) -> None:
             or 5 * algorithm.kl_horizon > rollout.prompts_per_step * rollout.samples_per_prompt,
         f"--min_new_tokens {rollout.min_new_tokens} exceeds --max_new_tokens {rollout.max_new_tokens}":
             rollout.min_new_tokens <= rollout.max_new_tokens,
-        f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off": algorithm.dual_clip == 0 or algorithm.dual_clip > 1,
+        f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off":
+            algorithm.dual_clip == 0 or algorithm.dual_clip > 1,
         f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one prompt and one response: --max_prompt_tokens + "
         f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
         f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
@@ -529,8 +531,9 @@ def neutral_flags(args: Args) -> set[str]:
     groups = (EvalArgs, CheckpointArgs, RunArgs)
     return {field.name for group in groups for field in fields(group)} - {"seed"} | {
         "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
-        "cuda_graphs", "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries", "max_tokens_per_pack", "share_prompts", "head_chunk",
-        "eval_data", "max_eval_rows", "ema_device", "export_ema"} | ({"steps"} if args.update.lr_schedule == "constant" else set())
+        "cuda_graphs", "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries",
+        "max_tokens_per_pack", "share_prompts", "head_chunk", "eval_data", "max_eval_rows", "ema_device", "export_ema"} | (
+        {"steps"} if args.update.lr_schedule == "constant" else set())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -602,7 +605,7 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
         processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
                               args.video_max_pixels)
         if args.row_kind == "judgements":
-            judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")   # exported with the model
+            judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
         for name, path, limit in files:
             if args.row_kind == "judgements":
                 rows, skipped = load_judgements(path, processor, limit=limit, **common)
@@ -1003,7 +1006,8 @@ def merge_steps(parts: list[tuple[StepPrompts, Samples]], chosen: list[list[int]
     for i, (_, part) in enumerate(parts):
         own = torch.tensor([k for k, group in enumerate(part.group.tolist()) if (i, group) in place], dtype=torch.int64)
         part = part.select(own)
-        samples.append(replace(part, group=torch.tensor([place[i, group] for group in part.group.tolist()], dtype=torch.int64)))
+        groups = torch.tensor([place[i, group] for group in part.group.tolist()], dtype=torch.int64)
+        samples.append(replace(part, group=groups))
     return merged, concatenate(samples)
 
 
@@ -1692,7 +1696,7 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
         out = module(row, attention)
         result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
     clear_forward_order(module)
-    module.reshard()                                 # FSDP2 leaves the root's weights gathered, for a backward that never comes
+    module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)
     return result
 
@@ -1917,7 +1921,8 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             load = expert_load(run, actor, prompts, samples, groups)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
                 with router_logits(actor.model) as logits:
-                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep, kept_weights)
+                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep,
+                                             kept_weights)
                 balance = balance_loss(run, actor, row, logits, load)
                 ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
                 stats |= {"aux_loss": torch.as_tensor(balance).detach()} if load is not None else {}
@@ -2098,7 +2103,8 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, frames of the videos, what was asked, what was answered, what it earned."""
     return [draw_sample(read_frames(record["images"], 6), record["question"], record["response"],
-                        f"reward {record['reward']:.2f}   reference: {record['reference']}\n{record.get('judgement', '')}".strip())
+                        f"reward {record['reward']:.2f}   reference: {record['reference']}\n"
+                        f"{record.get('judgement', '')}".strip())
             for record in records]
 
 
@@ -2141,8 +2147,8 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
     log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
     log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
-             f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} steps = "
-             f"{update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
+             f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
+             f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):
@@ -2331,7 +2337,7 @@ class RolloutEngine:
         """The device's part of `decode`; the host reads nothing back. ``longest``: bound of cached tokens plus the new one."""
         row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
-        hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
+        hidden = language_hidden(self.actor.model, row, attention)                                                     # (B, H)
         live = ~self.done[:size]
         self.sample(hidden, slice(0, size))
         self.counters[:, :size] += live
@@ -2341,7 +2347,7 @@ class RolloutEngine:
         actor, args, count = self.actor, self.args, self.count[slots]
         too_short = count < args.min_new_tokens if args.min_new_tokens else None
         logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned, too_short,
-                                    actor.stop_ids)                                                                     # (b, V)
+                                    actor.stop_ids)                                                                    # (b, V)
         if self.greedy:
             ids = logits.argmax(dim=-1)
         else:

@@ -90,7 +90,8 @@ def build_parser(groups: dict[str, type], description: str) -> Parser:
             else:
                 kind = finite_float if field.type is float else field.type
                 section.add_argument(f"--{field.name}", type=kind, choices=field.metadata["choices"] or None,
-                                     metavar=None if field.metadata["choices"] else field.type.__name__.upper(), help=help_text)
+                                     metavar=None if field.metadata["choices"] else field.type.__name__.upper(),
+                                     help=help_text)
     return parser
 
 
@@ -820,7 +821,7 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
         for name in names:
             stem = name.removesuffix(".weight")
             full, *pair = (parameters[part].full_tensor() if isinstance(parameters[part], DTensor) else parameters[part]
-                           for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters)  # collective: all ranks
+                           for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters)   # collective
             if dist.get_rank() == 0:
                 if pair:
                     full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])

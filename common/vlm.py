@@ -1525,8 +1525,8 @@ def with_same_tower(name: str, actor_folder: Path) -> Path:
         return actor_folder
     folder = resolve_folder(name)
     if different := differing_tower(actor_folder, folder):
-        raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such as "
-                         f"{different[0]}); critic and reference work on the image features of the actor")
+        raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
+                         f"as {different[0]}); critic and reference work on the image features of the actor")
     return folder
 
 
@@ -1595,7 +1595,7 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, base: str, rank: int, alpha: int, targets: str, dtype: torch.dtype) -> None:
-    """Freeze a skeleton, in the compute dtype, and give linear layers of its decoder adapters in float32, scaled by alpha / rank.
+    """Freeze a skeleton, in the compute dtype; give linear layers of its decoder adapters in float32, scaled by alpha / rank.
 
     Args:
         targets: comma-separated suffixes of the layers' names; empty: every linear layer, attention and MLP.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from conftest import start, take, write_checkpoint
 from safetensors.torch import load_file
 from test_families import write_family
@@ -285,7 +286,10 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
 @pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3", "idefics3", "llama"])
 def test_other_families(kind, picture_rows, tmp_path):
     """Experts, windows, another name of the decoder, text only with tied embeddings: sampled = trained = exported."""
-    write_family(kind, tmp_path / "base", picture_rows)
+    try:
+        write_family(kind, tmp_path / "base", picture_rows)
+    except ImportError:
+        pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", *LORA, "--advantage", "grpo")
     stir(env.actor)
     step = take(env)
