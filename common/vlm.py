@@ -205,7 +205,8 @@ class Processor:
         # What the template writes for a picture: the image token, but in Gemma3 the one that begins a picture.
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
-        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
+        turn_end = tokenizer.get_vocab().get("<end_of_turn>")            # Gemma's, which not all of its files call an end
+        ends = {tokenizer.eos_token_id, turn_end, *(ends if isinstance(ends, list) else [ends])}
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
         self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
