@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     def evaluate_at(step: int) -> dict[str, float]:
         with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
-            return evaluate(run, processor, actor, reward, eval_prompts, log, step)
+            return evaluate(run, processor, actor, reward, eval_prompts, log, step, data_rows=rows)
 
     def export_at(step: int) -> None:
         checkpoints.export_if_due(actor, processor, step, args.update.steps)
@@ -173,10 +173,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 kl_controller.update(metrics["train/kl"], len(samples))
             metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
             metrics |= {"rollout/dropped_prompts": loader.dropped} | perf_metrics(run, actor, critic, prompts, samples)
+            taken, lengths = state["batches_taken"] + rolled["rollouts"], torch.tensor(prompts.lengths)[samples.group]
+            metrics |= {"rollout/episode": taken * args.rollout.prompts_per_step / rows,
+                        "rollout/total_length": float((lengths + samples.lengths).double().mean())}
             log_samples(run, log, step, metrics, processor, prompts, samples)
             state |= {"step": step, "metrics": metrics, "kl_controller": kl_controller.state_dict(),
-                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped,
-                      "batches_taken": state["batches_taken"] + rolled["rollouts"]}
+                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped, "batches_taken": taken}
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -2045,8 +2047,9 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
-             step: int) -> dict[str, float]:
-    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
+             step: int, *, data_rows: int) -> dict[str, float]:
+    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics, of which index counts
+    the evaluations after the one at the start, and episode the passes over the ``data_rows`` training prompts."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
@@ -2069,7 +2072,9 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
         for name, value in record["components"].items():
             sums.add(f"eval/{name}_reward_mean", value, 1)
     metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
-                               "eval/seconds": time.perf_counter() - started}
+                               "eval/seconds": time.perf_counter() - started, "eval/train_step": step,
+                               "eval/index": sum(evaluation_due(run.args, k, data_rows) for k in range(1, step + 1)),
+                               "eval/episode": step * size / max(1, data_rows)}
     if count > 1 and any("accuracy" in record["components"] for record in records):
         solved: dict[int, float] = {}
         for record in (record for record in records if "accuracy" in record["components"]):
@@ -2149,6 +2154,9 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
     log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
+    updates, samples = update.epochs * update.minibatches, per_step * args.rollout.samples_per_prompt
+    log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, "
+             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass over the data")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):
@@ -2175,8 +2183,13 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
     short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
     log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
     log.update(step, {"reward": short["reward"]})
+    largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
+    if largest > 10:
+        log.line(f"warning: step {step} has an advantage of absolute value {largest:.1f}; --advantage_clip bounds them")
     if every and (step % every == 0 or step == run.args.update.steps):
         records = sample_records(processor, prompts, samples) if run.rank == 0 else []
+        for record in records[:min(1, run.args.run.log_samples)]:
+            log.line(f"  {record['question'][-200:]!r} -> {record['response'][:500]!r}  reward {record['reward']:.3f}")
         stride = run.args.rollout.samples_per_prompt                                        # pictures of different prompts
         log.samples(step, records, sample_pictures(records[::stride][:run.args.run.log_samples]))
 

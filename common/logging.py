@@ -485,6 +485,8 @@ class CheckpointArgs:
     save_every: int = flag(50, "steps between checkpoints, and after the last step; -1: only after the last step, 0: never",
                            low=-1)
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
+    keep_gb: float = flag(0.0, "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never the "
+                               "newest or the best; 0: no limit", low=0)
     keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
                               ("unrestricted", "single_node", "single_process", "single_thread"))
@@ -649,9 +651,10 @@ class Checkpoints:
         kill_point("before-pointer")
         write_pointer(self.folder / "latest", final.name)
         kill_point("before-rotation")
-        best = self.best_step()
-        for old_step, old in complete_checkpoints(self.folder)[self.args.keep_last:]:
-            if old_step != best:
+        best, size, limit = self.best_step(), 0, self.args.keep_gb * 1e9 or math.inf
+        for number, (old_step, old) in enumerate(complete_checkpoints(self.folder)):
+            size += sum(path.stat().st_size for path in old.iterdir())
+            if number and old_step != best and (number >= self.args.keep_last or size > limit):
                 try:
                     old.rename(old.with_name(f".tmp-old-{old.name}"))     # never half of a checkpoint under a valid name
                     shutil.rmtree(self.folder / f".tmp-old-{old.name}")

@@ -751,6 +751,15 @@ def test_keep_last(flags, tmp_path):
     assert steps(tmp_path / "run") == [4, 3] and pointer(tmp_path / "run") == "step-4"
 
 
+def test_keep_gb(flags, finished, tmp_path):
+    """As many of the newest as fit, and the newest even if it alone does not."""
+    size = sum(path.stat().st_size for path in (finished / "checkpoints" / "step-2").iterdir())
+    for limit, kept in ((2.5 * size, [4, 3]), (0.5 * size, [4])):
+        out = tmp_path / str(len(kept))
+        train(flags(out, f"--steps 4 --keep_last 3 --keep_gb {limit / 1e9}"))
+        assert steps(out) == kept and pointer(out) == "step-4"
+
+
 KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned"
 
 

@@ -372,6 +372,15 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
         assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
 
 
+def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
+    """Also where generation_config.json does not say so."""
+    write_family("gemma3", tmp_path, picture_rows)
+    before, tokenizer = vlm.Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
+    tokenizer.save_pretrained(tmp_path)
+    assert set(vlm.Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
+
+
 def test_unknown_families_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     (tmp_path / "preprocessor_config.json").write_text("{}")

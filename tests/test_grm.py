@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -238,6 +239,25 @@ def test_generation_does_not_depend_on_batches(env, oracle):
         tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
         said = env.processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
         assert texts[i] == said and said
+
+
+def test_generation_needs_no_pad_token(env):
+    """Batches are filled up with a stop token then, and say the same."""
+    prompts, tokenizer = take(env, env.held_out), env.processor.tokenizer
+    texts, pad = grm.generate(env.run, env.processor, env.judge, prompts, 0), tokenizer.pad_token
+    tokenizer.pad_token = None
+    try:
+        assert tokenizer.pad_token_id is None
+        assert grm.generate(env.run, env.processor, env.judge, prompts, 0) == texts
+    finally:
+        tokenizer.pad_token = pad
+
+
+def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
+    """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
+    due = lambda every: [step for step in range(1, 10) if grm.evaluation_due(replace(  # noqa: E731
+        env.run.args, eval=grm.EvalArgs(eval_every=every), update=replace(env.run.args.update, steps=9)), step, 10)]
+    assert (due(-1), due(4), due(0)) == ([3, 5, 8, 9], [4, 8, 9], [])
 
 
 # ------------------------------------------------------------------------------------------------ rows

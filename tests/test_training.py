@@ -471,6 +471,39 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
           "--max_eval_rows", "1", "--max_new_tokens", "2", "--advantage", "reinforce++")
     found = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
     assert found == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
+    evaluated = [record for record in records(tmp_path) if "eval/index" in record]
+    assert [(record["eval/index"], record["eval/train_step"]) for record in evaluated] == list(enumerate((0, 3, 6, 8, 9)))
+    assert [record["eval/episode"] for record in evaluated] == [step * 3 / 8 for step in (0, 3, 6, 8, 9)]
+
+
+def test_evaluation_changes_nothing(qwen25, task, tmp_path):
+    """Training with and without evaluations: the same metrics and weights in every bit."""
+    runs = [train(qwen25, task, tmp_path / name, "--steps", "3", "--minibatches", "2", *more) for name, more in (
+        ("without", ()), ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1")))]
+    without, evaluated = ([{name: value for name, value in record.items() if not name.startswith(("perf/", "eval/"))}
+                           for record in run if record["step"]] for run in runs)
+    assert evaluated == without and len(runs[1]) == 4 and "eval/index" in runs[1][-1] and "eval/index" not in runs[0][-1]
+    ours, theirs = (tensors(tmp_path / name / "export" / "step-3") for name in ("without", "with"))
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
+    """The mode at the start, a decoded sample per record, lengths and passes, and a warning of large advantages."""
+    source = "def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n"
+    (task / "large.py").write_text(source)
+    step, = train(qwen25, task, tmp_path / "a", "--advantage", "dr_grpo", "--minibatches", "2", "--epochs", "3",
+                  "--reward", f"{task / 'large.py'}:score")
+    told = capsys.readouterr().out
+    assert "mode: several updates per rollout; 12 samples per rollout, 6 updates of 6 each, 2.0 rollouts per pass" in told
+    assert "warning: step 1 has an advantage of absolute value 60.0" in told
+    samples = samples_of(tmp_path / "a", "step-000001")
+    assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in told
+    rows, _ = vlm.load_prompts(str(task / "train.jsonl"), vlm.Processor(qwen25), max_prompt_tokens=512)
+    total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
+    assert step["rollout/total_length"] == pytest.approx(np.mean(total)) and step["rollout/episode"] == 0.5
+    train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
+    told = capsys.readouterr().out
+    assert "mode: one update per rollout" in told and "warning: step" not in told and " -> '" not in told
 
 
 MIXTURE = "train.jsonl:0.75,eval.jsonl:0.25"
