@@ -69,9 +69,9 @@ from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention
                         count_parameters, differing_tower, encode_target, feature_levels, fill, freeze, gathered_bytes,
                         image_features, image_token_count, init_adapters, judge_prompt, judge_settings, language_hidden,
                         language_model, layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt,
-                        materialize, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder,
-                        router_logits, routers, shard_of, skeleton, unsharded, use_attention, user_text, vision_parameters,
-                        visual_token_ids, with_same_tower, without_adapters)
+                        materialize, move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement,
+                        resident_bytes, resolve_folder, router_logits, routers, shard_of, skeleton, unsharded, use_attention,
+                        user_text, vision_parameters, visual_token_ids, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -104,6 +104,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     counts = {"data (rows)": rows, "ptx_data (rows)": len(text.rows) if text else 0}
     state = checkpoints.resume(flags_of(args) | counts, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
+    for _, optimizer in models.values():
+        put_away(run, optimizer)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
     kl_controller.load_state_dict(state["kl_controller"])
@@ -162,12 +164,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     score_logprobs_and_values(run, actor, reference, critic, prompts, samples)
                 with run.timer("advantages"):
                     metrics = compute_advantages(run, samples, kl_controller, moments)
-                with run.timer("update_critic"):
+                with run.timer("update_critic"), at_hand(run, models["critic"][1] if critic else None):
                     metrics |= update_critic(run, *models["critic"], prompts, samples, step) if critic else {}
-                with run.timer("update_actor"):
-                    frozen = step <= args.update.freezing_actor_steps
+                frozen = step <= args.update.freezing_actor_steps
+                exact = reference if args.algorithm.kl_estimator == "full" and args.algorithm.kl_in == "loss" else None
+                with run.timer("update_actor"), nullcontext() if frozen else at_hand(run, actor_optimizer, exact):
                     metrics |= {} if frozen else update_actor(run, *models["actor"], prompts, samples, step,
-                                                              kl_controller.value, reference, text)
+                                                              kl_controller.value, exact, text)
             if "train/kl" in metrics and not frozen:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
@@ -366,6 +369,8 @@ class UpdateArgs:
                                 "update, say 0.992; 0: no average", low=0, high=0.999999)
     ema_device: str = flag("device", "where the average is kept: with the weights, or in host memory", ("device", "cpu"))
     export_ema: bool = flag(False, "whenever weights are exported, export the average too, to <out>/export_ema")
+    offload_optimizer: bool = flag(False, "keep the optimizers' state in host memory between their updates")
+    offload_frozen: bool = flag(False, "keep reference and reward models in host memory, but for the stages that ask them")
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
     share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
     head_chunk: int = flag(1024, "tokens whose logits exist at the same time", low=1)
@@ -534,7 +539,8 @@ def neutral_flags(args: Args) -> set[str]:
     return {field.name for group in groups for field in fields(group)} - {"seed"} | {
         "attention", "gradient_checkpointing", "data_threads", "verify_images", "slots", "prefill_tokens", "poll_every",
         "cuda_graphs", "reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries",
-        "max_tokens_per_pack", "share_prompts", "head_chunk", "eval_data", "max_eval_rows", "ema_device", "export_ema"} | (
+        "max_tokens_per_pack", "share_prompts", "head_chunk", "eval_data", "max_eval_rows", "ema_device", "export_ema",
+        "offload_optimizer", "offload_frozen"} | (
         {"steps"} if args.update.lr_schedule == "constant" else set())
 
 
@@ -753,6 +759,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         elif args.algorithm.kl_coef > 0:
             reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False).eval()
             load_sharded(run, reference, with_same_tower(args.model.reference_model, folder))
+            put_away(run, frozen=reference)
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
@@ -920,6 +927,34 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
             phases[f"{name} writes"] = decode(module, longest + args.rollout.max_new_tokens + args.reward.grm_max_new_tokens)
     phases |= {f"update {name}": update(models[name]) for name in ("critic", "actor") if name in models}
     return {phase: held | parts for phase, parts in phases.items()}
+
+
+def offloaded(run: Run, module: nn.Module | None) -> bool:
+    """Whether --offload_frozen is about this module; the reference may be the actor, without its adapters."""
+    return run.args.update.offload_frozen and module is not None and not any(p.requires_grad for p in module.parameters())
+
+
+def put_away(run: Run, optimizer: torch.optim.Optimizer | None = None, frozen: nn.Module | None = None) -> None:
+    """Put what --offload_optimizer, --offload_frozen and --ema_device keep in host memory there."""
+    args, host = run.args.update, torch.device("cpu")
+    if optimizer is not None and (args.offload_optimizer or args.ema_device == "cpu"):
+        move_state(optimizer, host, ("exp_avg", "exp_avg_sq", "ema") if args.offload_optimizer else ("ema",))
+    if offloaded(run, frozen):
+        move_module(frozen, host)
+
+
+@contextmanager
+def at_hand(run: Run, optimizer: torch.optim.Optimizer | None = None, frozen: nn.Module | None = None):
+    """Inside, what --offload_optimizer and --offload_frozen keep in host memory is on the device."""
+    args = run.args.update
+    if optimizer is not None and args.offload_optimizer:
+        move_state(optimizer, run.device, ("exp_avg", "exp_avg_sq") + ("ema",) * (args.ema_device == "device"))
+    if offloaded(run, frozen):
+        move_module(frozen, run.device)
+    try:
+        yield
+    finally:
+        put_away(run, optimizer, frozen)
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
@@ -1470,10 +1505,11 @@ def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepP
 def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
                  used: list[int]) -> tuple[dict[str, torch.Tensor], list[str]]:
     """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge said about each."""
-    if source.spec.startswith("grm:"):
-        return ask_judge(run, source, prompts, samples, texts, used)
-    if source.spec.startswith("rm:"):
-        return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
+    with at_hand(run, frozen=source.model):
+        if source.spec.startswith("grm:"):
+            return ask_judge(run, source, prompts, samples, texts, used)
+        if source.spec.startswith("rm:"):
+            return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
     own = [k for k, i in enumerate(used) if prompts.owners[int(samples.group[i])] == run.rank]
     rows = [prompts.prompts[int(samples.group[used[k]])] for k in own]
     args, columns, problem = run.args.reward, {}, None
@@ -1553,6 +1589,7 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             spelled = load_sharded(run, source.model, folder)
             if kind == "rm" and not spelled.keys() & VALUE_HEADS:
                 raise ValueError(f"no value head: none of the weights {', '.join(VALUE_HEADS)}")
+            put_away(run, frozen=source.model)
         except ValueError as error:
             problem = f"--reward {source.spec}: {error}"
     fail_together(problem)
@@ -1712,9 +1749,10 @@ def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None,
         logprobs, samples.entropy = score_entropy(run, actor, prompts, samples)
         samples.old_logprobs = logprobs if algorithm.recompute_old_logprobs else samples.logprobs
     if reference is not None and algorithm.kl_estimator == "full":
-        samples.kl = score_full_kl(run, actor, reference, prompts, samples)
+        with at_hand(run, frozen=reference):
+            samples.kl = score_full_kl(run, actor, reference, prompts, samples)
     elif reference is not None:
-        with without_adapters(reference.model):
+        with at_hand(run, frozen=reference), without_adapters(reference.model):
             samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
         samples.kl = losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs)
     if critic is not None:

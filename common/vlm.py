@@ -1736,6 +1736,33 @@ def shard_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def placed(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor, this rank's rows only if it is sharded, in the memory of ``device``: pinned if that is the host."""
+    local = shard_of(tensor)
+    if local.device == device:
+        return tensor
+    target = torch.empty_like(local, device=device, pin_memory=device.type == "cpu").copy_(local, non_blocking=True)
+    # Not DTensor.from_local, which takes a shard back to the device of its mesh.
+    return DTensor(target, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else target
+
+
+def move_state(optimizer: torch.optim.Optimizer, device: torch.device, names: tuple[str, ...]) -> None:
+    """Put the entries ``names`` of an optimizer's state into the memory of ``device``."""
+    with torch.no_grad():
+        for state in optimizer.state.values():
+            state |= {name: placed(state[name], device) for name in names if name in state}
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()                                  # before the host reads what is on its way
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Put the shards and buffers of a module that FSDP2 wraps into the memory of ``device``. Parameters stay the same objects,
+    and FSDP2's own `_apply` tells each of its parts where they are now; forwards need them on the device of the mesh."""
+    module._apply(lambda tensor: placed(tensor, device))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
 @contextmanager
 def unsharded(module: nn.Module):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""

@@ -1,13 +1,28 @@
-"""What a run keeps beside the weights in training, and where: the running average of the actor's weights (--ema_beta)."""
+"""What a run keeps beside the weights in training, and where: the running average of the actor's weights (--ema_beta), and
+host memory (--offload_optimizer, --offload_frozen).
 
+Run as a program under torchrun (`torchrun ... test_memory.py RUNS`), this file calls the script's `main` for every list of flags
+in the JSON file RUNS, from the second on as if the host's memory were another one than the device's (`apart`).
+"""
+
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from test_training import fresh, samples_of, signal_handlers, task, tensors, train, weights_of  # noqa: F401
+import torch.distributed as dist
+from conftest import start, take
+from safetensors.torch import save_file
+from test_training import (flags, fresh, hand_samples, records, samples_of, signal_handlers, task, tensors, train,  # noqa: F401
+                           weights_of)
+from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
-from common import losses
+from common import losses, vlm
 
 EMA = ("--ema_beta", "0.75")
 
@@ -129,3 +144,106 @@ def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path)
         train(qwen25, task, tmp_path, "--steps", "2", *EMA)
     with pytest.raises(ppo.UserError, match="cannot be loaded: .*Missing key .*ema"):
         train(qwen25, task, tmp_path, "--steps", "2", *EMA, "--resume_changed_args", "allow")
+
+
+# ------------------------------------------------------------------------------------------------ host memory
+MOVED: list[tuple[int, torch.Tensor]] = []          # bytes and new place of what was moved
+
+
+def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`placed` as where host and device have memory of their own: always a copy, and what is left behind is lost."""
+    old = vlm.shard_of(tensor)
+    new = old.clone()
+    rest = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage())
+    rest.fill_(math.nan if old.is_floating_point() else 1)
+    MOVED.append((new.numel() * new.element_size(), new))
+    return DTensor(new, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else new
+
+
+def program(plan: Path) -> None:
+    for line in json.loads(plan.read_text()):
+        ppo.main(line)
+        vlm.placed = apart
+    (plan.parent / f"moved-{dist.get_rank()}.json").write_text(json.dumps([len(MOVED), sum(size for size, _ in MOVED)]))
+    dist.destroy_process_group()
+
+
+def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=3):
+    """Reference, judge, scalar reward model, critic and average; two steps without moves, and one and one with them. Three
+    ranks: uneven shards, some of them empty."""
+    judge = vlm.judge_settings({})
+    vlm.count_judgements(judge, [("correct", "yes", True)])
+    for name in ("judge", "scalar"):
+        (tmp_path / name).mkdir()
+        for file in qwen25.iterdir():
+            (tmp_path / name / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "judge" / "judge.json").write_text(json.dumps(judge))
+    weights = tensors(qwen25)
+    head = torch.randn(1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0))
+    save_file(weights | {"score.weight": head}, tmp_path / "scalar" / "model.safetensors", metadata={"format": "pt"})
+    recipe = json.dumps({"*": [[f"grm:{tmp_path / 'judge'}", 1], [f"rm:{tmp_path / 'scalar'}", 0.1]]})
+    more = ("--reward_recipe", recipe, "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator",
+            "full", "--critic_lr", "1e-3", *EMA, "--eval_data", str(task / "eval.jsonl"), "--eval_ema", "--max_eval_rows", "2")
+    lines = []
+    offload = ("--offload_optimizer", "--offload_frozen")
+    for name, extra in (("plain", ("--steps", "2")), ("moved", ("--steps", "1", *offload)), ("moved", ("--steps", "2", *offload))):
+        line = flags(qwen25, task, tmp_path / name, *more, *extra)
+        del line[line.index("--reward"):line.index("--reward") + 2]
+        lines.append(line)
+    (tmp_path / "plan.json").write_text(json.dumps(lines))
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__,
+               str(tmp_path / "plan.json")]
+    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    plain, moved = (tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved"))
+    assert same(plain, moved) and any(name.startswith("critic.optimizer.state") for name in moved)
+    for name in ("step-000001", "step-000002", "eval-000002"):
+        assert samples_of(tmp_path / "plain", name) == samples_of(tmp_path / "moved", name)
+    told = [json.loads((tmp_path / f"moved-{rank}.json").read_text()) for rank in range(ranks)]
+    assert all(count > 500 for count, _ in told)
+
+
+def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
+    monkeypatch.setattr(vlm, "placed", apart)
+    env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
+    optimizer = ppo.build_optimizer(env.actor, 1e-3, env.args)
+    ppo.start_average(env.args.update, optimizer)
+    trained = [p for p in env.actor.parameters() if p.requires_grad]
+    MOVED.clear()
+    vlm.move_state(optimizer, env.run.device, ("exp_avg", "exp_avg_sq", "ema"))
+    assert len(MOVED) == 3 * len(trained)
+    held = {state[name].to_local().data_ptr() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "ema")}
+    assert held == {tensor.data_ptr() for _, tensor in MOVED}
+    MOVED.clear()
+    before = dict(env.reference.named_parameters())
+    vlm.move_module(env.reference, env.run.device)
+    tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
+    assert {vlm.shard_of(t).data_ptr() for t in tensors_of} == {tensor.data_ptr() for _, tensor in MOVED}
+    assert all(before[name] is p for name, p in env.reference.named_parameters())
+    assert sum(size for size, _ in MOVED) == sum(vlm.shard_of(t).numel() * t.element_size() for t in tensors_of)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_relieved(qwen25, picture_rows):
+    """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are the same after the way back."""
+    env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
+    step, optimizer = take(env), ppo.build_optimizer(env.actor, 1e-3, env.args)
+    samples = hand_samples(env, step)
+    expected = ppo.score_tokens(env.run, env.reference, step, samples)
+    for move, held in ((lambda device: vlm.move_module(env.reference, device), list(env.reference.parameters())),
+                       (lambda device: vlm.move_state(optimizer, device, ("exp_avg", "exp_avg_sq")),
+                        [p for p in env.actor.parameters() if p.requires_grad] * 2)):
+        size, before = sum(vlm.shard_of(t).numel() * 4 for t in held), torch.cuda.memory_allocated()
+        move(torch.device("cpu"))
+        assert before - torch.cuda.memory_allocated() >= size
+        places = [*env.reference.parameters()] if len(held) == len([*env.reference.parameters()]) else \
+            [state["exp_avg"] for state in optimizer.state.values()]
+        assert all(vlm.shard_of(t).is_pinned() for t in places if t.numel())
+        move(env.run.device)
+        assert all(vlm.shard_of(t).is_cuda for t in env.reference.parameters())
+    assert torch.equal(ppo.score_tokens(env.run, env.reference, step, samples), expected)
+
+
+if __name__ == "__main__":
+    program(Path(sys.argv[1]))

@@ -714,7 +714,7 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
     "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data judgements.jsonl --row_kind judgements --reward verdict "
                 "--eval_data judgements.jsonl"),
     "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 --eval_ema "
-                "--export_ema"),
+                "--export_ema --ptx_data ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
 }
 FAILURES = {
     "picture": ("qwen2_5_vl", "--data bad.jsonl"),
@@ -723,7 +723,7 @@ FAILURES = {
 
 
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
-    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl")) else word for word in spec[1].split()]
+    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl", "ptx.jsonl")) else word for word in spec[1].split()]
     more = [mixture(task) if word == "MIXTURE" else word for word in more]
     line = flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
     if "--reward_recipe" in line:
@@ -754,6 +754,8 @@ def two_ranks(qwen25, task, tmp_path_factory):
             {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
             {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}]
     (task / "judgements.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)]
+    (task / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     plan = [run_flags(name, spec, checkpoints, task, two) for name, spec in (RUNS | FAILURES).items()]
     (two / "plan.json").write_text(json.dumps(plan))
