@@ -64,12 +64,12 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricS
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt, PromptLoader,
                         SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, bare_forwards,
-                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target,
-                        feature_levels, fill, freeze, image_features, image_token_count, image_token_id, init_adapters,
-                        judge_prompt, judge_settings, language_hidden, language_model, load_judgements, load_prompts,
-                        load_weights, make_prompt, materialize, parse_verdict, positions_of, read_image, resolve_folder,
-                        router_logits, routers, skeleton, unsharded, use_attention, user_text, vision_parameters,
-                        with_same_tower, without_adapters)
+                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target, fill, freeze,
+                        image_features, image_token_count, image_token_id, init_adapters, judge_prompt, judge_settings,
+                        language_hidden, language_model, load_judgements, load_prompts, load_weights, make_prompt,
+                        materialize, parse_verdict, positions_of, read_image, resolve_folder, router_logits, routers,
+                        row_pictures, skeleton, trained_parts, unsharded, use_attention, user_text, vision_parameters,
+                        with_grids, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -201,7 +201,9 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
-    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (and the value head); the "
+    train_vision: bool = flag(False, "train the vision tower and its projector too (Qwen-VL); actor, critic and reference then "
+                                     "have one each and compute image features in every forward pass")
+    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (with the value head); "
                              "other weights are kept in the compute type; 0: off, all are trained", low=0)
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     lora_targets: str = flag("", "linear layers with adapters: ends of their names, such as q_proj,v_proj; empty: all of the "
@@ -327,6 +329,7 @@ class UpdateArgs:
     lr_schedule: str = flag("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1)
+    vision_lr_factor: float = flag(1.0, "learning rate of the vision tower, as a multiple; with --train_vision", low=0)
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
     adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
@@ -445,6 +448,8 @@ def check_args(args: Args) -> None:
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
+        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
+        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available(),
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
@@ -646,8 +651,10 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     try:
         folder = resolve_folder(args.model.model)
-        model = skeleton(processor.config)
-        freeze(vision_parameters(model), run.dtype)
+        own_tower = args.model.train_vision
+        model = skeleton(processor.config, sees_pixels=own_tower)
+        if not own_tower:
+            freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
             raise ValueError(f"--aux_loss_coef {args.update.aux_loss_coef}: {folder} has no experts to balance")
         if args.model.lora_rank:
@@ -655,22 +662,23 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
-            body = skeleton(processor.config, vision=False, head=False)
+            body = skeleton(processor.config, vision=own_tower, head=False, sees_pixels=own_tower)
             if args.model.lora_rank:
                 adapt(body)
             critic = Critic(body)
-            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder))
+            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder, own_tower))
         if args.algorithm.kl_coef > 0 and args.model.lora_rank and not args.model.reference_model:
             reference = actor                                                  # without its adapters
         elif args.algorithm.kl_coef > 0:
-            reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False).eval()
-            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder))
+            model = skeleton(processor.config, vision=own_tower, sees_pixels=own_tower)
+            reference = Policy(model, processor, args).requires_grad_(False).eval()
+            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder, own_tower))
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
     if args.model.gradient_checkpointing:
-        for module in filter(None, (actor, critic)):
-            language_model(module.model).gradient_checkpointing_enable({"use_reentrant": False})
+        for part in [part for module in filter(None, (actor, critic)) for part in trained_parts(module.model)]:
+            part.gradient_checkpointing_enable({"use_reentrant": False})
     return actor, critic, reference
 
 
@@ -679,12 +687,14 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
     use_attention(module.model, run.backend)
-    for layer in language_model(module.model).layers:
+    own_tower = module.model.sees_pixels                         # else replicated, without collectives
+    for layer in [*language_model(module.model).layers, *(module.model.model.visual.blocks if own_tower else ())]:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
+    replicated = set() if own_tower else set(vision_parameters(module.model))
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=replicated)
     materialize(module, run.device)
     init_adapters(module.model, run.args.run.seed)
     if head is None:
@@ -706,10 +716,12 @@ def load_critic_weights(path: Path, critic: Critic) -> None:
 
 
 def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:
-    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. The vision tower's learning
+    rate has a factor."""
+    trained, tower = [p for p in module.parameters() if p.requires_grad], set(vision_parameters(module.model))
+    groups = [{"params": [p for p in trained if (p.ndim >= 2) == matrix and (p in tower) == seen],
+               "weight_decay": args.update.weight_decay * matrix, "factor": args.update.vision_lr_factor if seen else 1.0}
+              for seen in (False, True) for matrix in (True, False)]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
                                   betas=(args.update.adam_beta1, args.update.adam_beta2))
     for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
@@ -835,16 +847,18 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     """Image features of the own prompts, once per prompt, several pictures per call of the vision tower."""
     waiting, size = [], 0
-    groups = sorted(prompts.patches)
+    groups = sorted(prompts.patches.keys() - prompts.features.keys())
     for group in groups:
         waiting.append(group)
         size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
-        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
+        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches[g] for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
         counts = [image_token_count(prompts.prompts[g], image_token_id(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
+        for g in () if owner.model.sees_pixels else waiting:
+            del prompts.patches[g]
         waiting, size = [], 0
 
 
@@ -1321,7 +1335,8 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             processor = source.processor = Processor(str(folder))
             settings = [(p.config.model_type, p.image_processor and p.image_processor.to_dict())
                         for p in (processor, actor_processor)]
-            source.shares_tower = settings[0] == settings[1] and not differing_tower(resolve_folder(args.model.model), folder)
+            source.shares_tower = settings[0] == settings[1] and not args.model.train_vision and not differing_tower(
+                resolve_folder(args.model.model), folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
@@ -1462,13 +1477,14 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], image_token_id(config)), hidden_size)
-              for g in used if prompts.prompts[g].grids}
-    features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
+    own, shapes = row_pictures(model, prompts, used, run.dtype)
+    features = exchange_features(own, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
                         {g: positions_of(model, prompts, g) for g in members}, features, image_token_id(config))
+        if model.sees_pixels:
+            row = with_grids(model, row, [prompts.prompts[g] for g, _ in pack])
         segments = attention_segments(config, row.segments, row.image_rows)
         yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
@@ -1628,7 +1644,7 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
     applied = math.isfinite(norm)
     if applied:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, applied
@@ -2047,7 +2063,7 @@ class RolloutEngine:
         row = SimpleNamespace(
             input_ids=ids[None].to(device), image_rows=(ids == image_token_id(model.config)).nonzero()[:, 0].to(device),
             positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
-            features=torch.cat(features, dim=1).to(device) if features else None)
+            features=torch.cat(features, dim=1).to(device) if features else None, grids=None)
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
         segments = attention_segments(model.config, segments, row.image_rows)
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
@@ -2081,7 +2097,8 @@ class RolloutEngine:
 
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest``: bound of cached tokens plus the new one."""
-        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
+        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None,
+                              grids=None)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
         hidden = language_hidden(self.actor.model, row, attention)                                                      # (B, H)
         live = ~self.done[:size]
