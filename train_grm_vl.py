@@ -54,12 +54,12 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogg
                             run_main, stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
-                        choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target,
-                        feature_levels, fill, freeze, gathered_bytes, image_features, image_token_count, init_adapters,
-                        judge_prompt, judge_settings, language_hidden, language_model, layer_activations, load_rows,
-                        load_weights, materialize, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
-                        resolve_folder, skeleton, token_types, unsharded, use_attention, user_text, vision_inputs,
-                        vision_parameters, visual_token_ids)
+                        choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
+                        gathered_bytes, image_features, image_token_count, init_adapters, judge_prompt, judge_settings,
+                        language_hidden, language_model, layer_activations, load_rows, load_weights, materialize,
+                        parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder, row_pictures,
+                        skeleton, token_types, trained_parts, unsharded, use_attention, user_text, vision_inputs,
+                        vision_parameters, visual_token_ids, with_grids)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -165,6 +165,8 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, 30 % more time")
+    train_vision: bool = flag(False, "train the vision tower and its projector too (Qwen-VL); image features are then "
+                                     "computed in every forward pass")
     lora_rank: int = flag(0, "rank of LoRA adapters, which alone are trained then; the other weights are kept in the compute "
                              "type; 0: off, all are trained", low=0)
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
@@ -209,6 +211,7 @@ class UpdateArgs:
     lr_schedule: str = flag("cosine", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1)
+    vision_lr_factor: float = flag(1.0, "learning rate of the vision tower, as a multiple; with --train_vision", low=0)
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
     adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
@@ -273,6 +276,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
+        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
+        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
@@ -457,8 +462,9 @@ def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
     judge, problem, args = None, None, run.args.model
     try:
-        model = skeleton(processor.config)
-        freeze(vision_parameters(model), run.dtype)
+        model = skeleton(processor.config, sees_pixels=args.train_vision)
+        if not args.train_vision:
+            freeze(vision_parameters(model), run.dtype)
         if args.lora_rank:
             add_adapters(model, absolute(args.model), args.lora_rank, args.lora_alpha, args.lora_targets, run.dtype)
         judge = Judge(model, run.args.update.head_chunk)
@@ -467,8 +473,8 @@ def build_judge(run: Run, processor: Processor) -> Judge:
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
-    if args.gradient_checkpointing:
-        language_model(judge.model).gradient_checkpointing_enable({"use_reentrant": False})
+    for part in trained_parts(judge.model) if args.gradient_checkpointing else ():
+        part.gradient_checkpointing_enable({"use_reentrant": False})
     return judge
 
 
@@ -479,12 +485,14 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
         return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)
-    for layer in language_model(module.model).layers:
+    own_tower = module.model.sees_pixels                         # else replicated, without collectives
+    for layer in [*language_model(module.model).layers, *(module.model.model.visual.blocks if own_tower else ())]:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
+    replicated = set() if own_tower else set(vision_parameters(module.model))
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=replicated)
     materialize(module, run.device)
     init_adapters(module.model, run.args.run.seed)
     if head is None:
@@ -494,10 +502,12 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
 
 
 def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:
-    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. The vision tower's learning
+    rate has a factor."""
+    trained, tower = [p for p in module.parameters() if p.requires_grad], set(vision_parameters(module.model))
+    groups = [{"params": [p for p in trained if (p.ndim >= 2) == matrix and (p in tower) == seen],
+               "weight_decay": args.update.weight_decay * matrix, "factor": args.update.vision_lr_factor if seen else 1.0}
+              for seen in (False, True) for matrix in (True, False)]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
                                   betas=(args.update.adam_beta1, args.update.adam_beta2))
     for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
@@ -572,16 +582,18 @@ def examples_of_step(args: Args, datasets: list[list[list[Example]]], which: np.
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     """Image features of the own prompts, once per prompt, several pictures per call of the vision tower."""
     waiting, size = [], 0
-    groups = sorted(prompts.patches)
+    groups = sorted(prompts.patches.keys() - prompts.features.keys())
     for group in groups:
         waiting.append(group)
         size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
-        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
+        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches[g] for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
         counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
+        for g in () if owner.model.sees_pixels else waiting:
+            del prompts.patches[g]
         waiting, size = [], 0
 
 
@@ -602,13 +614,14 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)), hidden_size)
-              for g in used if prompts.prompts[g].grids}
-    features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
+    own, shapes = row_pictures(model, prompts, used, run.dtype)
+    features = exchange_features(own, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
                         {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))
+        if model.sees_pixels:
+            row = with_grids(model, row, [prompts.prompts[g] for g, _ in pack])
         segments = attention_segments(config, row.segments, row.image_rows)
         yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
@@ -618,7 +631,8 @@ def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: St
     """One optimizer step on the mean of -log p over all target tokens of all ranks. Also returns logp (N,)."""
     lr, tokens = run.args.update.lr * lr_factor(step, run.args.update), max(1, len(samples.tokens))
     judge.train()
-    compute_features(run, judge, prompts)
+    if not judge.model.sees_pixels:
+        compute_features(run, judge, prompts)
     done, logprobs = [], torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, judge.model, prompts, samples):
         logp = judge(row, attention)                                                                           # (T,)
@@ -642,7 +656,7 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
     applied = math.isfinite(norm)
     if applied:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, applied
@@ -706,7 +720,8 @@ def score_verdicts(run: Run, processor: Processor, judge: Judge, examples: list[
     verdict given the bare prompt: a softmax over the verdicts' log-probs. One packed forward."""
     settings, frame = processor.files["judge"], answer_frame(processor)
     words = [settings["kinds"].get(example.kind, {"verdicts": []})["verdicts"] for example in examples]
-    compute_features(run, judge, prompts)
+    if not judge.model.sees_pixels:
+        compute_features(run, judge, prompts)
     samples = as_samples([[] if g in prompts.dropped else [example.target, *(
         encode_target(processor, frame, fill(settings["answer"], verdict=word)) for word in words[g])]
         for g, example in enumerate(examples)])

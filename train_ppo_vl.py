@@ -66,12 +66,13 @@ from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkp
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, choose_attention, clear_forward_order, count_judgements,
-                        count_parameters, differing_tower, encode_target, feature_levels, fill, freeze, gathered_bytes,
-                        image_features, image_token_count, init_adapters, judge_prompt, judge_settings, language_hidden,
-                        language_model, layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt,
-                        materialize, move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement,
-                        resident_bytes, resolve_folder, router_logits, routers, shard_of, skeleton, unsharded, use_attention,
-                        user_text, vision_parameters, visual_token_ids, with_same_tower, without_adapters)
+                        count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes, image_features,
+                        image_token_count, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
+                        layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize,
+                        move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
+                        resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded,
+                        use_attention, user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower,
+                        without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -223,8 +224,10 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
-    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (and the value head); "
-                             "the other weights are kept in the compute type; 0: off, all are trained", low=0)
+    train_vision: bool = flag(False, "train the vision tower and its projector too (Qwen-VL); actor, critic and reference "
+                                     "then have one each and compute image features in every forward pass")
+    lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (with the value head); "
+                             "other weights are kept in the compute type; 0: off, all are trained", low=0)
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     lora_targets: str = flag("", "linear layers with adapters: ends of their names, such as q_proj,v_proj; empty: all of the "
                                  "decoder, attention and MLP, but experts of MoE models")
@@ -332,13 +335,13 @@ class AlgorithmArgs:
     policy_loss: str = flag("ppo", "loss of the actor", tuple(losses.LOSS_CLIP_DEFAULTS))
     clip_low: float = flag(-1.0, "ratio clip below 1; -1: the loss's own: ppo and cpgd 0.2, gspo 3e-4, gmpo 0.4 (in log "
                                  "space), cispo 1 (none)", low=-1, high=1)
-    clip_high: float = flag(-1.0, "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo and cpgd "
-                                  "0.2, gspo 4e-4, gmpo 0.4, cispo 4", low=-1)
+    clip_high: float = flag(-1.0, "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo and "
+                                  "cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4", low=-1)
     dual_clip: float = flag(3.0, "ratio bound for negative advantages (ppo), above 1; 0: off")
     value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
-    high_entropy_ratio: float = flag(1.0, "share of each response's tokens, those of highest entropy, in the policy loss; below "
-                                          "1 it costs a forward pass", low=1e-6, high=1)
+    high_entropy_ratio: float = flag(1.0, "share of each response's tokens, those of highest entropy, in the policy loss; "
+                                          "below 1 it costs a forward pass", low=1e-6, high=1)
     recompute_old_logprobs: bool = flag(False, "take old log-probs from a forward pass instead of the sampler's record")
     importance_cap: float = flag(2.0, "cap of the sampler-trainer weight, with --recompute_old_logprobs", low=1e-6)
 
@@ -354,6 +357,7 @@ class UpdateArgs:
     lr_schedule: str = flag("constant", "learning rate after the warm-up", ("constant", "linear", "cosine"))
     warmup_steps: int = flag(0, "steps of linear warm-up", low=0)
     min_lr_ratio: float = flag(0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1)
+    vision_lr_factor: float = flag(1.0, "learning rate of the vision tower, as a multiple; with --train_vision", low=0)
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
     adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
     adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
@@ -491,6 +495,8 @@ def check_args(args: Args) -> None:
             update.ema_beta > 0 or not (args.eval.eval_ema or update.export_ema),
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
+        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
+        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
@@ -739,9 +745,10 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     try:
-        folder = resolve_folder(args.model.model, weights=not args.run.dry_run)
-        model = skeleton(processor.config)
-        freeze(vision_parameters(model), run.dtype)
+        folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
+        model = skeleton(processor.config, sees_pixels=own_tower)
+        if not own_tower:
+            freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
             raise ValueError(f"--aux_loss_coef {args.update.aux_loss_coef}: {folder} has no experts to balance")
         if args.model.lora_rank:
@@ -749,23 +756,24 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
-            body = skeleton(processor.config, vision=False, head=False)
+            body = skeleton(processor.config, vision=own_tower, head=False, sees_pixels=own_tower)
             if args.model.lora_rank:
                 adapt(body)
             critic = Critic(body)
-            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder))
+            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder, own_tower))
         if args.algorithm.kl_coef > 0 and args.model.lora_rank and not args.model.reference_model:
             reference = actor                                                  # without its adapters
         elif args.algorithm.kl_coef > 0:
-            reference = Policy(skeleton(processor.config, vision=False), processor, args).requires_grad_(False).eval()
-            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder))
+            model = skeleton(processor.config, vision=own_tower, sees_pixels=own_tower)
+            reference = Policy(model, processor, args).requires_grad_(False).eval()
+            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder, own_tower))
             put_away(run, frozen=reference)
     except ValueError as error:
         problem = str(error)
     fail_together(problem)
     if args.model.gradient_checkpointing:
-        for module in filter(None, (actor, critic)):
-            language_model(module.model).gradient_checkpointing_enable({"use_reentrant": False})
+        for part in [part for module in filter(None, (actor, critic)) for part in trained_parts(module.model)]:
+            part.gradient_checkpointing_enable({"use_reentrant": False})
     return actor, critic, reference
 
 
@@ -776,12 +784,14 @@ def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
         return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)
-    for layer in language_model(module.model).layers:
+    own_tower = module.model.sees_pixels                         # else replicated, without collectives
+    for layer in [*language_model(module.model).layers, *(module.model.model.visual.blocks if own_tower else ())]:
         fully_shard(layer, mesh=run.mesh, mp_policy=policy)
     head = getattr(module, "value_head", None)
     if head is not None:
         fully_shard(head, mesh=run.mesh, mp_policy=full)
-    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=set(vision_parameters(module.model)))
+    replicated = set() if own_tower else set(vision_parameters(module.model))
+    fully_shard(module, mesh=run.mesh, mp_policy=policy, ignored_params=replicated)
     materialize(module, run.device)
     init_adapters(module.model, run.args.run.seed)
     if head is None:
@@ -803,10 +813,12 @@ def load_critic_weights(path: Path, critic: Critic) -> None:
 
 
 def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.AdamW:
-    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.update.weight_decay},
-              {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}]
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not. The vision tower's learning
+    rate has a factor."""
+    trained, tower = [p for p in module.parameters() if p.requires_grad], set(vision_parameters(module.model))
+    groups = [{"params": [p for p in trained if (p.ndim >= 2) == matrix and (p in tower) == seen],
+               "weight_decay": args.update.weight_decay * matrix, "factor": args.update.vision_lr_factor if seen else 1.0}
+              for seen in (False, True) for matrix in (True, False)]
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
                                   betas=(args.update.adam_beta1, args.update.adam_beta2))
     for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
@@ -1076,16 +1088,18 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
     """Image features of the own prompts, once per prompt, several pictures per call of the vision tower."""
     waiting, size = [], 0
-    groups = sorted(prompts.patches)
+    groups = sorted(prompts.patches.keys() - prompts.features.keys())
     for group in groups:
         waiting.append(group)
         size += prompts.patches[group][0].numel() // 1024            # about patches, also where pictures come as tiles
         if size < run.args.update.max_tokens_per_pack and group != groups[-1]:
             continue
-        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches.pop(g) for g in waiting)))
+        patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches[g] for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
         counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
+        for g in () if owner.model.sees_pixels else waiting:
+            del prompts.patches[g]
         waiting, size = [], 0
 
 
@@ -1573,7 +1587,8 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
                 video_max_pixels=args.data.video_max_pixels)
             settings = [(p.config.model_type, [part and part.to_dict() for part in (p.image_processor, p.frame_processor)])
                         for p in (processor, actor_processor)]
-            source.shares_tower = settings[0] == settings[1] and not differing_tower(own, folder)
+            source.shares_tower = settings[0] == settings[1] and not args.model.train_vision \
+                and not differing_tower(own, folder)
             model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
@@ -1715,13 +1730,14 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
-    shapes = {g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)), hidden_size)
-              for g in used if prompts.prompts[g].grids}
-    features = exchange_features(prompts.features, prompts.owners, needed, shapes, run.dtype)
+    own, shapes = row_pictures(model, prompts, used, run.dtype)
+    features = exchange_features(own, prompts.owners, needed, shapes, run.dtype)
     for pack in packs[run.rank]:
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
                         {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))
+        if model.sees_pixels:
+            row = with_grids(model, row, [prompts.prompts[g] for g, _ in pack])
         segments = attention_segments(config, row.segments, row.image_rows)
         yield row.to(run.device), PackedAttention(segments, run.backend, run.device)
 
@@ -1884,7 +1900,7 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
     applied = math.isfinite(norm)
     if applied:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group["factor"]
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, applied
@@ -2193,8 +2209,8 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
     updates, samples = update.epochs * update.minibatches, per_step * args.rollout.samples_per_prompt
-    log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, "
-             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass over the data")
+    log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, {updates} "
+             f"updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass over the data")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):
@@ -2352,7 +2368,7 @@ class RolloutEngine:
             input_ids=ids[None].to(device),
             image_rows=torch.isin(ids, visual_token_ids(model.config)).nonzero()[:, 0].to(device),
             positions=torch.cat([positions_of(model, self.prompts, g) for g, _ in batch], dim=1)[:, None].to(device),
-            features=torch.cat(features, dim=1).to(device) if features else None)
+            features=torch.cat(features, dim=1).to(device) if features else None, grids=None)
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
         segments = attention_segments(model.config, segments, row.image_rows)
         hidden = language_hidden(model, row, PackedAttention(segments, self.run.backend, device, self.cache, plan))   # (L, H)
@@ -2386,7 +2402,8 @@ class RolloutEngine:
 
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest``: bound of cached tokens plus the new one."""
-        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None)
+        row = SimpleNamespace(input_ids=self.last[None, :size], positions=self.rope[:size].expand(3, 1, -1), features=None,
+                              grids=None)
         attention = DecodeAttention(self.cache, self.length[:size], longest, self.run.backend)
         hidden = language_hidden(self.actor.model, row, attention)                                                     # (B, H)
         live = ~self.done[:size]

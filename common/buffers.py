@@ -343,12 +343,13 @@ class Row:
     positions: torch.Tensor                # (3, 1, L) rotary positions
     segments: list[Segment]
     image_rows: torch.Tensor               # (M,) rows that hold image tokens
-    features: torch.Tensor | None          # (K, M, H), or None without images
+    features: torch.Tensor | None          # (K, M, H), or None without images; with grids: pixels (1, patches, patch size)
     predict: torch.Tensor                  # (T,) int64
     targets: torch.Tensor                  # (T,) int64
     flat: torch.Tensor                     # (T,) index into the flat tensors of Samples, on the CPU
     sample: torch.Tensor                   # (T,) index of the sample in Samples
     step: torch.Tensor                     # (T,) 0-based position in the response
+    grids: torch.Tensor | None = None      # (I, 3) of its pictures, for a model that trains its vision tower
 
     @property
     def copies(self) -> torch.Tensor:

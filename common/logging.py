@@ -823,8 +823,8 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
         shard = {}
         for name in names:
             stem = name.removesuffix(".weight")
-            full, *pair = (parameters[part].full_tensor() if isinstance(parameters[part], DTensor) else parameters[part]
-                           for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters)   # collective
+            found = [parameters[part] for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters]
+            full, *pair = (p.full_tensor() if isinstance(p, DTensor) else p for p in found)      # a collective: all ranks
             if dist.get_rank() == 0:
                 if pair:
                     full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])

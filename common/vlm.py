@@ -25,7 +25,7 @@ import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterable
 
@@ -783,7 +783,7 @@ class StepPrompts:
     draws: list[int]                               # number of this draw among all prompts ever taken
     owners: list[int]                              # rank that rolls the prompt out
     positions: dict[int, torch.Tensor]             # (3, P) for the prompts needed so far
-    patches: dict[int, tuple]                      # own pictures, until their features exist
+    patches: dict[int, tuple]                      # own pictures, until their features exist; to the end if a tower is trained
     features: dict[int, torch.Tensor]              # own features, (K, M, H) on the CPU
     dropped: list[int]                             # prompts whose pictures do not decode (--on_bad_row skip)
 
@@ -1363,6 +1363,11 @@ def vision_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for part in vision_parts(model).values() for p in ([part] if torch.is_tensor(part) else part.parameters())]
 
 
+def trained_parts(model: nn.Module) -> list[nn.Module]:
+    """The decoder, and the vision tower if it is trained."""
+    return [language_model(model), *([model.model.visual] if model.sees_pixels else [])]
+
+
 def feature_levels(config) -> int:
     """K of `image_features`."""
     return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
@@ -1404,15 +1409,15 @@ def token_types(config, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: (input_ids == image).int() + 2 * (input_ids == video).int()} if name else {}
 
 
-@torch.no_grad()
 def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
     """Run the vision tower on what `load_pixels` made of pictures of any number of prompts -> (K, M, H), M image tokens.
 
-    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL).
+    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but for a trained tower.
     """
     weight = vision_parameters(model)[0]
     patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
-    out = model.model.get_image_features(**vision_inputs(model.config, patches, grids), return_dict=True)
+    with torch.set_grad_enabled(model.sees_pixels and torch.is_grad_enabled()):
+        out = model.model.get_image_features(**vision_inputs(model.config, patches, grids), return_dict=True)
     levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
     return torch.stack([(level if torch.is_tensor(level) else torch.cat(list(level))).flatten(0, -2) for level in levels])
 
@@ -1420,15 +1425,21 @@ def image_features(model: nn.Module, patches: torch.Tensor, grids: torch.Tensor)
 def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
     """Last hidden states of a packed row, (N, H).
 
-    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None. Families without
+    ``row`` has input_ids (1, N), positions (3, 1, N), image_rows (M,) and features (K, M, H) or None, or pixels (1, P, D) with
+    the ``grids`` (I, 3) of their pictures, for the features to be computed here, inside FSDP's forward. Families without
     rotary positions in three dimensions have three equal rows of them. The fourth row of the others, which transformers
     reads to detect packing, is zero: our attention goes by segments and no mask is built.
     """
     decoder = language_model(model)
     embeds = decoder.get_input_embeddings()(row.input_ids)                                               # (1, N, H)
     deepstack: dict[str, Any] = {}
-    if row.features is not None:
-        features = row.features.to(embeds.dtype)
+    features = row.features
+    if row.grids is not None:
+        features = image_features(model, features[0], row.grids)
+        if not len(row.image_rows):                  # a stand-in: every rank takes part in the collectives of the tower
+            embeds, features = embeds + 0.0 * features.sum(), None
+    if features is not None:
+        features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, row.image_rows, features[:1])
         if len(features) > 1:
             is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(1, row.image_rows, True)
@@ -1438,6 +1449,29 @@ def language_hidden(model: nn.Module, row, attention) -> torch.Tensor:
         positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])                       # (4, 1, N)
     return decoder(inputs_embeds=embeds, position_ids=positions, use_cache=False, attention=attention,
                    **deepstack).last_hidden_state[0]
+
+
+def row_pictures(model: nn.Module, prompts: StepPrompts, groups: Iterable[int],
+                 dtype: torch.dtype) -> tuple[dict[int, torch.Tensor], dict[int, tuple[int, ...]]]:
+    """What packed rows hold of the pictures of ``groups``, this rank's own, and the shapes of all, by prompt: image features
+    (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
+    config, grids = model.config, {g: prompts.prompts[g].grids for g in groups if prompts.prompts[g].grids}
+    if not model.sees_pixels:
+        shape = lambda g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)),  # noqa: E731
+                           config.get_text_config().hidden_size)
+        return prompts.features, {g: shape(g) for g in grids}
+    size = math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
+    return ({g: prompts.patches[g][0][None].to(dtype) for g in grids if g in prompts.patches},
+            {g: (1, sum(math.prod(grid[:3]) for grid in grids[g]), size) for g in grids})
+
+
+def with_grids(model: nn.Module, row, prompts: list[Prompt]):
+    """A row with the grids of its ``prompts``' pictures and clips; without any, with one of zeros that no token stands for."""
+    grids, side = [grid[:3] for prompt in prompts for grid in prompt.grids], model.config.vision_config.spatial_merge_size
+    if grids:
+        return replace(row, grids=torch.tensor(grids))
+    nothing = torch.zeros(1, side * side, math.prod(model.model.visual.patch_embed.proj.weight.shape[1:]))
+    return replace(row, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
@@ -1516,8 +1550,9 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
         raise ValueError(f"--model {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
 
-def with_same_tower(name: str, actor_folder: Path) -> Path:
-    """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Roles use the actor's image features.
+def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
+    """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Without a tower of its own, a role uses the
+    actor's image features.
 
     Raises:
         ValueError: the checkpoint's vision tower is not the actor's, so its language model expects other features.
@@ -1525,7 +1560,7 @@ def with_same_tower(name: str, actor_folder: Path) -> Path:
     if not name:
         return actor_folder
     folder = resolve_folder(name)
-    if different := differing_tower(actor_folder, folder):
+    if not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
     return folder
@@ -1548,12 +1583,16 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     return found
 
 
-def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
+def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False) -> nn.Module:
     """The checkpoint's model with parameters on the meta device and real buffers.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
-    ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out.
+    ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out. A model that
+    ``sees_pixels`` computes image features in its own forward: its tower is trained, or is not the actor's.
     """
+    if sees_pixels and layout(config) != "qwen":
+        raise ValueError(f"--train_vision: the checkpoint is of the family {config.model_type}; only vision towers of Qwen-VL "
+                         "can be trained")
     family, text = AutoModelForCausalLM if layout(config) == "text" else AutoModelForImageTextToText, config.get_text_config()
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(text, name, None):
@@ -1574,6 +1613,7 @@ def skeleton(config, vision: bool = True, head: bool = True) -> nn.Module:
         setattr(model.model, name, None)
     if not head:
         model.lm_head = None
+    model.sees_pixels = sees_pixels
     return model
 
 

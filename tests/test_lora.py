@@ -10,7 +10,8 @@ import transformers
 from conftest import start, take, write_checkpoint
 from safetensors.torch import load_file
 from test_families import write_family
-from test_training import assert_same_run, distance, flags, gradient, hand_samples, launch, records, tensors, weights_of, with_flags
+from test_training import (assert_same_run, distance, flags, gradient, hand_samples, launch, records, tensors, weights_of,
+                           with_flags)
 from transformers import AutoModelForImageTextToText
 
 import test_grm
@@ -49,7 +50,8 @@ def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torc
     weights = {name.removeprefix("model."): value for name, value in weights_of(module.model).items() if ".lora_" in name}
     leaves = {name: value.detach().requires_grad_() for name, value in weights_of(module).items() if ".lora_" in name}
     stems = {name.rpartition(".")[0] for name in leaves}
-    assert {stem.rpartition(".")[2] for stem in stems} == TARGETS and len(stems) == 7 * model.config.text_config.num_hidden_layers
+    assert {stem.rpartition(".")[2] for stem in stems} == TARGETS
+    assert len(stems) == 7 * model.config.text_config.num_hidden_layers
     assert len(weights) == len(leaves) == 2 * len(stems)
     merged = {f"{stem.removeprefix('model.')}.weight": model.get_parameter(f"{stem.removeprefix('model.')}.weight")
               + 2.0 * leaves[f"{stem}.lora_B"] @ leaves[f"{stem}.lora_A"] for stem in stems}
@@ -62,7 +64,7 @@ def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
         pixels = vlm.load_pixels(prompt, env.processor)
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False, **more}
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False} | more
         inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
         yield tokens, torch.func.functional_call(model, merged, (), inputs), rows
@@ -138,17 +140,18 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     for checkpointing in (False, True):
         if checkpointing:
             env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-        run = with_flags(env.run, kl_estimator="full", kl_in="loss")
+        run = with_flags(env.run, kl_estimator="full", kl_in="loss", max_tokens_per_pack=110)
         weights = ppo.minibatch_weights(run, samples, range(4))
         for reference in (env.reference, other.reference):
             ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
             env.actor.train()
-            for row, attention in ppo.packed_rows(with_flags(run, max_tokens_per_pack=110), env.actor.model, env.step, samples):
+            for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
                 loss, _ = ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0, reference)
                 loss.backward()
             assert env.actor.training
             ppo.rest_after_scoring(reference)
-            runs.append((samples.kl, {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}))
+            trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
+            runs.append((samples.kl, {name: p.grad.full_tensor() for name, p in trained.items()}))
             env.actor.zero_grad(set_to_none=True)
     env.actor.model.model.language_model.gradient_checkpointing_disable()
     for kl, found in runs[1:]:
@@ -184,7 +187,8 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
 
 def test_targets(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--lora_rank", "2", "--lora_targets", "q_proj,mlp.up_proj", "--advantage", "grpo")
-    names = {name.split("layers.0.")[-1] for name, p in env.actor.named_parameters() if p.requires_grad and "layers.0." in name}
+    trained = [name for name, p in env.actor.named_parameters() if p.requires_grad]
+    names = {name.split("layers.0.")[-1] for name in trained if "layers.0." in name}
     assert names == {f"{stem}.lora_{part}" for stem in ("self_attn.q_proj", "mlp.up_proj") for part in "AB"}
     with pytest.raises(ppo.UserError, match="--lora_targets q_proj,qkv: no linear layer of the decoder ends in qkv; there are "
                                             "down_proj, gate_proj, k_proj"):
@@ -267,8 +271,8 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
     """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
     lines = {"gae": (qwen25, *RUN, "--critic_lr", "1e-2"),
-             "full": (other, *RUN, "--advantage", "grpo", "--kl_estimator", "full", "--kl_in", "loss", "--prompts_per_step", "3",
-                      "--steps", "2", "--minibatches", "1", "--gradient_checkpointing", "--lora_rank", "1")}
+             "full": (other, *RUN, "--advantage", "grpo", "--kl_estimator", "full", "--kl_in", "loss", "--steps", "2",
+                      "--prompts_per_step", "3", "--minibatches", "1", "--gradient_checkpointing", "--lora_rank", "1")}
     for ranks in (1, 2):
         runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
         (tmp_path / "plan.json").write_text(json.dumps(runs))

@@ -129,7 +129,7 @@ def hand_samples(env, prompts) -> Samples:
         tokens=torch.randint(4, env.processor.config.text_config.vocab_size - 8, (int(lengths.sum()),),
                              generator=generator))
     samples.advantages, samples.returns, samples.values = noise(1.0), noise(1.0), noise(0.1)
-    with torch.no_grad():
+    with torch.no_grad(), vlm.unsharded(env.actor):
         ppo.compute_features(env.run, env.actor, prompts)
     samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
     samples.old_logprobs = samples.logprobs + noise(0.3)                 # far enough that both clips and dual clip act
@@ -731,11 +731,11 @@ def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], ta
     return line
 
 
-def launch(ranks: int, plan: Path) -> None:
-    """Run this file as a program on so many ranks."""
+def launch(ranks: int, plan: Path, file: str = __file__) -> None:
+    """Run a test file as a program on so many ranks."""
     clean = {key: value for key, value in os.environ.items()
              if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__,
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), file,
                str(plan)]
     result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

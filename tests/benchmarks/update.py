@@ -191,6 +191,7 @@ def compare(flags, run, processor, actor, oracle) -> None:
         print(f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared")
     if patches:
         grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.group[:flags.samples].tolist()))]
+        oracle.sees_pixels = False                                                                        # no gradient
         tower = alternate({"tower": lambda: ppo.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
         print(
             f"  of which the vision tower in padded and kept: {tower:.3f}; without it padded / shared "

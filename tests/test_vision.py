@@ -1,0 +1,217 @@
+"""A vision tower that is trained: gradients of one Hugging Face forward and backward per sample, the same step on one and
+two ranks where some rows hold no picture, a reference that keeps the tower it began with.
+
+Run as a program under torchrun (`torchrun ... test_vision.py RUNS`), this file calls the scripts' `main` for every
+[script, flags] in the JSON file RUNS.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import test_grm
+import test_training
+import torch
+import torch.distributed as dist
+from conftest import start, take, write_checkpoint
+from test_families import write_family
+from test_training import assert_same_run, distance, flags, hand_samples, launch, records, tensors, with_flags
+from transformers import AutoModelForImageTextToText
+
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import vlm
+
+task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+
+
+def gradients(env, run, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
+    """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
+    for groups in parts:
+        for row, attention in ppo.packed_rows(run, module.model, env.step, env.samples, groups):
+            out = module(row, attention)
+            (signs[row.flat] * (out[0] if isinstance(out, tuple) else out)).sum().backward()
+    found = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    module.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def env(checkpoint, picture_rows):
+    env = start(checkpoint, picture_rows, "--train_vision", "--kl_coef", "0.1")
+    env.folder, env.step = checkpoint, take(env)
+    env.samples = hand_samples(env, env.step)
+    head = torch.randn(1, env.critic.value_head.in_features, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        env.critic.value_head.weight.to_local().copy_(head)
+    return env
+
+
+def test_gradients_equal_one_backward_per_sample(env):
+    """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with checkpointing."""
+    signs = torch.linspace(-1, 1, len(env.samples.tokens))
+    model, body = (AutoModelForImageTextToText.from_pretrained(env.folder, attn_implementation="eager") for _ in range(2))
+    head = env.critic.value_head.weight.full_tensor().detach()
+    columns = env.samples.group.tolist(), env.samples.split(env.samples.tokens), env.samples.split(signs)
+    for group, tokens, weight in zip(*columns):
+        prompt = env.prompts[group]
+        ids = torch.cat([prompt.input_ids, tokens])[None]
+        pixels = vlm.load_pixels(prompt, env.processor)
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False}
+        inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        logits = model(**inputs).logits[0, rows]
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        (weight * logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]).sum().backward()
+        (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0])).sum().backward()
+    many = {"max_tokens_per_pack": 75, "share_prompts": False}
+    assert not env.prompts[0].images and all(prompt.images for prompt in env.prompts[1:])
+    for module, oracle in ((env.actor, model), (env.critic, body)):
+        expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if p.grad is not None}
+        tower = {name for name in expected if "visual" in name}
+        module.train()
+        for changes in ({}, {"max_tokens_per_pack": 110}, many, "checkpointing"):
+            if changes == "checkpointing":
+                for part in vlm.trained_parts(module.model):
+                    part.gradient_checkpointing_enable({"use_reentrant": False})
+            parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)                          # the first row has no picture
+            changes = {} if changes == "checkpointing" else changes
+            found = gradients(env, with_flags(env.run, **changes), module, signs, parts)
+            found.pop("value_head.weight", None)
+            assert distance(found, expected) < 1e-5, changes
+            assert distance({n: found[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
+            for name in tower:
+                assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + 1e-6, (name, changes)
+        for part in vlm.trained_parts(module.model):
+            part.gradient_checkpointing_disable()
+
+
+def test_the_reference_keeps_its_tower(env, picture_rows):
+    """The actor's tower moves; rollouts and training see the new one, the reference the old one."""
+    base = start(env.folder, picture_rows)
+    expected = ppo.score_tokens(base.run, base.actor, with_features(base), env.samples)
+    assert (ppo.score_tokens(env.run, env.reference, env.step, env.samples) - expected).abs().max() < 1e-5
+    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() < 1e-5
+    moved = start(env.folder, picture_rows, "--train_vision", "--kl_coef", "0.1")
+    with torch.no_grad():
+        for parameter in vlm.vision_parameters(moved.actor.model):
+            parameter.to_local().mul_(1.1)
+    step = take(moved)
+    samples = ppo.rollout(moved.run, moved.processor, moved.actor, step, 2, ppo.TRAIN)
+    assert (ppo.score_tokens(moved.run, moved.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
+    old = ppo.score_tokens(base.run, base.actor, with_features(base), samples)
+    assert (ppo.score_tokens(moved.run, moved.reference, step, samples) - old).abs().max() < 1e-5
+    assert (samples.logprobs - old).abs().max() > 1e-2
+
+
+def with_features(env):
+    step = take(env)
+    with torch.no_grad():
+        ppo.compute_features(env.run, env.actor, step)
+    return step
+
+
+def test_learning_rate_and_decay_of_the_tower(env):
+    args = with_flags(env.run, weight_decay=0.1, vision_lr_factor=0.25).args
+    for module in (env.actor, env.critic):
+        optimizer = ppo.build_optimizer(module, 1e-3, args)
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in module.named_parameters():
+            assert groups[id(parameter)]["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
+            assert groups[id(parameter)]["factor"] == (0.25 if "visual" in name else 1.0), name
+        (sum(p.sum() for p in module.parameters()) * 0).backward()
+        ppo.apply_gradients(env.run, module, optimizer, 0.02)
+        assert {group["factor"]: group["lr"] for group in optimizer.param_groups} == {1.0: 0.02, 0.25: 0.005}
+
+
+RUN = ("--train_vision", "--kl_coef", "0.1", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--steps", "4", "--minibatches", "2")
+
+
+def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
+    ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
+    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
+    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN))
+    whole, parts = ([{name: value for name, value in step.items() if not name.startswith("perf/")}
+                     for step in records(tmp_path / name)] for name in ("whole", "parts"))
+    assert whole == parts and whole[0]["train/kl"] < 1e-6 < whole[-1]["train/kl"]
+    assert all(step["train/sampler_gap"] < 1e-5 for step in whole)
+    before, one, two = tensors(qwen25), *(tensors(tmp_path / name / "export" / "step-4") for name in ("whole", "parts"))
+    assert before.keys() == one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    moved = {key for key in before if not torch.equal(before[key], one[key])}
+    assert any("visual.merger" in key for key in moved) and any("visual.blocks.0" in key for key in moved)
+    AutoModelForImageTextToText.from_pretrained(tmp_path / "whole" / "export" / "step-4")
+
+
+def test_a_factor_of_zero_is_the_frozen_tower(qwen25, task, tmp_path):
+    """Rows with pixels and rows with features take the same step."""
+    more = (*RUN[1:], "--steps", "2", "--max_grad_norm", "0")
+    ppo.main(flags(qwen25, task, tmp_path / "frozen", *more))
+    ppo.main(flags(qwen25, task, tmp_path / "zero", *more, "--train_vision", "--vision_lr_factor", "0"))
+    frozen, zero = (tensors(tmp_path / name / "export" / "step-2") for name in ("frozen", "zero"))
+    assert all((frozen[key] - zero[key]).norm() <= 1e-3 * frozen[key].norm() + 1e-6 for key in frozen)
+    assert all(torch.equal(frozen[key], zero[key]) for key in frozen if "visual" in key)
+
+
+def test_refusals(qwen25, picture_rows, tmp_path):
+    for kind in ("llava", "qwen2"):
+        write_family(kind, tmp_path / kind, picture_rows)
+        with pytest.raises(ppo.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
+            start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
+    with pytest.raises(ppo.UserError, match="--train_vision and --lora_rank: choose one"):
+        start(qwen25, picture_rows, "--train_vision", "--lora_rank", "2")
+    with pytest.raises(ppo.UserError, match="--vision_lr_factor needs --train_vision"):
+        start(qwen25, picture_rows, "--vision_lr_factor", "0.5")
+
+
+def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
+    """With a critic and a reference, several packs, rows without pictures and ranks without rows; and a judge."""
+    other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
+    judge = test_grm.flags(qwen25, judgements, Path("judge"), "--train_vision", "--steps", "3", "--eval_every", "-1")
+    plans = []
+    for ranks in (1, 2):
+        out = tmp_path / str(ranks)
+        plans.append([["ppo", flags(qwen25, task, out / "gae", *RUN, "--steps", "3", "--prompts_per_step", "4", "--eval_data",
+                                    str(task / "eval.jsonl"), "--eval_every", "2", "--vision_lr_factor", "0.5",
+                                    "--max_tokens_per_pack", "524")],
+                      ["ppo", flags(other, task, out / "full", "--train_vision", "--advantage", "grpo", "--steps", "2",
+                                    "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "full",
+                                    "--gradient_checkpointing", "--dynamic_sampling", "2", "--max_tokens_per_pack", "524")],
+                      ["grm", [str(out / "judge") if word == "judge" else word for word in judge]]])
+    (tmp_path / "plan.json").write_text(json.dumps(plans[1]))
+    launch(2, tmp_path / "plan.json", __file__)
+    run_all(plans[0])
+    for name, step in (("gae", 3), ("full", 2), ("judge", 3)):
+        one, two = (tmp_path / ranks / name for ranks in "12")
+        if name == "judge":
+            first, second = ([test_grm.reproducible(record) for record in records(out)] for out in (one, two))
+            assert len(first) == len(second) >= 4
+            for ours, theirs in zip(first, second):
+                assert theirs == pytest.approx(ours, abs=1e-4, rel=1e-4)
+        else:
+            assert_same_run(one, two)
+        ours, theirs = (tensors(out / "export" / f"step-{step}") for out in (one, two))
+        before = tensors(other if name == "full" else qwen25)
+        for key in ours:
+            assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
+        assert sum("visual" in key and not torch.equal(before[key], ours[key]) for key in ours) > 10
+
+
+def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
+    """Before any step: what it says, and its losses and likelihoods."""
+    found = [grm.main(test_grm.flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
+             for more in ((), ("--train_vision",))]
+    frozen, trained = map(test_grm.reproducible, found)
+    assert trained == pytest.approx(frozen, abs=1e-5) and frozen["eval/num_samples"] > 5
+    texts = [[record["generated_text"] for record in test_grm.evaluation(tmp_path / name, 0)["records"]] for name in "01"]
+    assert texts[0] == texts[1]
+
+
+def run_all(plan: list) -> None:
+    for script, line in plan:
+        {"ppo": ppo, "grm": grm}[script].main(line)
+
+
+if __name__ == "__main__":
+    run_all(json.loads(Path(sys.argv[1]).read_text()))
+    dist.destroy_process_group()
