@@ -157,6 +157,18 @@ def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
     assert (size["shortest_edge"], size["longest_edge"]) == bounds
 
 
+def test_the_config_has_the_last_word_on_patches(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    edit(folder / "preprocessor_config.json", patch_size=16, merge_size=1, temporal_patch_size=4)
+    Image.new("RGB", (56, 112)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "images": "a.png"}')
+    processor = Processor(folder)
+    (prompt,), _ = load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=500)
+    patches, grids = load_pixels(prompt, processor)
+    assert grids.tolist() == [[1, 8, 4]] and patches.shape == (32, 3 * 2 * 14 * 14)
+    assert (prompt.input_ids == IMAGE).sum() == 32 // 2**2
+
+
 def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     """The template in chat_template.json, where there is one, takes precedence over the tokenizer's."""
     source, target = write_checkpoint(tmp_path / "source", template="text only"), tmp_path / "target"
