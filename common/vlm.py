@@ -326,12 +326,21 @@ class Processor:
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
         self.clip_placeholder = tokenizer.convert_ids_to_tokens(config.video_token_id) if self.layout == "qwen" else ""
+<<<<<<< HEAD
         turn_end = tokenizer.get_vocab().get("<end_of_turn>")            # Gemma's, which not all of its files call an end
         ends = {tokenizer.eos_token_id, turn_end, *(ends if isinstance(ends, list) else [ends])}
+=======
+        # Gemma's turns end with a token of their own, which not every generation config names.
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]),
+                *(i for i, token in tokenizer.added_tokens_decoder.items() if token.content == "<end_of_turn>")}
+>>>>>>> video
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
         self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
                                 or token.special and (i in ends or token.content in str(tokenizer.chat_template))]
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+            config.get_text_config().pad_token_id = tokenizer.eos_token_id
         tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
         tokenizer.backend_tokenizer.no_padding()
 
@@ -1457,8 +1466,8 @@ def row_pictures(model: nn.Module, prompts: StepPrompts, groups: Iterable[int],
     (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
     config, grids = model.config, {g: prompts.prompts[g].grids for g in groups if prompts.prompts[g].grids}
     if not model.sees_pixels:
-        shape = lambda g: (feature_levels(config), image_token_count(prompts.prompts[g], visual_token_ids(config)),  # noqa: E731
-                           config.get_text_config().hidden_size)
+        visual, hidden_size = visual_token_ids(config), config.get_text_config().hidden_size
+        shape = lambda g: (feature_levels(config), image_token_count(prompts.prompts[g], visual), hidden_size)  # noqa: E731
         return prompts.features, {g: shape(g) for g in grids}
     size = math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
     return ({g: prompts.patches[g][0][None].to(dtype) for g in grids if g in prompts.patches},
@@ -1609,6 +1618,7 @@ def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool =
         model = family.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
+    language_model(model).get_input_embeddings().padding_idx = None    # EOS may serve as pad, and learns like any token
     for name in () if vision else vision_parts(model):
         setattr(model.model, name, None)
     if not head:

@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from common.vlm import Processor, image_size, load_pixels, load_prompts, read_image
+from common.vlm import Processor, image_size, load_pixels, load_prompts, materialize, read_image, skeleton
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<|box_start|>"]
@@ -95,6 +95,44 @@ def test_token_ids(processor, tmp_path):
     assert processor.stop_ids == (IM_END,) and processor.banned_ids == (VISION_START, IMAGE, VIDEO)
 
 
+def retokenize(folder, pad_token, *special):
+    """Rewrites the folder's tokenizer: another pad token or none, and further special tokens."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer.pad_token = pad_token
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, *special]})
+    tokenizer.save_pretrained(folder)
+    edit(folder / "config.json", text_config=json.loads((folder / "config.json").read_text())["text_config"]
+         | {"vocab_size": len(tokenizer), "pad_token_id": None})
+
+
+def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
+    folder = write_checkpoint(tmp_path / "bare")
+    retokenize(folder, None)
+    processor = Processor(folder)
+    assert processor.tokenizer.pad_token_id == IM_END == processor.config.get_text_config().pad_token_id
+    model = skeleton(processor.config)
+    assert model.config.get_text_config().pad_token_id == IM_END
+    materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
+    table = model.get_input_embeddings()
+    table(torch.tensor([IM_END, IM_START])).sum().backward()
+    assert (table.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
+    processor.save(tmp_path / "again")
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id == IM_END
+    own = Processor(write_checkpoint(tmp_path / "own"))
+    assert own.tokenizer.pad_token_id == EOT and own.config.get_text_config().pad_token_id is None
+
+
+@pytest.mark.parametrize("ends, stops", [([EOT], (IM_END, EOT)), (EOT, (IM_END, EOT)), (None, (IM_END,)),
+                                         ([EOT, BOX], (IM_END, EOT, BOX))])
+@pytest.mark.parametrize("gemma", [False, True])
+def test_stop_tokens_are_those_of_generation_config_and_tokenizer_and_gemmas_end_of_turn(tmp_path, ends, stops, gemma):
+    folder = write_checkpoint(tmp_path)
+    if gemma:
+        retokenize(folder, "<|endoftext|>", "<end_of_turn>")
+    edit(folder / "generation_config.json", eos_token_id=ends)
+    assert Processor(folder).stop_ids == stops + (BOX + 1,) * gemma
+
+
 @pytest.mark.parametrize("family, low, high", [("qwen2_5_vl", 0, 0), ("qwen2_5_vl", 50_000, 90_000),
                                                ("qwen2_5_vl", 784, 784), ("qwen3_vl", 0, 0), ("qwen3_vl", 1024, 9000)])
 def test_grids_from_headers_equal_the_processors(tmp_path, family, low, high):
@@ -117,6 +155,18 @@ def test_spellings_of_the_bounds(tmp_path, settings, flags, bounds):
     edit(folder / "preprocessor_config.json", **{"min_pixels": None, "max_pixels": None} | settings)
     size = Processor(folder, *flags).image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == bounds
+
+
+def test_the_config_has_the_last_word_on_patches(tmp_path):
+    folder = write_checkpoint(tmp_path)
+    edit(folder / "preprocessor_config.json", patch_size=16, merge_size=1, temporal_patch_size=4)
+    Image.new("RGB", (56, 112)).save(tmp_path / "a.png")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "images": "a.png"}')
+    processor = Processor(folder)
+    (prompt,), _ = load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=500)
+    patches, grids = load_pixels(prompt, processor)
+    assert grids.tolist() == [[1, 8, 4]] and patches.shape == (32, 3 * 2 * 14 * 14)
+    assert (prompt.input_ids == IMAGE).sum() == 32 // 2**2
 
 
 def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):

@@ -20,6 +20,7 @@ from PIL import Image
 from reward_server import LIES, RewardServer, open_pictures
 
 import train_ppo_vl as ppo
+from common import vlm
 from common.vlm import read_image
 
 
@@ -78,7 +79,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
         Image.fromarray(rng.integers(0, 255, (*size, *channels), dtype=np.uint8)).save(tmp_path / name)
         paths.append(str(tmp_path / name))
     images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
-    monkeypatch.setattr(ppo, "read_image", lambda path: opened.append(path) or read_image(path))
+    monkeypatch.setattr(vlm, "read_image", lambda path: opened.append(path) or read_image(path))
     assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
     arrived = [open_pictures(pictures) for part in server.batches for pictures in part["images"]]
     for got, expected in zip(arrived, images, strict=True):

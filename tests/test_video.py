@@ -24,7 +24,7 @@ from transformers.video_utils import VideoMetadata
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import vlm
-from common.buffers import gather_samples
+from common.buffers import as_samples, gather_samples
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FRAMES = 5                                                                                  # --video_frames of all tests
@@ -212,6 +212,39 @@ def test_the_judge_generates_what_generate_does(family, rows, tmp_path):
         out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
                                      suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
         assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
+
+
+def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
+    """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; <video> stays text."""
+    actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
+    settings = vlm.judge_settings({})
+    vlm.count_judgements(settings, [("correct", "yes", True)])
+    (judge / "judge.json").write_text(json.dumps(settings))
+    env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES), "--video_fps", "3")
+    reward = ppo.load_reward(env.args.reward)
+    ppo.build_reward_models(env.run, reward, env.processor)
+    step, said = take(env, 4), ["3", "a <video>", "3", "square"]
+    ppo.compute_features(env.run, env.actor, step)
+    samples = as_samples([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])
+    scores = ppo.score_rewards(env.run, env.processor, reward, step, samples).scores
+    oracle = AutoModelForImageTextToText.from_pretrained(judge, attn_implementation="eager").eval()
+    processor = reward.sources[0].processor
+    family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
+    for prompt, text, score in zip(env.prompts, said, scores.tolist()):
+        question = ppo.without_markup(vlm.user_text(prompt.messages), processor)
+        ask = {"prompt": question, "images": list(prompt.images), "question": vlm.fill(
+            vlm.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
+        asked = hf_inputs(family, vlm.judge_prompt(processor, ask, 0, "", folder="/"))
+        chances = []
+        for word in ("yes", "no"):
+            target = vlm.encode_target(processor, vlm.answer_frame(processor), f"<answer>{word}</answer>")[None]
+            inputs = asked | {"input_ids": torch.cat([asked["input_ids"], target], dim=1)}
+            for name, value in (("attention_mask", torch.ones_like(target)), ("mm_token_type_ids", torch.zeros_like(target))):
+                inputs[name] = torch.cat([asked[name], value.to(asked[name].dtype)], dim=1)
+            with torch.no_grad():
+                logp = oracle(**inputs).logits[0, asked["input_ids"].shape[1] - 1:-1].log_softmax(dim=-1)
+            chances.append(float(logp.gather(1, target.T).sum()))
+        assert score == pytest.approx(float(torch.tensor(chances).softmax(dim=0)[0]), abs=1e-5)
 
 
 @pytest.fixture
