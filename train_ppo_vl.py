@@ -2210,7 +2210,7 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
     updates, samples = update.epochs * update.minibatches, per_step * args.rollout.samples_per_prompt
     log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, "
-             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass over the data")
+             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):

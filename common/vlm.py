@@ -326,14 +326,8 @@ class Processor:
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
         self.clip_placeholder = tokenizer.convert_ids_to_tokens(config.video_token_id) if self.layout == "qwen" else ""
-<<<<<<< HEAD
         turn_end = tokenizer.get_vocab().get("<end_of_turn>")            # Gemma's, which not all of its files call an end
         ends = {tokenizer.eos_token_id, turn_end, *(ends if isinstance(ends, list) else [ends])}
-=======
-        # Gemma's turns end with a token of their own, which not every generation config names.
-        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]),
-                *(i for i, token in tokenizer.added_tokens_decoder.items() if token.content == "<end_of_turn>")}
->>>>>>> video
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
         self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
