@@ -201,8 +201,8 @@ class ModelArgs:
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
                           ("auto", "flash_attn", "varlen", "sdpa"))
     gradient_checkpointing: bool = flag(False, "recompute layers in the backward pass: less memory, about 30 % more time")
-    train_vision: bool = flag(False, "train the vision tower and its projector too (Qwen-VL); actor, critic and reference then "
-                                     "have one each and compute image features in every forward pass")
+    train_vision: bool = flag(False, "train the vision tower and its projector too (Qwen-VL); actor, critic and reference "
+                                     "then have one each and compute image features in every forward pass")
     lora_rank: int = flag(0, "rank of LoRA adapters in actor and critic, which alone are trained then (with the value head); "
                              "other weights are kept in the compute type; 0: off, all are trained", low=0)
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
