@@ -1910,18 +1910,19 @@ def layer_activations(module: nn.Module, itemsize: int) -> int:
 
 
 def backward_bytes(module: nn.Module, tokens: int, itemsize: int, checkpointing: bool, chunk: int) -> dict[str, int]:
-    """Of an update by a row of so many tokens: gradient shards excepted, what its forward keeps, and the largest of what its
-    backward works with: at the head (three chunks of logits in float32, their gradient, and that of the weight in float32,
-    twice), in a layer (gradients of two layers before they are reduced, in the compute type and in float32, and of the
-    MLP's tensors), at the end (the same gradients of the root group, when nothing is kept any more)."""
+    """Of an update by a row of so many tokens, without gathered weights and gradient shards: what the forward keeps, and the
+    largest of what the backward adds to it: at the head, chunks of logits and the weight's gradient in float32; in a layer,
+    the activations computed again, gradients of them, and those of two layers' weights before they are reduced, in the
+    compute type and in float32; at the end, when nothing is kept any more, those of the root group's."""
     text, model = module.model.config.get_text_config(), module.model
     trained = lambda part: sum(p.numel() for p in part.parameters() if p.requires_grad)  # noqa: E731
     layers = language_model(model).layers
     own, hidden = tokens * layer_activations(module, itemsize), tokens * text.hidden_size
-    kept = len(layers) * itemsize * hidden + own if checkpointing else len(layers) * own
-    kept += hidden * (4 + 4 * itemsize)                            # embeddings, with pictures, and the last norm
+    kept = hidden * (4 + 4 * itemsize)                             # embeddings, with pictures, and the last norm
+    kept += len(layers) * (itemsize * hidden if checkpointing else own)
     head = 0 if model.lm_head is None else model.lm_head.weight.numel() * model.lm_head.weight.requires_grad
-    logits = 0 if model.lm_head is None else chunk * text.vocab_size * (12 + itemsize)
+    logits = 0 if model.lm_head is None else chunk * text.vocab_size
+    at_head = max(12 * logits + 4 * head, (4 + itemsize) * logits + 8 * head)
+    in_layer = own * checkpointing + own // 3 + 2 * max(map(trained, layers)) * (4 + itemsize) + itemsize * head
     root = trained(module) - trained(layers) - sum(p.numel() for p in vision_parameters(model) if p.requires_grad)
-    in_layer = 2 * max(map(trained, layers)) * (4 + itemsize) + itemsize * head + own // 2
-    return {"activations": kept, "backward": max(logits + 8 * head, in_layer, root * (4 + itemsize) - kept)}
+    return {"activations": kept, "backward": max(at_head, in_layer, root * (4 + itemsize) - kept)}
