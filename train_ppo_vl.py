@@ -64,8 +64,8 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, MetricS
                             list_flags, out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, answer_frame, attention_segments, bare_forwards,
-                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target, feature_levels, fill,
-                        image_features, image_token_count, judge_prompt, judge_settings, language_hidden,
+                        choose_attention, clear_forward_order, count_judgements, differing_tower, encode_target,
+                        feature_levels, fill, image_features, image_token_count, judge_prompt, judge_settings, language_hidden,
                         language_model, load_judgements, load_prompts, load_weights, make_prompt, materialize, parse_verdict,
                         positions_of, read_frames, resolve_folder, router_logits, routers, skeleton, unsharded, use_attention,
                         user_text, vision_parameters, visual_token_ids, with_same_tower)
