@@ -38,7 +38,7 @@ def paint(rng, width: int, height: int) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd length, and too long ones."""
+    """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd length, and long ones."""
     folder, rng = tmp_path_factory.mktemp("clips"), np.random.default_rng(0)
     for name, count in CLIPS.items():
         first, *others = [paint(rng, *SIZES[name]) for _ in range(count)]
@@ -112,7 +112,8 @@ def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
         size = smart_resize(height, width, side, low, high)
     pixels = torch.stack([torch.from_numpy(np.array(frame.resize(size[::-1], Image.Resampling.BICUBIC))) for frame in frames])
     pixels = (pixels / 255 - torch.tensor(settings.image_mean)) / torch.tensor(settings.image_std)             # (F, h, w, 3)
-    patches, *grid = qwen3_video.Qwen3VLVideoProcessor.patchify(None, pixels.permute(0, 3, 1, 2)[None], config.patch_size, 2, 2)
+    patchify, pixels = qwen3_video.Qwen3VLVideoProcessor.patchify, pixels.permute(0, 3, 1, 2)
+    patches, *grid = patchify(None, pixels[None], config.patch_size, 2, 2)
     return patches[0], grid, VideoMetadata(total_num_frames=total, fps=rate, frames_indices=indices.tolist())
 
 
@@ -121,8 +122,8 @@ def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
     tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.image_processor
     maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family.kind, Qwen3VLProcessor)
     processor = object.__new__(maker)
-    for name, token in {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
-                        "vision_end_token": "<|vision_end|>"}.items():
+    for name, token in {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
+                        "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}.items():
         setattr(processor, name, token)
     processor.__dict__.update(all_special_multimodal_tokens=["<|image_pad|>", "<|video_pad|>"], image_processor=images,
                               video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2))
@@ -172,8 +173,9 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
         for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
             inputs = hf_inputs(family, env.prompts[group])
             first = inputs["input_ids"].shape[1] - 1
-            more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
-            inputs |= {name: torch.cat([inputs[name], value[None].to(inputs[name].dtype)], dim=1) for name, value in more.items()}
+            for name, more in (("input_ids", tokens), ("attention_mask", torch.ones_like(tokens)),
+                               ("mm_token_type_ids", torch.zeros_like(tokens))):
+                inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
             logits = family.oracle(**inputs, use_cache=False).logits[0, first:-1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
@@ -220,7 +222,8 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     settings = vlm.judge_settings({})
     vlm.count_judgements(settings, [("correct", "yes", True)])
     (judge / "judge.json").write_text(json.dumps(settings))
-    env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES), "--video_fps", "3")
+    env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
+                "--video_fps", "3")
     reward = ppo.load_reward(env.args.reward)
     ppo.build_reward_models(env.run, reward, env.processor)
     step, said = take(env, 4), ["3", "a <video>", "3", "square"]
@@ -256,7 +259,7 @@ def handlers():
 
 
 def test_a_run_on_mixed_rows(rows, tmp_path, handlers):
-    """Steps with a critic and evaluation on one rank and on two; what rewards and records hold; frames in the sample pictures."""
+    """A step with a critic and evaluation on one rank and on two; what rewards and records hold; frames in sample pictures."""
     write_family("qwen3_vl", tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD + '''
 
@@ -268,9 +271,9 @@ def seen(prompts, responses, references, labels, images):
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     flags = ["--model", str(tmp_path / "model"), "--data", str(rows), "--eval_data", str(rows), "--max_new_tokens", "6",
-             "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--video_frames", "5",
-             "--reward_recipe", json.dumps({"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}),
-             "--log_samples_every", "1", "--out"]
+             "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward_recipe",
+             json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
+             "--video_frames", "5", "--log_samples_every", "1", "--out"]
     (tmp_path / "plan.json").write_text(json.dumps([[*flags, str(tmp_path / "two" / "run")]]))
     launch(2, tmp_path / "plan.json")
     ppo.main([*flags, str(tmp_path / "one" / "run")])
@@ -351,8 +354,8 @@ def test_bounds_of_frames(load, tmp_path, family):
 BAD = {
     "no such file": ({"videos": ["none.gif"]}, "no such video: .*none.gif"),
     "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
-    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read films, install one of torchcodec, av, cv2"
-                                                "|not a film that)"),
+    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read films, install one of torchcodec, av, "
+                                                "cv2|not a film that)"),
     "zero frames": ({"videos": [[]]}, "this clip has 0 frames"),
     "one frame": ({"videos": ["a.png"]}, "a.png: a video has at least 2 frames, this has 1"),
     "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* of one video if they stand in a list of their own"),
