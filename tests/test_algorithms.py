@@ -361,13 +361,14 @@ def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
     """Records of a run of 4 prompts x 2 samples per step, of at most 3 rollouts."""
     ppo.main(["--model", str(qwen25), "--data", str(ruled / "rows.jsonl"), "--reward", f"{ruled / 'rules.py'}:flat", "--out",
               str(out), "--max_prompt_tokens", "256", "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens",
-              "400", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "grpo", "--actor_lr", "1e-3",
+              "400", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "dr_grpo", "--reward_norm", "--actor_lr", "1e-3",
               "--dynamic_sampling", "3", "--log_samples_every", "1", "--log_samples", "0", *more])
     return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
 
 
 def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
-    """Which prompts a step trains on, by a loop over the draws; and a resume between steps of unequal appetite is exact."""
+    """Which prompts a step trains on, by a loop over the draws; and a resume between steps of unequal appetite is exact,
+    the moments of --reward_norm with it."""
     records = dynamic(qwen25, ruled, tmp_path / "whole", "--steps", "4", "--save_every", "2")
     order = np.concatenate([np.random.default_rng([0, epoch]).permutation(8) for epoch in range(6)]).tolist()
     flat, batch, appetites = {0, 2, 3, 5, 6}, 0, []

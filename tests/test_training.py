@@ -498,6 +498,9 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     assert "warning: step 1 has an advantage of absolute value 60.0" in told
     samples = samples_of(tmp_path / "a", "step-000001")
     assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in told
+    per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
+    for name in ("mean", "std", "min", "max"):
+        assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
     rows, _ = vlm.load_prompts(str(task / "train.jsonl"), vlm.Processor(qwen25), max_prompt_tokens=512)
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total)) and step["rollout/episode"] == 0.5
