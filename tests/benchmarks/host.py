@@ -8,6 +8,7 @@ inside any other operator (indexing, copies, masks, noise, bookkeeping), inside 
 (python, files, waiting). The profiler inflates small operators and python, so its shares are upper bounds of what lies outside
 the arithmetic. Another run, without it, looks 500 times a second at the main thread's stack and clock: CPU seconds by function
 and line.
+
 Start-up. A fresh process stamps `main`'s stages: imports, arguments and process group, data, models, optimizers. The
 evaluation before training is counted apart.
 """
