@@ -11,47 +11,21 @@ from conftest import ROOT
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 # (script, flags, what must stand in its output); trl.py without its peer, which needs packages of its own
 RUNS = [
-    ("rollout.py", ["--image_tokens", "16", "--prompts", "1", "--repeats", "1"], r"ratio +\d+\.\d+"),
-    (
-        "update.py",
-        [
-            "--size",
-            "tiny",
-            "--prompt_tokens",
-            "40",
-            "--image_tokens",
-            "16",
-            "--response_tokens",
-            "6",
-            "--samples",
-            "2",
-            "--prompts",
-            "2",
-            "--repeats",
-            "1",
-        ],
-        r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower",
-    ),
-    (
-        "update.py",
-        ["--size", "tiny", "--sweep", "--shapes", "1", "--repeats", "1"],
-        r"prompt +16 response +4 samples +1 .*ratio \d",
-    ),
-    (
-        "memory.py",
-        ["--tokens", "64", "--vocabulary", "5000", "--hidden", "64", "--chunk", "16", "--steps", "0"],
-        r"chunks of +16: +\d+ MiB, 1/",
-    ),
-    ("scale.py", [], r"\| 72B \| 512 \|"),
-    ("trl.py", ["--help"], r"GRPOTrainer"),
-    ("host.py", ["--help"], r"Start-up"),
+    ("rollout.py", "--image_tokens 16 --responses 8 --repeats 1", r"ratio +\d+\.\d+"),
+    ("update.py", "--size tiny --prompt_tokens 40 --image_tokens 16 --response_tokens 6 --samples 2 --prompts 2 --repeats 1",
+     r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower"),
+    ("update.py", "--size tiny --sweep --shapes 1 --repeats 1", r"prompt +16 response +4 samples +1 .*ratio \d"),
+    ("memory.py", "--tokens 64 --vocabulary 5000 --hidden 64 --chunk 16 --steps 0", r"chunks of +16: +\d+ MiB, 1/"),
+    ("scale.py", "", r"\| 72B \| 512 \|"),
+    ("trl.py", "--help", r"GRPOTrainer"),
+    ("host.py", "--help", r"Start-up"),
 ]
 
 
 @pytest.mark.parametrize("script, flags, expected", RUNS, ids=[f"{run[0]}-{i}" for i, run in enumerate(RUNS)])
 def test_benchmark_runs(script, flags, expected):
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *flags], capture_output=True, text=True, cwd="/", timeout=300
+        [sys.executable, str(BENCHMARKS / script), *flags.split()], capture_output=True, text=True, cwd="/", timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert re.search(expected, done.stdout), done.stdout

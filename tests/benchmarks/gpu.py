@@ -187,7 +187,7 @@ def prefill_table(run, folder: Path, size: str, totals, peak: float) -> None:
     for total in totals:
         length = min(1024, total)
         segments = [(a, a + length, a, a) for a in range(0, total, length)]
-        row = SimpleNamespace(input_ids=torch.randint(5, 100, (1, total), device=DEVICE), features=None,
+        row = SimpleNamespace(input_ids=torch.randint(5, 100, (1, total), device=DEVICE), features=None, grids=None,
                               positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1))
         attention = PackedAttention(segments, run.backend, DEVICE)
         with torch.inference_mode(), bare_forwards(model):
