@@ -199,7 +199,7 @@ def prefill_table(run, folder: Path, size: str, totals, peak: float) -> None:
 
 def update_table(run, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
-    processor, rows, _ = ppo.load_data(run)
+    processor, (rows,), _, _ = ppo.load_data(run)
     actor, _, _ = ppo.build_models(run, processor)
     optimizer = ppo.build_optimizer(actor, 1e-6, run.args)
     ids = torch.randint(5, 100, (8, 2 * response))
