@@ -218,7 +218,7 @@ class UpdateArgs:
     max_grad_norm: float = flag(1.0, "bound on the global gradient norm; 0: off", low=0)
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update; more rows accumulate")
     share_prompts: bool = flag(True, "let the targets of a prompt share one copy of it in a packed row")
-    head_chunk: int = flag(1024, "tokens whose logits exist at the same time", low=1)
+    head_chunk: int = flag(256, "tokens whose logits exist at the same time", low=1)
 
 
 @dataclass(frozen=True)
@@ -609,8 +609,9 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     """
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
-    blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
     hidden_size = config.get_text_config().hidden_size
+    wasted = 1 / (6 * hidden_size) if run.backend == "sdpa" else 0.0          # of a masked score, in tokens; see make_packs
+    blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts, wasted)
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)

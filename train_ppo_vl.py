@@ -377,7 +377,7 @@ class UpdateArgs:
     offload_frozen: bool = flag(False, "keep reference and reward models in host memory, but for the stages that ask them")
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
     share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
-    head_chunk: int = flag(1024, "tokens whose logits exist at the same time", low=1)
+    head_chunk: int = flag(256, "tokens whose logits exist at the same time", low=1)
 
 
 @dataclass(frozen=True)
@@ -1725,8 +1725,9 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     """
     config, limit = model.config, run.args.update.max_tokens_per_pack
     lengths = prompts.lengths
-    blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts)
     hidden_size = config.get_text_config().hidden_size
+    wasted = 1 / (6 * hidden_size) if run.backend == "sdpa" else 0.0          # of a masked score, in tokens; see make_packs
+    blocks = make_blocks(samples, lengths, limit, groups, run.args.update.share_prompts, wasted)
     packs = make_packs(samples, lengths, blocks, run.world, limit, hidden_size)
     needed = [{group for pack in part for group, _ in pack} for part in packs]
     used = set().union(*needed)
