@@ -55,7 +55,7 @@ TRAINER_ARGS = {
 # words: any other takes a token per letter.
 JUDGE_ARGS = {
     "prompts_per_step": 32,
-    "steps": 1500,
+    "steps": 2500,
     "lr": 3e-3,
     "lr_schedule": "linear",
     "warmup_steps": 20,
