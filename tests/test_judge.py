@@ -5,13 +5,15 @@ The oracle asks one sample at a time, with Hugging Face's own model and attentio
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import start, take, write_checkpoint
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from test_families import write_family
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
@@ -298,3 +300,32 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
     asked = vlm.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
     assert asked["template"] == "{prompt} - {response}?" and asked["examples"] == 6
+
+
+def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
+    """A folder as AutoModelForSequenceClassification writes it: the score is the one that class computes."""
+    write_family("qwen2", tmp_path / "base", picture_rows)
+    config = AutoConfig.from_pretrained(tmp_path / "base", num_labels=1)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "rm")
+    for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
+        shutil.copy(path, tmp_path / "rm")
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo", "--reward", f"rm:{tmp_path / 'rm'}")
+    reward = ppo.load_reward(env.args.reward)
+    ppo.build_reward_models(env.run, reward, env.processor)
+    step, tokenizer = take(env, 2), env.processor.tokenizer
+    end = answer_end(env.processor)
+    samples = as_samples([[torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end]) for text in texts]
+                          for texts in (["a circle", "3"], ["no idea"])])
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    expected = []
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        model.config.pad_token_id = -1                                                           # pools the last token
+        with torch.no_grad():
+            expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
+    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-5) and len(set(expected)) == 3
+
+
+def answer_end(processor) -> int:
+    return vlm.answer_frame(processor)[1]
