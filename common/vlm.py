@@ -1237,17 +1237,22 @@ def attention_segments(config, segments: list[tuple], image_rows: torch.Tensor) 
 
 def bucket_segments(len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, small: int = 1 << 14) -> list[np.ndarray]:
     """Group segments of similar size for one padded call each: a call costs about as much as ``small`` score entries,
-    so padding up to ``waste`` times the true area, or up to ``small`` entries, is cheaper than another call."""
-    order = np.lexsort((len_q, len_k))
-    buckets, start, area = [], 0, 0
+    so padding up to ``waste`` times the true area, or up to ``small`` entries, is cheaper than another call.
+
+    A segment without prefix has half its square as area, and so has a bucket of equal ones, which needs no mask: it pays
+    for its whole rectangle once others join it."""
+    order = np.lexsort((len_q, len_k, len_k > len_q))
+    buckets, start, area = [], 0, 0.0
     max_q = max_k = 0
     for i, s in enumerate(order):
+        own = len_q[s] * len_k[s] * (0.5 if len_q[s] == len_k[s] else 1.0)
         new_q, new_k = max(max_q, len_q[s]), max(max_k, len_k[s])
-        padded = new_q * new_k * (i - start + 1)
-        if i > start and padded > max(small, waste * (area + len_q[s] * len_k[s])):
+        maskless = len_q[order[start]] == len_k[s] == len_q[s]         # sorted: the first and the last being equal, all are
+        padded = new_q * new_k * (i - start + 1) * (0.5 if maskless else 1.0)
+        if i > start and padded > max(small, waste * (area + own)):
             buckets.append(order[start:i])
-            start, area, new_q, new_k = i, 0, len_q[s], len_k[s]
-        area, max_q, max_k = area + len_q[s] * len_k[s], new_q, new_k
+            start, area, new_q, new_k = i, 0.0, len_q[s], len_k[s]
+        area, max_q, max_k = area + own, new_q, new_k
     return buckets + [order[start:]]
 
 
