@@ -99,9 +99,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if critic:
         models["critic"] = (critic, build_optimizer(critic, args.update.critic_lr, args))
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
-    moments = losses.RunningMoments()
-    fresh = {"step": 0, "metrics": {}, "kl_controller": kl_controller.state_dict(), "moments": moments.state_dict(),
-             "dropped_prompts": 0, "batches_taken": 0}
+    running = {"kl_controller": kl_controller, "moments": losses.RunningMoments()}
+    running_state = lambda: {name: part.state_dict() for name, part in running.items()}  # noqa: E731
+    fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0} | running_state()
     counts = {"data (rows)": rows, "ptx_data (rows)": len(text.rows) if text else 0}
     state = checkpoints.resume(flags_of(args) | counts, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         put_away(run, optimizer)
     if args.model.init_critic_from and not state["step"]:
         load_critic_weights(Path(args.model.init_critic_from), critic)
-    kl_controller.load_state_dict(state["kl_controller"])
-    moments.load_state_dict(state["moments"])
+    for name, part in running.items():
+        part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
 
     def evaluate_at(step: int) -> dict[str, float]:
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 with run.timer("score"):
                     score_logprobs_and_values(run, actor, reference, critic, prompts, samples)
                 with run.timer("advantages"):
-                    metrics = compute_advantages(run, samples, kl_controller, moments)
+                    metrics = compute_advantages(run, samples, **running)
                 with run.timer("update_critic"), at_hand(run, models["critic"][1] if critic else None):
                     metrics |= update_critic(run, *models["critic"], prompts, samples, step) if critic else {}
                 frozen = step <= args.update.freezing_actor_steps
@@ -181,8 +181,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics |= {"rollout/episode": taken * args.rollout.prompts_per_step / rows,
                         "rollout/total_length": float((lengths + samples.lengths).double().mean())}
             log_samples(run, log, step, metrics, processor, prompts, samples)
-            state |= {"step": step, "metrics": metrics, "kl_controller": kl_controller.state_dict(),
-                      "moments": moments.state_dict(), "dropped_prompts": loader.dropped, "batches_taken": taken}
+            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken}
+            state |= running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -502,7 +502,8 @@ def check_args(args: Args) -> None:
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
-            args.reward.remote_timeout <= args.reward.reward_timeout or "http" not in args.reward.reward,
+            args.reward.remote_timeout <= args.reward.reward_timeout
+            or "http" not in args.reward.reward + args.reward.reward_recipe,
     }
     problems += [message for message, holds in rules.items() if not holds]
     try:
@@ -529,6 +530,10 @@ def flags_of(args: Args) -> dict[str, Any]:
                              for path, weight in parse_datasets(flags["data"]))
     flags["reward"] = ",".join(map(absolute_source, flags["reward"].split(",")))
     flags["reward_combiner"] = absolute_source(flags["reward_combiner"])
+    if flags["reward_recipe"]:
+        recipe = read_recipe(flags["reward_recipe"])
+        flags["reward_recipe"] = json.dumps({label: [[absolute_source(spec), weight] for spec, weight in parts.items()]
+                                             for label, parts in recipe.items()})
     return flags
 
 
@@ -2036,7 +2041,7 @@ def backward_text(run: Run, actor: Policy, text: TextRows, prompts: StepPrompts)
 
 def exceeds(rows: list[dict[str, torch.Tensor]], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
-    moved = torch.tensor([sum(float(stats["approx_kl"]) for stats in rows), sum(stats["tokens"] for stats in rows)],
+    moved = torch.tensor([sum(float(stats["approx_kl"]) for stats in rows), sum(stats["kept"] for stats in rows)],
                          dtype=torch.float64)
     dist.all_reduce(moved)
     return bool(moved[0] > target_kl * moved[1])
@@ -2064,7 +2069,7 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
                                       algorithm.dual_clip, correction, None if keep is None else pick(keep))
     loss = ((weight if keep is None else pick(kept_weights)) * terms).sum()
     stats |= {"policy_loss": loss.detach(), "entropy": entropy.detach().sum(), "tokens": len(row.targets),
-              "gap": (logp.detach() - sampled).abs().sum()}
+              "kept": len(row.targets) if keep is None else int(keep[row.flat].sum()), "gap": (logp.detach() - sampled).abs().sum()}
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
     if in_loss:
@@ -2077,9 +2082,10 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
 
 def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share: float, first: bool) -> None:
     """Add a minibatch: sums over the tokens of its rows, and its losses, which this rank's rows are a ``share`` of."""
-    tokens = sum(stats["tokens"] for stats in rows)
-    for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio", "entropy"):
-        sums.add(f"train/{name}", sum(stats[name] for stats in rows), tokens)
+    tokens, kept = (sum(stats[name] for stats in rows) for name in ("tokens", "kept"))
+    for name in ("approx_kl", "clipped_low", "clipped_high", "clipped_dual", "ratio"):     # of the tokens in the policy term
+        sums.add(f"train/{name}", sum(stats[name] for stats in rows), kept)
+    sums.add("train/entropy", sum(stats["entropy"] for stats in rows), tokens)
     for name in rows[0].keys() & {"policy_loss", "kl_loss", "aux_loss"}:
         sums.add(f"train/{name}", sum(stats[name] for stats in rows), share)
     for stats in rows:

@@ -884,9 +884,9 @@ VERDICT_FRAME = "<answer>{verdict}</answer>"
 SWAPPED = {"A": "B", "B": "A"}
 # The field that tells a row's kind (the first that is there), the kind, further fields beside prompt, images, source.
 JUDGEMENT_FIELDS = {"score": ("score", {"question", "response", "critique"}),
-         "correct": ("correct", {"question", "response", "critique"}),
-         "responses": ("answers", {"preferred", "critique"}), "preferred": ("pictures", {"critique"}),
-         "response": ("response", {"messages"})}
+                    "correct": ("correct", {"question", "response", "critique"}),
+                    "responses": ("answers", {"preferred", "critique"}), "preferred": ("pictures", {"critique"}),
+                    "response": ("response", {"messages"})}
 
 
 def fill(template: str, **values: str) -> str:

@@ -233,6 +233,15 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
+def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):
+    """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of the tokens take part."""
+    metrics = ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--steps", "1", "--advantage", "grpo",
+                        "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "4",
+                        "--high_entropy_ratio", "0.4", "--save_every", "0", "--export_every", "0"])
+    assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["train/approx_kl"]) < 1e-6
+    assert metrics["train/entropy"] > 1                                                         # of all tokens
+
+
 def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
     reference = ppo.Policy(ppo.skeleton(env.processor.config, vision=False), env.processor, env.args).requires_grad_(False)
