@@ -824,11 +824,11 @@ def build_optimizer(module: nn.Module, lr: float, args: Args) -> torch.optim.Ada
     groups = [{"params": [p for p in trained if (p.ndim >= 2) == matrix and (p in tower) == seen],
                "weight_decay": args.update.weight_decay * matrix, "factor": args.update.vision_lr_factor if seen else 1.0}
               for seen in (False, True) for matrix in (True, False)]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr,
+    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, fused=True,      # not a loop over DTensors
                                   betas=(args.update.adam_beta1, args.update.adam_beta2))
     for parameter in trained:      # what AdamW would make at its first step; a checkpoint before that would otherwise take one
-        optimizer.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros_like(parameter),
-                                      "exp_avg_sq": torch.zeros_like(parameter)}
+        moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device=parameter.device)} | moments
     return optimizer
 
 
@@ -1901,7 +1901,7 @@ def minibatch_weights(run: Run, samples: Samples, groups, keep: torch.Tensor | N
 def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> tuple[float, bool]:
     """Clip by the model's global norm and step. A non-finite norm, which all ranks see alike, skips the step."""
     bound = run.args.update.max_grad_norm or float("inf")
-    norm = nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], bound)
+    norm = nn.utils.clip_grad_norm_([p for p in module.parameters() if p.requires_grad], bound, foreach=True)
     norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
     applied = math.isfinite(norm)
     if applied:
