@@ -55,11 +55,11 @@ from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogg
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
-                        gathered_bytes, image_features, image_token_count, init_adapters, judge_prompt, judge_settings,
-                        language_hidden, language_model, layer_activations, load_rows, load_weights, materialize,
-                        parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder, row_pictures,
-                        skeleton, token_types, trained_parts, unsharded, use_attention, user_text, vision_inputs,
-                        vision_parameters, visual_token_ids, with_grids)
+                        gathered_bytes, image_features, init_adapters, judge_prompt, judge_settings, language_hidden,
+                        language_model, layer_activations, load_rows, load_weights, materialize, parse_verdict, positions_of,
+                        read_frames, read_judgement, resident_bytes, resolve_folder, row_pictures, skeleton, token_types,
+                        trained_parts, unsharded, use_attention, user_text, vision_inputs, vision_parameters, visual_token_ids,
+                        with_grids)
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -590,7 +590,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches[g] for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
+        counts = [prompts.prompts[g].image_tokens for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         for g in () if owner.model.sees_pixels else waiting:
             del prompts.patches[g]

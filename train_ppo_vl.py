@@ -67,12 +67,11 @@ from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, choose_attention, clear_forward_order, count_judgements,
                         count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes, image_features,
-                        image_token_count, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
-                        layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize,
-                        move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
-                        resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded,
-                        use_attention, user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower,
-                        without_adapters)
+                        init_adapters, judge_prompt, judge_settings, language_hidden, language_model, layer_activations,
+                        load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize, move_module,
+                        move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder,
+                        router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded, use_attention,
+                        user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -869,8 +868,8 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
     """Print what --dry_run is asked for, the data of the first step standing for all. Raises UserError: too little memory."""
     args, update = run.args, run.args.update
     size, count = args.rollout.prompts_per_step, args.rollout.samples_per_prompt
-    rows, visual = sum(datasets, []), visual_token_ids(actor.model.config)
-    lengths, pictures = [len(row.input_ids) for row in rows], [image_token_count(row, visual) for row in rows]
+    rows = sum(datasets, [])
+    lengths, pictures = [len(row.input_ids) for row in rows], [row.image_tokens for row in rows]
     models = {"actor": actor, "critic": critic, "reference": reference} | {s.name: s.model for s in reward.sources}
     models = {name: module for name, module in models.items() if module is not None}
     if reference is actor:                                                                  # without its adapters
@@ -1101,7 +1100,7 @@ def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
             continue
         patches, grids = (torch.cat(parts) for parts in zip(*(prompts.patches[g] for g in waiting)))
         features = image_features(owner.model, patches, grids).cpu()                                        # (K, M, H)
-        counts = [image_token_count(prompts.prompts[g], visual_token_ids(owner.model.config)) for g in waiting]
+        counts = [prompts.prompts[g].image_tokens for g in waiting]
         prompts.features |= dict(zip(waiting, features.split(counts, dim=1)))
         for g in () if owner.model.sees_pixels else waiting:
             del prompts.patches[g]

@@ -82,6 +82,7 @@ class Prompt:
     images: tuple[str | tuple[str, ...], ...]  # absolute paths; a clip is a tuple: its file, or those of its frames
     grids: tuple[tuple, ...]  # what `Processor.grid` says of each image, `Processor.clip_grid` of a clip (4 or more entries)
     input_ids: torch.Tensor  # (P,) int64, placeholders expanded as `Processor.expand` says
+    image_tokens: int  # M, those of input_ids that stand for image features
     reference: str | None
     label: str | None
 
@@ -441,8 +442,9 @@ class Processor:
             count += height * (width + 1)                                               # every row ends with a newline
         return token, [count]
 
-    def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor]:
-        """Chat messages as the template's text, and as token ids (P,) int64, the placeholder of each image and clip expanded.
+    def encode(self, messages: list[dict], grids: tuple) -> tuple[str, torch.Tensor, int]:
+        """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each image and clip expanded, and
+        how many of these are image tokens.
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image or clip."""
         if typed := [token for token in self.reserved_tokens if token in str(messages)]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
@@ -476,7 +478,7 @@ class Processor:
             raise ValueError(f"image-token mismatch: {is_image.sum()} image tokens in the encoded prompt for {len(counts)}")
         repeats = np.ones_like(ids)
         repeats[is_image] = counts
-        return text, torch.from_numpy(ids.repeat(repeats))
+        return text, torch.from_numpy(ids.repeat(repeats)), sum(counts)
 
     def save(self, folder: str) -> None:
         """Write tokenizer, template, processor and generation settings, with the pixel bounds in use, to a folder."""
@@ -675,11 +677,11 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
                          f"{', '.join(name for name, kind in FAMILIES.items() if kind == 'qwen')} take videos")
     if grids is None:
         grids = tuple(_item_grid(processor, path, verify_images) for path in paths)
-    text, input_ids = processor.encode(messages, grids)
+    text, input_ids, image_tokens = processor.encode(messages, grids)
     if len(input_ids) > max_prompt_tokens:
         raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images"
                          f"{' and videos' * (clips > 0)}; the limit is {max_prompt_tokens}")
-    return Prompt(index, source, messages, text, paths, grids, input_ids, reference, label)
+    return Prompt(index, source, messages, text, paths, grids, input_ids, image_tokens, reference, label)
 
 
 def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) -> tuple:
@@ -1465,9 +1467,8 @@ def row_pictures(model: nn.Module, prompts: StepPrompts, groups: Iterable[int],
     (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
     config, grids = model.config, {g: prompts.prompts[g].grids for g in groups if prompts.prompts[g].grids}
     if not model.sees_pixels:
-        visual, hidden_size = visual_token_ids(config), config.get_text_config().hidden_size
-        shape = lambda g: (feature_levels(config), image_token_count(prompts.prompts[g], visual), hidden_size)  # noqa: E731
-        return prompts.features, {g: shape(g) for g in grids}
+        levels, hidden_size = feature_levels(config), config.get_text_config().hidden_size
+        return prompts.features, {g: (levels, prompts.prompts[g].image_tokens, hidden_size) for g in grids}
     size = math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
     return ({g: prompts.patches[g][0][None].to(dtype) for g in grids if g in prompts.patches},
             {g: (1, sum(math.prod(grid[:3]) for grid in grids[g]), size) for g in grids})
@@ -1518,10 +1519,6 @@ def positions_of(model: nn.Module, prompts: StepPrompts, group: int) -> torch.Te
     if group not in prompts.positions:
         prompts.positions[group] = prompt_positions(model, prompts.prompts[group])
     return prompts.positions[group]
-
-
-def image_token_count(prompt: Prompt, token_ids: torch.Tensor) -> int:
-    return int(torch.isin(prompt.input_ids, token_ids).sum())
 
 
 # ---------------------------------------------------------------------------------------------------------------------

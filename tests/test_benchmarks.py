@@ -18,7 +18,7 @@ RUNS = [
     ("memory.py", "--tokens 64 --vocabulary 5000 --hidden 64 --chunk 16 --steps 0", r"chunks of +16: +\d+ MiB, 1/"),
     ("scale.py", "", r"\| 72B \| 512 \|"),
     ("trl.py", "--help", r"GRPOTrainer"),
-    ("host.py", "--help", r"Start-up"),
+    ("host.py", "--startup", r'"build_models", \d'),
 ]
 
 

@@ -160,7 +160,7 @@ def test_labels_on_the_llava_template(qwen25):
     frame = grm.answer_frame(processor)
     assert frame == (" ", processor.tokenizer.eos_token_id)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
-    text, ids = processor.encode(messages, ((1, 4, 4),))
+    text, ids, _ = processor.encode(messages, ((1, 4, 4),))
     target = grm.encode_target(processor, frame, "a circle")
     assert text.endswith("what is it? ASSISTANT:") and processor.tokenizer.decode(target) == " a circle<|im_end|>"
     whole = processor.tokenizer.apply_chat_template(

@@ -270,7 +270,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     reward = ppo.load_reward(env.args.reward)
     with pytest.raises(ppo.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         ppo.check_rows(env.args, reward, env.prompts)
-    row = vlm.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), None, None)
+    row = vlm.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
     with pytest.raises(ppo.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
         ppo.check_rows(env.args, rewards_of("--reward", "boxed"), [row])
     ppo.check_rows(env.args, rewards_of("--reward", "grm:x"), [row])

@@ -164,6 +164,7 @@ def sample_python(steps: int, work: Path) -> None:
     ppo.main(
         ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "looks")]
     )
+    ppo.dist.destroy_process_group()
     print(f"CPU seconds of the main thread by function, callees included (of {total[0] / (steps - 2):.3f} a step):")
     for name, count in sorted(found.items(), key=lambda item: -item[1])[:30]:
         print(f"  {100 * count / total[0]:5.1f} %  {name}")
@@ -190,18 +191,19 @@ def time_startup(work: Path) -> None:
     stamps[:0] = [("python and torch", *(b - a for a, b in zip(BORN, torch_done))),
                   ("FSDP, checkpoint and transformers", *(b - a for a, b in zip(torch_done, others_done)))]
 
-    def timed(name):
-        function = getattr(ppo, name)
+    def timed(name, owner=ppo):
+        function = getattr(owner, name)
 
         def call(*args, **kwargs):
             began = clocks()
             result = function(*args, **kwargs)
             stamp(name, began)
             return result
-        setattr(ppo, name, call)
+        setattr(owner, name, call)
 
-    for name in ("parse_args", "start_run", "load_data", "build_models", "build_optimizer", "resume", "open_log", "evaluate"):
+    for name in ("parse_args", "start_run", "load_data", "build_models", "build_optimizer", "open_log", "evaluate"):
         timed(name)
+    timed("resume", ppo.Checkpoints)
     ppo.main(["--steps", "1", "--save_every", "0", "--export_every", "0", "--out", str(work / "start")])
     evaluation = next(i for i, entry in enumerate(stamps) if entry[0] == "evaluate")  # the first; all before it is start-up
     print(json.dumps(stamps[:evaluation + 1]))

@@ -1,6 +1,6 @@
 """Rollouts against Hugging Face `generate`: useful tokens per process CPU second, one thread, alternated in one process.
 
-    python tests/benchmarks/rollout.py [--size tiny|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64]
+    python tests/benchmarks/rollout.py [--size tiny|5m|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64]
     python tests/benchmarks/rollout.py --responses 32..512 --slots 32      # ours alone: cost per token as the rollout grows
 
 Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal
@@ -31,12 +31,12 @@ from common import vlm
 from transformers import AutoModelForImageTextToText
 
 SAMPLES, LONGEST = 8, 128
-SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8},
-         "33m": {"hidden_size": 512, "layers": 14}}
+SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "5m": {"hidden_size": 256, "layers": 6},
+         "20m": {"hidden_size": 512, "layers": 8}, "33m": {"hidden_size": 512, "layers": 14}}
 
 
-def write_task(folder: Path, size: str, image_tokens: int, prompts: int) -> Path:
-    """A random checkpoint and a JSONL file of prompts with one square image each."""
+def write_task(folder: Path, size: str, image_tokens: int, prompts: int, words: int = 0) -> Path:
+    """A random checkpoint and a JSONL file of prompts with one square image, and so many more ``words``, each."""
     tokenizer, side = toy.make_tokenizer(), round(image_tokens ** 0.5) * 28
     model = toy.make_model("qwen2_5_vl", tokenizer, seed=0, **SIZES[size])
     print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, {image_tokens} image tokens")
@@ -47,9 +47,14 @@ def write_task(folder: Path, size: str, image_tokens: int, prompts: int) -> Path
     rng, lines = np.random.default_rng(0), []
     for i in range(prompts):
         Image.fromarray(rng.integers(0, 255, (side, side, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-        lines.append(json.dumps({"prompt": "how many circles are there?", "images": [f"{i}.png"]}))
+        lines.append(json.dumps({"prompt": "how many circles are there?" + " circles" * words, "images": [f"{i}.png"]}))
     (folder / "rows.jsonl").write_text("\n".join(lines))
     return folder
+
+
+def length_table(prompts: int) -> np.ndarray:
+    """(prompts, SAMPLES) response lengths, log-normal: mean about 36, at most LONGEST."""
+    return np.random.default_rng(1).lognormal(3.45, 0.75, (prompts, SAMPLES)).clip(1, LONGEST).astype(int)
 
 
 def give_lengths(table: torch.Tensor) -> None:
@@ -93,7 +98,7 @@ def main() -> None:
     run = ppo.start_run(args)
     processor, (rows,), _, _ = ppo.load_data(run)
     actor, _, _ = ppo.build_models(run, processor)
-    lengths = np.random.default_rng(1).lognormal(3.45, 0.75, (prompts, SAMPLES)).clip(1, LONGEST).astype(int)
+    lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))
     pixels = [vlm.load_pixels(row, processor) for row in rows]
 

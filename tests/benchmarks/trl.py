@@ -1,6 +1,7 @@
 """End to end against TRL's GRPOTrainer: samples per process CPU second of whole steps, one thread, alternated.
 
-    python tests/benchmarks/trl.py [--size tiny|20m] [--image_tokens 16|144]      # speed, responses of --response_tokens
+    python tests/benchmarks/trl.py [--size tiny|5m|20m] [--image_tokens 16|144]   # speed, responses of --response_tokens
+    python tests/benchmarks/trl.py --ragged                                        # lengths from the table of rollout.py
     python tests/benchmarks/trl.py --learning                                      # mean reward on the toy after equal samples
 
 Both train the same Qwen2.5-VL checkpoint by GRPO on the same rows with the same number of samples, response length, learning
@@ -30,6 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold 
 ROOT = Path(__file__).resolve().parents[2]
 TRL = "trl==1.16.0"
 SAMPLES = 8  # per prompt
+PROMPT_WORDS = {16: 58, 144: 50}  # more than the question has: prompts of 90 and 210 tokens
 
 
 def make_environment(folder: Path) -> Path:
@@ -64,9 +66,13 @@ def make_environment(folder: Path) -> Path:
 
 def run_ours(task: dict, out: Path) -> None:
     """The script's `main` on the task; its own record of a step is where the clock is read."""
-    sys.path[:0] = [str(ROOT)]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "benchmarks")]
+    import rollout
+    import torch
     import train_ppo_vl as ppo
 
+    if task.get("lengths"):
+        rollout.give_lengths(torch.tensor(task["lengths"]))
     steps, log = [], ppo.RunLogger.log
 
     def log_and_stamp(logger, step, metrics):
@@ -130,7 +136,8 @@ def run_peer(task: dict, out: Path) -> None:
     import datasets
     import torch
     from PIL import Image
-    from transformers import AutoModelForImageTextToText, AutoTokenizer, TrainerCallback
+    from transformers import (AutoModelForImageTextToText, AutoTokenizer, LogitsProcessor, LogitsProcessorList,
+                              TrainerCallback)
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
     from trl import GRPOConfig, GRPOTrainer
@@ -168,6 +175,26 @@ def run_peer(task: dict, out: Path) -> None:
     model = AutoModelForImageTextToText.from_pretrained(task["model"])
     model.model.visual.requires_grad_(False)
     steps = []
+
+    class EndAt(LogitsProcessor):
+        """Responses of the given lengths: the end token there and not before."""
+
+        def __init__(self, lengths: list[list[int]]):
+            self.lengths, self.start = torch.tensor(lengths).flatten(), None
+
+        def __call__(self, input_ids, scores):
+            if self.start is None:
+                self.start = input_ids.shape[1]
+            end, last = tokenizer.eos_token_id, input_ids.shape[1] - self.start + 1 >= self.lengths
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, end] = 0.0
+            scores[:, end] = -torch.inf
+            return torch.where(last[:, None], forced, scores)
+
+    if task.get("lengths"):
+        generate = model.generate
+        model.generate = lambda *args, **options: generate(
+            *args, **options, logits_processor=LogitsProcessorList([EndAt(task["lengths"])]))
 
     class Stamp(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **_):
@@ -237,10 +264,14 @@ def launch(who: str, python: Path | str, task: dict, work: Path) -> dict:
 
 
 def speed(flags, python: Path, work: Path) -> None:
-    """Steps on random weights and random pictures, all responses of the same length on both sides."""
+    """Steps on random weights and random pictures; the responses of both sides have the same lengths."""
     sys.path[:0] = [str(ROOT / "tests" / "benchmarks")]
     import rollout
-    rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts)
+
+    rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts, words=PROMPT_WORDS[flags.image_tokens])
+    lengths = rollout.length_table(flags.prompts).tolist() if flags.ragged else []
+    longest = max(map(max, lengths), default=flags.response_tokens)
+    mean = sum(map(sum, lengths)) / (flags.prompts * SAMPLES) if lengths else longest
     rows = [json.loads(line) for line in (work / "rows.jsonl").read_text().splitlines()]
     (work / "rows.jsonl").write_text("\n".join(json.dumps(row | {"answer": "2"}) for row in rows))
     task = {
@@ -250,8 +281,9 @@ def speed(flags, python: Path, work: Path) -> None:
         "minibatches": 1,
         "steps": flags.steps,
         "lr": 1e-5,
-        "longest": flags.response_tokens,
-        "shortest": flags.response_tokens,
+        "longest": longest,
+        "shortest": 0 if lengths else longest,
+        "lengths": lengths,
         "pack": 4096,
         "seed": 0,
     }
@@ -260,7 +292,7 @@ def speed(flags, python: Path, work: Path) -> None:
     for _ in range(flags.repeats):
         for who, interpreter in (("ours", sys.executable), ("trl", python)):
             steps = launch(who, interpreter, task, work)["steps"]
-            assert len(steps) == flags.steps and all(step["length"] == flags.response_tokens for step in steps), steps
+            assert len(steps) == flags.steps and all(abs(step["length"] - mean) < 1e-3 for step in steps), steps
             seconds[who] += [later["cpu"] - earlier["cpu"] for earlier, later in zip(steps, steps[1:])]
             if who == "ours":
                 stages = {name: min(step[name] for step in steps[1:]) for name in steps[-1] if name.startswith("perf/")}
@@ -272,7 +304,7 @@ def speed(flags, python: Path, work: Path) -> None:
             f"(CPU seconds of steps: {', '.join(f'{v:.2f}' for v in values)})"
         )
     print(f"ratio {best['trl'] / best['ours']:8.2f}   {flags.size}, {flags.image_tokens} image tokens, {count} samples of "
-          f"{flags.response_tokens} tokens a step")
+          f"{mean:.0f} tokens{f', the longest {longest},' if lengths else ''} a step")
     print(
         "ours, wall seconds of stages: "
         + "  ".join(f"{name[5:-8]} {value:.2f}" for name, value in stages.items() if value >= 0.005)
@@ -310,9 +342,10 @@ def learning(flags, python: Path, work: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("tiny", "20m"), default="20m")
+    parser.add_argument("--size", choices=("tiny", "5m", "20m"), default="5m")
     parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
     parser.add_argument("--response_tokens", type=int, default=64)
+    parser.add_argument("--ragged", action="store_true", help="lengths of the log-normal table of rollout.py instead")
     parser.add_argument("--prompts", type=int, default=8, help="per step, with 8 samples each")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=2, help="runs of each side (--learning: seeds)")

@@ -87,7 +87,7 @@ def make_task(run, processor, actor, prompt_tokens: int, image_tokens: int, resp
         ids = torch.cat([text(4), image, text(prompt_tokens - 4 - len(image))])
         side = 2 * round(image_tokens ** 0.5)
         grids = ((1, side, side),) if image_tokens else ()
-        rows.append(ppo.Prompt(i, f"row {i}", [], "", (), grids, ids, None, None))
+        rows.append(ppo.Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
         if image_tokens:
             patches[i] = torch.randn(side * side, 3 * 2 * processor.patch_size ** 2, generator=generator), torch.tensor(grids)
     step = ppo.StepPrompts(rows, list(range(prompts)), [0] * prompts, {}, dict(patches), {}, [])
