@@ -16,6 +16,7 @@ evaluation before training is counted apart.
 import argparse
 import importlib
 import json
+import linecache
 import os
 import re
 import statistics
@@ -45,6 +46,9 @@ ARITHMETIC = re.compile(
     r"(Mm|Addmm|Bmm|Linear|ScaledDotProduct\w*|Silu|Gelu|Rsqrt|Embedding|Pow|Mean|Convolution)Backward"
     r"|_ChunkedHead|Optimizer\.step"
 )
+# For the look at the stack: functions and lines that do nothing but compute the models, their gradients and updates.
+MODEL_FUNCTIONS = ("language_hidden", "image_features", "logits_fp32", "linear_logprobs")
+MODEL_CALLS = (".backward()", "optimizer.step()", "clip_grad_norm_(")
 WAITING = re.compile(r"gloo|c10d::|record_param_comms|all_gather|all_reduce|reduce_scatter|broadcast|FSDP::")
 
 
@@ -126,14 +130,13 @@ def sample_python(steps: int, work: Path) -> None:
 
     found: dict[str, float] = defaultdict(float)
     lines: dict[str, float] = defaultdict(float)
-    main_thread, running, total = threading.main_thread().ident, [False], [0.0]
+    main_thread, running, total, inside = threading.main_thread().ident, [False], [0.0], [0.0]
     clock = time.pthread_getcpuclockid(main_thread)
     own = (str(ROOT / "train_ppo_vl.py"), str(ROOT / "common"))
 
     def watch():
         last = time.clock_gettime(clock)
-        while True:
-            time.sleep(0.002)
+        while not over.wait(0.002):
             frame = sys._current_frames().get(main_thread)
             now = time.clock_gettime(clock)
             used, last = now - last, now
@@ -141,19 +144,24 @@ def sample_python(steps: int, work: Path) -> None:
                 continue
             total[0] += used
             seen = set()
-            leaf = True
+            leaf, in_model = True, False
             while frame is not None:
                 if frame.f_code.co_filename.startswith(own):
+                    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+                    in_model |= frame.f_code.co_name in MODEL_FUNCTIONS or any(call in line for call in MODEL_CALLS)
                     name = f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_qualname}"
                     seen.add(name)
                     if leaf:
                         lines[f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} {frame.f_code.co_qualname}"] += used
                     leaf = False
                 frame = frame.f_back
+            inside[0] += used * in_model
             for name in seen:
                 found[name] += used
 
-    threading.Thread(target=watch, daemon=True).start()
+    over, flags = threading.Event(), ["--eval_every", "0", "--save_every", "0", "--export_every", "0"]
+    watcher = threading.Thread(target=watch)       # not a daemon: one that still looks while python ends aborts the process
+    watcher.start()
     log = ppo.RunLogger.log
 
     def log_and_watch(logger, step, metrics):
@@ -161,11 +169,13 @@ def sample_python(steps: int, work: Path) -> None:
         running[0] = 2 <= step < steps
 
     ppo.RunLogger.log = log_and_watch
-    ppo.main(
-        ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "looks")]
-    )
-    ppo.dist.destroy_process_group()
+    try:
+        ppo.main(["--steps", str(steps), *flags, "--out", str(work / "looks")])
+    finally:
+        over.set()
+        watcher.join()
     print(f"CPU seconds of the main thread by function, callees included (of {total[0] / (steps - 2):.3f} a step):")
+    print(f"  {100 * inside[0] / total[0]:5.1f} %  inside forward and backward passes and the optimizer, with FSDP's hooks there")
     for name, count in sorted(found.items(), key=lambda item: -item[1])[:30]:
         print(f"  {100 * count / total[0]:5.1f} %  {name}")
     print("innermost lines of the project:")
