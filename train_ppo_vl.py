@@ -1291,35 +1291,34 @@ def load_reward(args: RewardArgs) -> Reward:
                         "--reward_combiner")
     if args.reward_recipe and (args.reward or args.reward_combiner):
         raise UserError(f"--{'reward' if args.reward else 'reward_combiner'} and --reward_recipe: choose one of them")
-    sources = [load_source(spec, args) for spec in specs]
-    for i, source in enumerate(sources):                                         # two judges: grm, grm2
-        same = sum(other.name.rstrip("0123456789") == source.name for other in sources[:i])
-        source.name += str(same + 1) if same else ""
-    names = {source.spec: source.name for source in sources}
+    sources, names = [load_source(spec, args) for spec in specs], {}
+    for source in sources:                                                       # two judges: grm, grm2
+        same = [source.name, *(f"{source.name}{k}" for k in range(2, len(sources) + 1))]
+        names[source.spec] = source.name = next(name for name in same if name not in names.values())
     recipe = {label: {names[spec]: weight for spec, weight in weights.items()} for label, weights in recipe.items()}
     combiner = load_function("--reward_combiner", args.reward_combiner) if args.reward_combiner else None
     return Reward(sources, recipe, combiner)
 
 
 def read_recipe(text: str) -> dict[str, dict[str, float]]:
-    """label -> source -> weight, of JSON {label: [[source, weight], ...]} or of a file with it. Raises UserError."""
+    """label -> source -> weight, of JSON {label: [[source, weight], ...]}. Raises UserError."""
     try:
-        recipe = json.loads(Path(text).read_text(encoding="utf-8") if Path(text).suffix == ".json" else text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--reward_recipe {text}: {error}") from error
+        recipe = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--reward_recipe {text}: no such file, and as JSON: {error}") from error
     valid = isinstance(recipe, dict) and recipe and all(
         isinstance(parts, list) and parts and all(
-            isinstance(part, list) and [type(part[0]), *map(type, part[1:])] in ([str, int], [str, float]) and part[0]
-            and math.isfinite(part[1]) for part in parts) for parts in recipe.values())
+            isinstance(part, list) and list(map(type, part)) in ([str, int], [str, float]) and part[0]
+            and math.isfinite(part[1]) for part in parts) and len(dict(parts)) == len(parts) for parts in recipe.values())
     if not valid:
-        raise UserError(f'--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, "*" for all other labels; '
-                        "weight 0: only measured")
+        raise UserError(f'--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, a source once per label; "*" for '
+                        "all other labels; weight 0: only measured")
     return {label: dict(parts) for label, parts in recipe.items()}
 
 
 def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
     """Raises UserError: rows that the reward cannot score, with their lines."""
-    needs = {source.name: source.spec in RULES or (source.name.startswith("grm") and args.reward.grm_question == "answers")
+    needs = {source.name: source.spec in RULES or (source.spec.startswith("grm:") and args.reward.grm_question == "answers")
              for source in reward.sources}
     bad = []
     for row in rows:
@@ -1483,7 +1482,7 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
                 if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:  # NaN as well
                     raise failure(i, f"{name} is {value!r}, not a finite number")
                 columns.setdefault(name, []).append(float(value))
-    return columns.pop("reward", None) or [math.fsum(values) for values in zip(*columns.values())], columns
+    return columns.pop("reward", None) or [sum(values) for values in zip(*columns.values())], columns
 
 
 def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepPrompts, samples: Samples) -> Samples:
@@ -1499,25 +1498,30 @@ def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepP
     for i, text in zip(read, processor.tokenizer.batch_decode([tokens[i].tolist() for i in read], skip_special_tokens=True)):
         texts[i] = text
     weights = [reward.weights(prompts.prompts[g].label) for g in samples.group.tolist()]
-    scores, components = torch.zeros(len(samples), dtype=torch.float64), {}
-    judgements = [""] * len(samples)
+    unscored = torch.full((len(samples),), math.nan, dtype=torch.float64)                                               # (S,)
+    rewards = {source.name: unscored.clone() for source in reward.sources}
+    curves = rewards if len(rewards) > 1 else {}
+    scores, components, judgements = torch.zeros_like(unscored), {}, [""] * len(samples)
     for source in reward.sources:
-        used = [i for i, chosen in enumerate(weights) if source.name in chosen]
-        if not used:
+        used = torch.tensor([i for i, chosen in enumerate(weights) if source.name in chosen], dtype=torch.int64)        # (n,)
+        if not len(used):
             continue
-        columns, notes = score_source(run, source, prompts, samples, texts, used)
-        scores[used] += torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64) * columns["reward"]
-        columns[source.name if len(reward.sources) > 1 else "reward"] = columns.pop("reward")
-        for name, values in columns.items():
-            name = f"{source.name}_{name}" if name in components else name
-            components[name] = torch.full((len(samples),), math.nan)                                          # (S,)
-            components[name][used] = values.float()
-        for i, note in zip(used, notes):
+        columns, notes = score_source(run, source, prompts, samples, texts, used.tolist())
+        rewards[source.name][used] = earned = columns.pop("reward")
+        scores[used] += torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64) * earned
+        for name, values in columns.items():     # where an earlier source of the sample has it, with the source's name before
+            taken = ~components.get(name, unscored)[used].isnan() | (name in curves)
+            for key, part in ((name, ~taken), (f"{source.name}_{name}", taken)):
+                components.setdefault(key, unscored.clone())[used[part]] = values[part]
+        for i, note in zip(used.tolist(), notes):
             judgements[i] += f"{source.name}: {note}\n"
-    if reward.combiner:
-        scores = combine_rewards(run, reward, components)
-    components.pop("reward", None)
-    return replace(samples, scores=scores.float(), components=components, judgements=[text.strip() for text in judgements])
+    scores = (combine_rewards(run, reward, rewards) if reward.combiner else scores).float()
+    if bad := (~scores.isfinite()).nonzero()[:, 0].tolist():
+        said = {name: float(values[bad[0]]) for name, values in rewards.items()}
+        raise UserError(f"rewards must be finite float32 numbers: {len(bad)} of {len(samples)} are not; for the first of them the "
+                        f"sources say {said}")
+    components = {name: values.float() for name, values in (components | curves).items() if not values.isnan().all()}
+    return replace(samples, scores=scores, components=components, judgements=[text.strip() for text in judgements])
 
 
 def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
@@ -1551,20 +1555,18 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
     return dict(zip(names[0], table)), []
 
 
-def combine_rewards(run: Run, reward: Reward, components: dict[str, torch.Tensor]) -> torch.Tensor:
+def combine_rewards(run: Run, reward: Reward, rewards: dict[str, torch.Tensor]) -> torch.Tensor:
     """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises UserError on every rank."""
-    values, problem = None, None
+    values, problem, count = None, None, len(next(iter(rewards.values())))
     if run.rank == 0:
         try:
-            values = list(map(float, reward.combiner({s.name: components[s.name].tolist() for s in reward.sources})))
+            values = list(map(float, reward.combiner({name: column.tolist() for name, column in rewards.items()})))
         except Exception as error:                                  # a program of the user's, which raises what it likes
             problem = f"{type(error).__name__}: {error}"
-        count = len(next(iter(components.values())))
-        if not problem and not (len(values) == count and all(map(math.isfinite, values))):
-            problem = f"{len(values)} values for {count} samples, all of which must be finite: {str(values):.200}"
     values, problem = all_gather_json([values, problem])[0]
-    if problem:
-        raise UserError(f"--reward_combiner {run.args.reward.reward_combiner}: {problem}")
+    if problem or len(values) != count:
+        raise UserError(f"--reward_combiner {run.args.reward.reward_combiner}: "
+                        f"{problem or f'{len(values)} values for {count} samples'}")
     return torch.tensor(values, dtype=torch.float64)
 
 
