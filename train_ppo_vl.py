@@ -607,41 +607,55 @@ def start_run(args: Args) -> Run:
     return Run(args, rank, world, device, dtype, backend, mesh, StageTimer())
 
 
+@contextmanager
+def failing_together(what: str = ""):
+    """A ValueError inside, on any rank, is a UserError on every rank, with ``what`` before its message."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = f"{what}{error}"
+    fail_together(problem)
+
+
 def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:
     """Processor, checked rows of each training set and the sets' weights, and held-out rows; the same on every rank.
 
     Raises:
         UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
     """
-    args, problem, sets = run.args.data, None, parse_datasets(run.args.data.data)
-    files = [("data", path, args.max_rows) for path, _ in sets]
-    files += [("eval_data", args.eval_data, args.max_eval_rows)] if args.eval_data else []
-    loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
+    args, sets = run.args.data, parse_datasets(run.args.data.data)
+    judgements = args.row_kind == "judgements"
     common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
-    try:
+
+    def load(name: str, path: str, limit: int) -> list[Prompt]:
+        if judgements:
+            rows, skipped = load_judgements(path, processor, limit=limit, **common)
+        else:
+            rows, skipped = load_prompts(
+                path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
+                reference_column=args.reference_column, label_column=args.label_column,
+                system_prompt=args.system_prompt, limit=limit, **common)
+        report_skipped(run, name, path, skipped)
+        return rows
+
+    with failing_together():
         folder = resolve_folder(run.args.model.model, weights=not run.args.run.dry_run)
         processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
                               args.video_max_pixels)
-        if args.row_kind == "judgements":
+        if judgements:
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
-        for name, path, limit in files:
-            if args.row_kind == "judgements":
-                rows, skipped = load_judgements(path, processor, limit=limit, **common)
-            else:
-                rows, skipped = load_prompts(
-                    path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
-                    reference_column=args.reference_column, label_column=args.label_column,
-                    system_prompt=args.system_prompt, limit=limit, **common)
-            loaded[name].append(rows)
-            if skipped and run.rank == 0:
-                print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
-        if args.row_kind == "judgements":
-            count_judgements(judge, [(row.label, row.reference, True) for rows in loaded["data"] for row in rows])
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
-    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(loaded["data"], sets)]
-    return processor, loaded["data"], weights, sum(loaded["eval_data"], [])
+        datasets = [load("data", path, args.max_rows) for path, _ in sets]
+        held_out = load("eval_data", args.eval_data, args.max_eval_rows) if args.eval_data else []
+        if judgements:
+            count_judgements(judge, [(row.label, row.reference, True) for rows in datasets for row in rows])
+    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(datasets, sets)]
+    return processor, datasets, weights, held_out
+
+
+def report_skipped(run: Run, name: str, path: str, skipped: list[str]) -> None:
+    if skipped and run.rank == 0:
+        print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
 
 
 @dataclass
@@ -654,7 +668,7 @@ class TextRows:
 
 def load_text(run: Run, processor: Processor) -> TextRows | None:
     """Checked rows of --ptx_data, as they stand: no system prompt is added. Raises UserError on every rank alike."""
-    args, limit, problem, rows = run.args.data, run.args.update.max_tokens_per_pack, None, []
+    args, limit = run.args.data, run.args.update.max_tokens_per_pack
     if not args.ptx_data:
         return None
     frame, folder = answer_frame(processor), os.path.dirname(os.path.abspath(args.ptx_data))
@@ -670,13 +684,9 @@ def load_text(run: Run, processor: Processor) -> TextRows | None:
             raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
         return prompt, target
 
-    try:
+    with failing_together("--ptx_data "):
         rows, skipped = load_rows(args.ptx_data, build, on_bad_row=args.on_bad_row, limit=args.max_rows)
-        if skipped and run.rank == 0:
-            print(f"--ptx_data: skipped {len(skipped)} bad rows of {args.ptx_data}:", *skipped[:5], sep="\n  ", flush=True)
-    except ValueError as error:
-        problem = f"--ptx_data {error}"
-    fail_together(problem)
+    report_skipped(run, "ptx_data", args.ptx_data, skipped)
     return TextRows(rows, PromptLoader(processor, args.data_threads, args.on_bad_row))
 
 
@@ -745,10 +755,10 @@ def stop_token_ids(processor: Processor, args: Args) -> list[int]:
 def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None, Policy | None]:
     """Actor, critic (gae only) and reference (only if a KL is used), sharded, with their weights."""
     args = run.args
-    actor = critic = reference = problem = None
+    critic = reference = None
     adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
-    try:
+    with failing_together():
         folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
         model = skeleton(processor.config, sees_pixels=own_tower)
         if not own_tower:
@@ -772,9 +782,6 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
             reference = Policy(model, processor, args).requires_grad_(False).eval()
             load_sharded(run, reference, with_same_tower(args.model.reference_model, folder, own_tower))
             put_away(run, frozen=reference)
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
     if args.model.gradient_checkpointing:
         for part in [part for module in filter(None, (actor, critic)) for part in trained_parts(module.model)]:
             part.gradient_checkpointing_enable({"use_reentrant": False})
@@ -1226,6 +1233,7 @@ class Source:
     spec: str                                  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER
     name: str                                  # in metrics and records
     function: Callable | None = None
+    batch: int = 0                             # most samples per call of the function; 0: any number
     model: nn.Module | None = None             # from here on: grm and rm, by build_reward_models
     processor: Processor | None = None
     shares_tower: bool = False                 # with the actor: its image features serve
@@ -1275,7 +1283,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("grm", "rm"):
         return Source(spec, kind)
     if kind in ("http", "https"):
-        return Source(spec, "remote", remote_reward(spec, args))
+        return Source(spec, "remote", remote_reward(spec, args), args.remote_batch)
     return Source(spec, spec.rpartition(":")[2], load_function("--reward", spec))
 
 
@@ -1331,7 +1339,7 @@ def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
         raise UserError("\n  ".join([f"{len(bad)} of {len(rows)} rows cannot be scored", *bad[:5]]))
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """A reward function failed; the message shows its spec, the numbers and the sample."""
 
 
@@ -1342,9 +1350,8 @@ REMOTE_FRAMES = 16   # of a video, that a reward server gets
 def remote_reward(url: str, args: RewardArgs) -> Callable:
     """The reward function that asks a server; the README has the contract. Raises UserError: an URL that cannot be asked.
 
-    A call POSTs its samples --remote_batch at a time, one request after the other: `score_samples` makes --reward_workers
-    calls side by side. What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a
-    valid one is a RewardError at once. No proxy, redirect or password is used.
+    What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a valid one is a
+    RewardError at once. No proxy, redirect or password is used.
     """
     try:
         parts = urlsplit(url)
@@ -1397,20 +1404,11 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
         raise RewardError(f"no answer in {args.remote_retries + 1} tries (--remote_retries), at last {problem}")
 
     def score(prompts, responses, references, labels, images) -> dict[str, list[float]]:
-        columns: dict[str, list[float]] = {}
-        for start in range(0, len(responses), args.remote_batch):
-            part = slice(start, start + args.remote_batch)
-            pictures = {item: encode_picture(item) for item in {item for items in images[part] for item in items}}
-            said = ask(json.dumps({
-                "queries": [prompt + response for prompt, response in zip(prompts[part], responses[part])],
-                "prompts": prompts[part], "responses": responses[part], "references": references[part],
-                "labels": labels[part], "images": [[pictures[item] for item in items] for items in images[part]]}).encode())
-            answer = read_reply(said, len(responses[part]))
-            if columns and answer.keys() != columns.keys():
-                raise RewardError(f"the server's components were {sorted(columns)} and are now {sorted(answer)}")
-            for name, values in answer.items():
-                columns.setdefault(name, []).extend(values)
-        return columns
+        pictures = {item: encode_picture(item) for item in set().union(*images)}
+        return read_reply(ask(json.dumps({
+            "queries": [prompt + response for prompt, response in zip(prompts, responses)], "prompts": prompts,
+            "responses": responses, "references": references, "labels": labels,
+            "images": [[pictures[item] for item in items] for items in images]}).encode()))
 
     return score
 
@@ -1425,49 +1423,50 @@ def encode_picture(item: str | tuple[str, ...]) -> str | list[str]:
     return coded[0] if isinstance(item, str) else coded
 
 
-def read_reply(said: bytes, count: int) -> dict[str, list[float]]:
+def read_reply(said: bytes) -> dict[str, list[float]]:
     """{"rewards": [...], further components} of a server's answer, as a reward function returns them; `score_samples`
-    looks at the numbers. Raises RewardError."""
+    looks at the lists. Raises RewardError."""
     try:
         reply = json.loads(said)
     except (ValueError, RecursionError) as error:
         raise RewardError(f"the server's answer is not JSON ({error}): {said[:500].decode(errors='replace')!r}") from error
     if not isinstance(reply, dict) or "rewards" not in reply or "reward" in reply:
         raise RewardError(f'the server must answer {{"rewards": [...]}}, with components beside it or not: {reply!r:.500}')
-    for name, values in reply.items():
-        if not isinstance(values, list) or len(values) != count:
-            raise RewardError(f"the server's {name!r} must be a list of {count} numbers, one per sample: {values!r:.500}")
     return {"reward": reply.pop("rewards")} | reply
 
 
-def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
-                  images: list, *, spec: str, timeout_s: float = 0.0, workers: int = 1) -> tuple[list, dict[str, list]]:
-    """Score n samples in at most `workers` chunks side by side: n rewards, and n values of each component by name.
-    RewardError if the function raises, is later than `timeout_s` (0 = any time), or returns other than finite numbers.
+def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list, images: list, *,
+                  spec: str, timeout_s: float = 60.0, workers: int = 1, batch: int = 0) -> dict[str, list[float]]:
+    """Score n samples by `workers` calls side by side, of at most `batch` samples each (0: any number): n rewards under
+    "reward", and n values of each component. RewardError if the function raises, all of it is later than `timeout_s`, or a
+    call returns other than finite numbers.
     """
-    batch, n, results, columns = (prompts, responses, references, labels, images), len(responses), {}, {}
-    size = -(-n // workers) or 1
+    given, n, results, columns = (prompts, responses, references, labels, images), len(responses), {}, {}
+    size = min(-(-n // workers), batch or n) or 1
 
-    def work(start: int) -> None:
-        try:
-            results[start] = reward_fn(*(column[start:start + size] for column in batch))
-        except BaseException as error:  # raised again below; a SystemExit would vanish in its thread
-            results[start] = error
+    def work(first: int) -> None:
+        for start in range(first, n, size * workers):
+            try:
+                results[start] = reward_fn(*(column[start:start + size] for column in given))
+            except BaseException as error:  # raised again below; a SystemExit would vanish in its thread
+                results[start] = error
+                return
 
     def failure(i: int, problem: str) -> RewardError:
-        named = zip(("prompt", "response", "reference", "label"), batch)
+        named = zip(("prompt", "response", "reference", "label"), given)
         sample = "".join(f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in named)
         return RewardError(f"--reward {spec}: {problem}; sample {i} of {n} (the last 500 characters of each):{sample}")
 
     # Daemon threads, not a ThreadPoolExecutor, which would wait at exit for a reward function that hangs.
-    threads = {start: threading.Thread(target=work, args=(start,), daemon=True) for start in range(0, n, size)}
+    threads = [threading.Thread(target=work, args=(first,), daemon=True) for first in range(0, n, size)[:workers]]
     deadline = time.monotonic() + timeout_s
-    for thread in threads.values():
+    for thread in threads:
         thread.start()
-    for start, thread in threads.items():
-        count = min(size, n - start)
-        thread.join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
-        result = results.get(start, TimeoutError(f"took longer than {timeout_s:g} s (--reward_timeout)"))
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = TimeoutError(f"took longer than {timeout_s:g} s (--reward_timeout)")
+    for start in range(0, n, size):
+        count, result = min(size, n - start), results.get(start, late)
         if isinstance(result, BaseException):
             raise failure(start, f"{count} samples raised {type(result).__name__}: {result}") from result
         result = result if isinstance(result, dict) else {"reward": result}
@@ -1482,7 +1481,7 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
                 if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:  # NaN as well
                     raise failure(i, f"{name} is {value!r}, not a finite number")
                 columns.setdefault(name, []).append(float(value))
-    return columns.pop("reward", None) or [sum(values) for values in zip(*columns.values())], columns
+    return columns if "reward" in columns else {"reward": [sum(values) for values in zip(*columns.values())]} | columns
 
 
 def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepPrompts, samples: Samples) -> Samples:
@@ -1534,18 +1533,14 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
             return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
     own = [k for k, i in enumerate(used) if prompts.owners[int(samples.group[i])] == run.rank]
     rows = [prompts.prompts[int(samples.group[used[k]])] for k in own]
-    args, columns, problem = run.args.reward, {}, None
-    if own:
-        try:
-            rewards, columns = score_samples(
+    args, columns = run.args.reward, {}
+    with failing_together():
+        if own:                                                                              # a rank may have no samples
+            columns = score_samples(
                 source.function, [p.text for p in rows], [texts[used[k]] for k in own], [p.reference for p in rows],
                 [p.label for p in rows], [list(p.images) for p in rows], spec=source.spec, timeout_s=args.reward_timeout,
-                workers=args.reward_workers)
-            columns = {"reward": rewards} | columns
-        except RewardError as error:
-            problem = str(error)
-    fail_together(problem)
-    names = [part for part in all_gather_json(sorted(columns) if own else None) if part]     # a rank may have no samples
+                workers=args.reward_workers, batch=source.batch)
+    names = [part for part in all_gather_json(sorted(columns)) if part]
     if any(part != names[0] for part in names):
         raise UserError(f"--reward {source.spec}: components differ between calls: {names}")
     table = torch.zeros(len(names[0]), len(used), dtype=torch.float64)
@@ -1581,12 +1576,10 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, no value head, a question it was not trained on.
     """
-    args, problem = run.args, None
-    for source in reward.sources if not problem else ():
+    args = run.args
+    for source in (source for source in reward.sources if source.function is None):
         kind, _, name = source.spec.partition(":")
-        if kind not in ("grm", "rm") or source.function is not None:
-            continue
-        try:
+        with failing_together(f"--reward {source.spec}: "):
             folder, own = (resolve_folder(path, weights=not args.run.dry_run) for path in (name, args.model.model))
             processor = source.processor = Processor(
                 str(folder), video_frames=args.data.video_frames, video_fps=args.data.video_fps,
@@ -1611,9 +1604,6 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             if kind == "rm" and not spelled.keys() & VALUE_HEADS:
                 raise ValueError(f"no value head: none of the weights {', '.join(VALUE_HEADS)}")
             put_away(run, frozen=source.model)
-        except ValueError as error:
-            problem = f"--reward {source.spec}: {error}"
-    fail_together(problem)
 
 
 def judge_question(judge: dict, wanted: str) -> str:
@@ -1630,12 +1620,12 @@ def lend_pictures(run: Run, source: Source, prompts: StepPrompts, groups: list[i
     """Questions ``asked`` about the pictures of the step's prompts ``groups``; a picture's features are computed once."""
     owners, features = dict(enumerate(prompts.owners)), prompts.features
     if not source.shares_tower:
-        first = {group: asked[groups.index(group)] for group in sorted(set(groups))}
+        any_of = dict(zip(groups, asked))                                        # all questions of a group have its pictures
         with PromptLoader(source.processor, run.args.data.data_threads, "error") as loader:
-            pictures = loader.collect(*loader.submit(list(first.values()), list(first)))
+            pictures = loader.collect(*loader.submit(list(any_of.values()), list(any_of)))
         compute_features(run, source.model, pictures)
-        owners = dict(zip(first, pictures.owners))
-        features = {group: pictures.features[k] for k, group in enumerate(first) if k in pictures.features}
+        owners = dict(zip(any_of, pictures.owners))
+        features = {group: pictures.features[k] for k, group in enumerate(any_of) if k in pictures.features}
     return StepPrompts(asked, list(range(len(asked))), [owners[group] for group in groups], {}, {},
                        {k: features[group] for k, group in enumerate(groups) if group in features}, [])
 
@@ -1659,24 +1649,19 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
     orders = {1: torch.tensor(worth, dtype=torch.float64)}
     orders |= {-1: 1 - orders[1]} if kind == "answers" else {}                       # the response stands in place B
     asked: dict[tuple[int, str, int], int] = {}                                      # (group, response, order) -> question
-    groups, questions, values, grids, places = [], [], [], {}, []
-    for i in used:
-        group = int(samples.group[i])
+    places = torch.tensor([[asked.setdefault((int(samples.group[i]), texts[i], order), len(asked)) for order in orders]
+                           for i in used])                                                              # (n, orders)
+    questions, grids = [], {}
+    for group, text, order in asked:
         row = prompts.prompts[group]
-        for order in orders:
-            if (group, texts[i], order) not in asked:
-                asked[group, texts[i], order] = len(questions)
-                question, said, answer = (without_markup(text or "", processor)
-                                          for text in (user_text(row.messages), texts[i], row.reference))
-                first, second = (said, answer)[::order]
-                ask = {"prompt": question, "images": list(row.images), "question": fill(
-                    template, prompt=question, response=said, response_a=first, response_b=second)}
-                questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
-                grids[group] = questions[-1].grids                                   # headers are read once per prompt
-                groups.append(group)
-                values.append(orders[order])
-        places.append([asked[group, texts[i], order] for order in orders])
-    places = torch.tensor(places)                                                                        # (n, orders)
+        question, said, answer = (without_markup(part or "", processor)
+                                  for part in (user_text(row.messages), text, row.reference))
+        first, second = (said, answer)[::order]
+        ask = {"prompt": question, "images": list(row.images), "question": fill(
+            template, prompt=question, response=said, response_a=first, response_b=second)}
+        questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
+        grids[group] = questions[-1].grids                                           # headers are read once per prompt
+    groups, values = [group for group, *_ in asked], torch.stack([orders[order] for *_, order in asked])   # (questions, words)
     step = lend_pictures(run, source, prompts, groups, questions)
     if mode == "critique":
         written = rollout(source.run, processor, source.model, step, 1, JUDGE, greedy=True)
@@ -1693,7 +1678,6 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
         notes = ["  ".join(f"{word} {chance:.3f}" for word, chance in zip(words, row)) for row in chances.tolist()]
         if mode == "verdict":
             chances = torch.nn.functional.one_hot(chances.argmax(dim=1), len(words)).double()
-    values = torch.stack(values)                                                                     # (questions, words)
     points = (chances * values).sum(dim=1) + (1 - chances.sum(dim=1)) * values.min(dim=1).values     # (questions,)
     columns = {"reward": points[places].mean(dim=1)}
     if mode == "critique":

@@ -16,7 +16,8 @@ from train_ppo_vl import (RewardError, answers_equal, exact_match, extract_answe
 def score(fn, n=4, **kwargs):
     columns = ([f"prompt {i}" for i in range(n)], [f"response {i}" for i in range(n)],
                [f"reference {i}" for i in range(n)], [f"label {i}" for i in range(n)], [[] for _ in range(n)])
-    return score_samples(fn, *columns, spec="my.py:f", **kwargs)
+    scored = score_samples(fn, *columns, spec="my.py:f", **kwargs)
+    return scored.pop("reward"), scored
 
 
 # ------------------------------------------------------------------------------------------------ extraction
