@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -214,8 +214,7 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, "
-                                     "start it")
+    init_critic_from: str = flag("", "folder <out>/checkpoints/step-N whose critic weights, and nothing else, start it")
     reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used "
                                     "(with --lora_rank it is then the actor without adapters)")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
@@ -239,8 +238,7 @@ class DataArgs:
     row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts "
                                     "become references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
-    ptx_data: str = flag("", "rows that keep the actor a language model, a JSONL file of prompt, images and response (kind "
-                             "response of train_grm_vl.py); empty: none")
+    ptx_data: str = flag("", "rows that keep the actor a language model: JSONL of prompt, images, response; empty: none")
     prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
     images_column: str = flag("images", "column of the image paths, relative to the file")
     reference_column: str = flag("answer", "column of the reference answer")
@@ -268,8 +266,7 @@ class RolloutArgs:
     min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
     temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
-    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too",
-                        low=1e-6, high=1)
+    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases too", low=1e-6, high=1)
     stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
@@ -296,8 +293,7 @@ class RewardArgs:
                          ("probability", "verdict", "critique"))
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
-    reward_workers: int = flag(1, "threads that score in parallel: for a reward server, requests at the same time per rank",
-                               low=1)
+    reward_workers: int = flag(1, "threads per rank that score in parallel: requests at a time to a reward server", low=1)
     remote_batch: int = flag(32, "samples per request to a reward server", low=1)
     remote_timeout: float = flag(30.0, "longest time of one request to a reward server, seconds", low=1e-6)
     remote_retries: int = flag(4, "further tries of a request after a time-out, a lost connection or an answer 5xx; the "
@@ -382,8 +378,7 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
-                           low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, 0: never", low=-1)
     eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
     eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
@@ -456,7 +451,6 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     rollout, algorithm, update = args.rollout, args.algorithm, args.update
     longest = args.data.max_prompt_tokens + rollout.max_new_tokens
-    has_critic = algorithm.advantage == "gae"
     problems = out_of_bounds(args)
     rules = {
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
@@ -474,7 +468,7 @@ def check_args(args: Args) -> None:
         "--clip_low and --clip_high must be at least 0, or -1 for the loss's own": all(
             value == -1 or value >= 0 for value in (algorithm.clip_low, algorithm.clip_high)),
         f"--freezing_actor_steps {update.freezing_actor_steps} needs a critic to train meanwhile (--advantage gae)":
-            has_critic or not update.freezing_actor_steps,
+            algorithm.advantage == "gae" or not update.freezing_actor_steps,
         "--reference_model is of no use without --kl_coef": algorithm.kl_coef > 0 or not args.model.reference_model,
         "--kl_target needs a --kl_coef above 0 to start from": algorithm.kl_coef > 0 or not algorithm.kl_target,
         f"--kl_horizon {algorithm.kl_horizon} must exceed a fifth of the samples per step": not algorithm.kl_target
@@ -507,10 +501,9 @@ def check_args(args: Args) -> None:
     problems += [message for message, holds in rules.items() if not holds]
     try:
         strings = args.stop_strings
-        valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
     except json.JSONDecodeError:
-        valid = False
-    if not valid:
+        strings = None
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
     try:
         parse_datasets(args.data.data)
@@ -877,10 +870,8 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
     size, count = args.rollout.prompts_per_step, args.rollout.samples_per_prompt
     rows = sum(datasets, [])
     lengths, pictures = [len(row.input_ids) for row in rows], [row.image_tokens for row in rows]
-    models = {"actor": actor, "critic": critic, "reference": reference} | {s.name: s.model for s in reward.sources}
-    models = {name: module for name, module in models.items() if module is not None}
-    if reference is actor:                                                                  # without its adapters
-        del models["reference"]
+    roles = [("actor", actor), ("critic", critic), ("reference", None if reference is actor else reference)]     # with LoRA
+    models = {name: module for name, module in [*roles, *((s.name, s.model) for s in reward.sources)] if module is not None}
     lines = [f"{len(rows)} prompts of {sum(lengths) / len(rows):.0f} tokens, at most {max(lengths)}; of pictures "
              f"{sum(pictures) / len(rows):.0f}, at most {max(pictures)}", f"{update.steps} steps of {size} prompts x {count} "
              f"samples = {update.steps * size / len(rows):.1f} passes; {update.epochs * update.minibatches} updates per step"]
@@ -1314,13 +1305,15 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
         recipe = json.loads(text)
     except ValueError as error:
         raise UserError(f"--reward_recipe {text}: no such file, and as JSON: {error}") from error
-    valid = isinstance(recipe, dict) and recipe and all(
-        isinstance(parts, list) and parts and all(
+
+    def valid(parts) -> bool:
+        return isinstance(parts, list) and parts and all(
             isinstance(part, list) and list(map(type, part)) in ([str, int], [str, float]) and part[0]
-            and math.isfinite(part[1]) for part in parts) and len(dict(parts)) == len(parts) for parts in recipe.values())
-    if not valid:
-        raise UserError(f'--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, a source once per label; "*" for '
-                        "all other labels; weight 0: only measured")
+            and math.isfinite(part[1]) for part in parts) and len(dict(parts)) == len(parts)
+
+    if not isinstance(recipe, dict) or not recipe or not all(map(valid, recipe.values())):
+        raise UserError(f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, each source once for a label; "
+                        '"*" for all other labels; weight 0: only measured')
     return {label: dict(parts) for label, parts in recipe.items()}
 
 
@@ -1367,8 +1360,7 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
     def post(body: bytes) -> tuple[int, bytes]:
         """One try: the status and what the server said."""
         deadline, said = time.monotonic() + args.remote_timeout, b""
-        connection = connect(host, port, timeout=args.remote_timeout)
-        try:
+        with closing(connect(host, port, timeout=args.remote_timeout)) as connection:
             connection.request("POST", target, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             while chunk := response.read1(2 ** 16):
@@ -1380,23 +1372,21 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
             if response.length:  # a read1 at the end of the stream does not look
                 raise http.client.IncompleteRead(said, response.length)
             return response.status, said
-        finally:
-            connection.close()
 
     def ask(body: bytes) -> bytes:
         """The server's answer with status 200, after as many tries as it takes or --remote_retries allow."""
         for attempt in range(args.remote_retries + 1):
             try:
                 status, said = post(body)
+                if status == 200:
+                    return said
                 problem = f"HTTP {status}: {said[:500].decode(errors='replace')!r}"
+                if status < 500:
+                    raise RewardError(f"the server answered {problem}")
             except (OSError, http.client.IncompleteRead) as error:
-                status, problem = 0, f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
             except http.client.HTTPException as error:
                 raise RewardError(f"the server does not speak HTTP: {type(error).__name__}: {error}") from error
-            if status == 200:
-                return said
-            if 0 < status < 500:
-                raise RewardError(f"the server answered {problem}")
             if attempt < args.remote_retries:
                 pause = 0.5 * 2 ** min(attempt, 4)
                 print(f"--reward {url}: {problem}; retry {attempt + 1} of {args.remote_retries} in {pause:g} s", flush=True)
@@ -1517,8 +1507,8 @@ def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepP
     scores = (combine_rewards(run, reward, rewards) if reward.combiner else scores).float()
     if bad := (~scores.isfinite()).nonzero()[:, 0].tolist():
         said = {name: float(values[bad[0]]) for name, values in rewards.items()}
-        raise UserError(f"rewards must be finite float32 numbers: {len(bad)} of {len(samples)} are not; for the first of them the "
-                        f"sources say {said}")
+        raise UserError(f"rewards must be finite float32 numbers: {len(bad)} of {len(samples)} are not; for the first of them "
+                        f"the sources say {said}")
     components = {name: values.float() for name, values in (components | curves).items() if not values.isnan().all()}
     return replace(samples, scores=scores, components=components, judgements=[text.strip() for text in judgements])
 
@@ -1531,8 +1521,9 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
             return ask_judge(run, source, prompts, samples, texts, used)
         if source.spec.startswith("rm:"):
             return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
-    own = [k for k, i in enumerate(used) if prompts.owners[int(samples.group[i])] == run.rank]
-    rows = [prompts.prompts[int(samples.group[used[k]])] for k in own]
+    groups = samples.group[used].tolist()
+    own = [k for k, group in enumerate(groups) if prompts.owners[group] == run.rank]
+    rows = [prompts.prompts[groups[k]] for k in own]
     args, columns = run.args.reward, {}
     with failing_together():
         if own:                                                                              # a rank may have no samples
@@ -1688,18 +1679,16 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
 def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
                      used: list[int]) -> torch.Tensor:
     """(n,) what the head of a scalar reward model says at the end token of each response ``used``."""
-    processor, groups, answers = source.processor, [], []
+    processor, answers = source.processor, {}                                                  # group -> its responses
     frame = answer_frame(processor)
-    for i in used:                                                                            # in the order of groups
-        if not groups or groups[-1] != int(samples.group[i]):
-            groups.append(int(samples.group[i]))
-            answers.append([])
+    for i in used:
         answer = encode_target(processor, frame, without_markup(texts[i], processor))
-        answers[-1].append(torch.cat([answer, answer[-1:]]))   # values stand at the rows that predict a token: one more
-    rows = [prompts.prompts[group] for group in groups]
+        answer = torch.cat([answer, answer[-1:]])              # values stand at the rows that predict a token: one more
+        answers.setdefault(int(samples.group[i]), []).append(answer)
+    rows = [prompts.prompts[group] for group in answers]
     asked = [make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/") for row in rows]
-    candidates = as_samples(answers)
-    values = score_tokens(run, source.model, lend_pictures(run, source, prompts, groups, asked), candidates)
+    candidates = as_samples(list(answers.values()))
+    values = score_tokens(run, source.model, lend_pictures(run, source, prompts, list(answers), asked), candidates)
     return values[candidates.offsets[1:] - 1].double()
 
 
