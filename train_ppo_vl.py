@@ -215,8 +215,7 @@ class ModelArgs:
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
     init_critic_from: str = flag("", "folder <out>/checkpoints/step-N whose critic weights, and nothing else, start it")
-    reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used "
-                                    "(with --lora_rank it is then the actor without adapters)")
+    reference_model: str = flag("", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
@@ -285,12 +284,10 @@ class RewardArgs:
     reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
                                   "every other label; weight 0: only measured")
     reward_combiner: str = flag("", "file.py:function of {source: rewards} to rewards, for several sources without a recipe")
-    grm_question: str = flag("auto", "which of its questions a judge is asked; answers: which is better, the response or the "
-                                     "reference; auto: correct or score, what it was trained on more",
-                             ("auto", "correct", "score", "answers"))
-    grm_mode: str = flag("probability", "what of a judge counts: the mean by the probabilities of its verdicts, its likeliest "
-                                        "verdict, or the verdict of a critique that it writes",
-                         ("probability", "verdict", "critique"))
+    grm_question: str = flag("auto", "what a judge is asked; answers: which is better, the response or the reference; auto: "
+                                     "what it was trained on more, correct or score", ("auto", "correct", "score", "answers"))
+    grm_mode: str = flag("probability", "what of a judge counts: the mean by its verdicts' probabilities, its likeliest "
+                                        "verdict, or that of a critique that it writes", ("probability", "verdict", "critique"))
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
     reward_workers: int = flag(1, "threads per rank that score in parallel: requests at a time to a reward server", low=1)
@@ -320,9 +317,8 @@ class AlgorithmArgs:
                                     "0: off", low=0)
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
-    kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss; full: the whole "
-                                   "vocabulary, for a further forward pass of the reference",
-                             ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
+    kl_estimator: str = flag("k1", "k1 belongs in the reward, k2 or k3+ in the loss; full: the whole vocabulary, for one more "
+                                   "forward pass of the reference", ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
     kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed", low=0)
     kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
@@ -1271,7 +1267,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     kind, _, rest = spec.partition(":")
     if spec in RULES:
         return Source(spec, spec, functools.partial(rule_reward, spec))
-    if kind in ("grm", "rm"):
+    if kind in ("grm", "rm") and rest:
         return Source(spec, kind)
     if kind in ("http", "https"):
         return Source(spec, "remote", remote_reward(spec, args), args.remote_batch)
@@ -1543,17 +1539,16 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
 
 def combine_rewards(run: Run, reward: Reward, rewards: dict[str, torch.Tensor]) -> torch.Tensor:
     """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises UserError on every rank."""
-    values, problem, count = None, None, len(next(iter(rewards.values())))
-    if run.rank == 0:
-        try:
-            values = list(map(float, reward.combiner({name: column.tolist() for name, column in rewards.items()})))
-        except Exception as error:                                  # a program of the user's, which raises what it likes
-            problem = f"{type(error).__name__}: {error}"
-    values, problem = all_gather_json([values, problem])[0]
-    if problem or len(values) != count:
-        raise UserError(f"--reward_combiner {run.args.reward.reward_combiner}: "
-                        f"{problem or f'{len(values)} values for {count} samples'}")
-    return torch.tensor(values, dtype=torch.float64)
+    values, count = None, len(next(iter(rewards.values())))
+    with failing_together(f"--reward_combiner {run.args.reward.reward_combiner}: "):
+        if run.rank == 0:
+            try:
+                values = list(map(float, reward.combiner({name: column.tolist() for name, column in rewards.items()})))
+            except Exception as error:                              # a program of the user's, which raises what it likes
+                raise ValueError(f"{type(error).__name__}: {error}") from error
+            if len(values) != count:
+                raise ValueError(f"{len(values)} values for {count} samples")
+    return torch.tensor(all_gather_json(values)[0], dtype=torch.float64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ def test_load_user_function(tmp_path):
                     "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
     (tmp_path / "text.txt").write_text("")
-    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f",
+    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
         with pytest.raises(ValueError, match="--reward"):
             load_source(spec)
