@@ -287,7 +287,7 @@ class RewardArgs:
     grm_question: str = flag("auto", "what a judge is asked; answers: which is better, the response or the reference; auto: "
                                      "what it was trained on more, correct or score", ("auto", "correct", "score", "answers"))
     grm_mode: str = flag("probability", "what of a judge counts: the mean by its verdicts' probabilities, its likeliest "
-                                        "verdict, or that of a critique that it writes", ("probability", "verdict", "critique"))
+                                        "verdict, or that of a critique it writes", ("probability", "verdict", "critique"))
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
     reward_workers: int = flag(1, "threads per rank that score in parallel: requests at a time to a reward server", low=1)
@@ -410,7 +410,7 @@ class Args:
 
     @property
     def stop_strings(self) -> list[str]:
-        return json.loads(self.rollout.stop_strings) if self.rollout.stop_strings else []
+        return json.loads(self.rollout.stop_strings or "[]")
 
     @property
     def whiten(self) -> bool:
@@ -899,49 +899,63 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
 def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[str, dict[str, float]]:
     """Bytes on a GPU by phase of a step and part, with prompts of at most ``longest`` tokens: sums of what may coincide."""
     itemsize, ranks = 4 if args.model.dtype == "float32" else 2, args.run.hsdp or args.run.plan_world
-    held = {f"{name} {part}": size for name, module in models.items()
-            for part, size in resident_bytes(module, ranks, itemsize).items() if size}
-    if args.update.ema_beta and args.update.ema_device == "device":
-        held["actor average"] = held["actor Adam"] // 2
-    room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(held.values())
     tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk, models["actor"]
 
-    def decode(module: nn.Module, length: int) -> dict[str, float]:
+    def held(trained: str = "", asked: str = "") -> dict[str, float]:
+        """Weights and optimizers; of what is offloaded, those of the model that is trained or, frozen, asked."""
+        parts = {}
+        for name, module in models.items():
+            sizes = resident_bytes(module, ranks, itemsize)
+            if name == "actor" and args.update.ema_beta and args.update.ema_device == "device":
+                sizes["average"] = sizes["Adam"] // 2
+            if args.update.offload_optimizer and name != trained:
+                sizes |= {"Adam": 0, "average": 0}
+            if args.update.offload_frozen and name != asked and not any(p.requires_grad for p in module.parameters()):
+                sizes = {}
+            parts |= {f"{name} {part}": size for part, size in sizes.items() if size}
+        return parts
+
+    def decode(module: nn.Module, length: int, stay: dict[str, float]) -> dict[str, float]:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
         text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
+        room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(stay.values())
         slot = length * cache_bytes(text, itemsize)
         wanted = -(-args.rollout.prompts_per_step // args.run.plan_world) * args.rollout.samples_per_prompt
         slots = min(wanted, args.rollout.slots or max(1, min(256, int(0.8 * (room - root - layers) // slot))))
         work = max(args.rollout.prefill_tokens * layer_activations(module, itemsize), 16 * slots * text.vocab_size)
-        return {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
+        return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
 
-    def score(module: nn.Module) -> dict[str, float]:
+    def score(name: str) -> dict[str, float]:
+        module = models[name]
         root, layer, _ = gathered_bytes(module, itemsize)
         logits = 12 * chunk * module.model.config.get_text_config().vocab_size if module.model.lm_head is not None else 0
-        return {"gathered weights": root + 2 * layer, "forward": max(tokens * layer_activations(module, itemsize), logits)}
+        return held(asked=name) | {"gathered weights": root + 2 * layer,
+                                   "forward": max(tokens * layer_activations(module, itemsize), logits)}
 
-    def update(module: nn.Module) -> dict[str, float]:
-        root, layer, _ = gathered_bytes(module, itemsize)
-        gradients = resident_bytes(module, ranks, itemsize)["Adam"] / 2
-        return {"gathered weights": root + 2 * layer, "gradient shards": gradients} | backward_bytes(
-            module, tokens, itemsize, args.model.gradient_checkpointing, chunk)
+    def update(name: str) -> dict[str, float]:
+        root, layer, _ = gathered_bytes(models[name], itemsize)
+        gradients = resident_bytes(models[name], ranks, itemsize)["Adam"] / 2
+        return held(trained=name, asked="reference" if exact and name == "actor" else "") | {
+            "gathered weights": root + 2 * layer, "gradient shards": gradients} | backward_bytes(
+            models[name], tokens, itemsize, args.model.gradient_checkpointing, chunk)
 
-    phases = {"rollout": decode(actor, longest + args.rollout.max_new_tokens)}
-    algorithm = args.algorithm
+    algorithm, longest = args.algorithm, longest + args.rollout.max_new_tokens
+    exact = algorithm.kl_estimator == "full" and algorithm.kl_in == "loss"
+    phases = {"rollout": decode(actor, longest, held())}
     of_actor = algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1 or algorithm.kl_estimator == "full"
-    scored = [score(module) for name, module in models.items() if name != "actor" or of_actor]
+    scored = [score(name) for name in models if name != "actor" or of_actor]
     if scored:
         phases["score"] = max(scored, key=lambda parts: sum(parts.values()))
     for name, module in models.items():
         if name.startswith("grm") and args.reward.grm_mode == "critique":
-            phases[f"{name} writes"] = decode(module, longest + args.rollout.max_new_tokens + args.reward.grm_max_new_tokens)
-    phases |= {f"update {name}": update(models[name]) for name in ("critic", "actor") if name in models}
-    return {phase: held | parts for phase, parts in phases.items()}
+            phases[f"{name} writes"] = decode(module, longest + args.reward.grm_max_new_tokens, held(asked=name))
+    return phases | {f"update {name}": update(name) for name in ("critic", "actor") if name in models}
 
 
 def offloaded(run: Run, module: nn.Module | None) -> bool:
     """Whether --offload_frozen is about this module; the reference may be the actor, without its adapters."""
-    return run.args.update.offload_frozen and module is not None and not any(p.requires_grad for p in module.parameters())
+    return run.args.update.offload_frozen and not run.args.run.dry_run and module is not None and not any(
+        p.requires_grad for p in module.parameters())
 
 
 def put_away(run: Run, optimizer: torch.optim.Optimizer | None = None, frozen: nn.Module | None = None) -> None:
