@@ -214,7 +214,7 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "folder <out>/checkpoints/step-N whose critic weights, and nothing else, start it")
+    init_critic_from: str = flag("", "<out>/checkpoints/step-N whose critic weights, and nothing else, start the critic")
     reference_model: str = flag("", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
@@ -265,7 +265,7 @@ class RolloutArgs:
     min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
     temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
-    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases too", low=1e-6, high=1)
+    top_p: float = flag(1.0, "keep the smallest set with this probability; 1: off. Biases the gradient too", low=1e-6, high=1)
     stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
