@@ -899,21 +899,17 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
 def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[str, dict[str, float]]:
     """Bytes on a GPU by phase of a step and part, with prompts of at most ``longest`` tokens: sums of what may coincide."""
     itemsize, ranks = 4 if args.model.dtype == "float32" else 2, args.run.hsdp or args.run.plan_world
+    held = {f"{name} {part}": size for name, module in models.items()
+            for part, size in resident_bytes(module, ranks, itemsize).items() if size}
+    if args.update.ema_beta and args.update.ema_device == "device":
+        held["actor average"] = held["actor Adam"] // 2
+    away = [part for part in held if (args.update.offload_optimizer and part.endswith((" Adam", " average")))
+            or (args.update.offload_frozen and part.split()[0] not in ("actor", "critic"))]
     tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk, models["actor"]
 
-    def held(trained: str = "", asked: str = "") -> dict[str, float]:
-        """Weights and optimizers; of what is offloaded, those of the model that is trained or, frozen, asked."""
-        parts = {}
-        for name, module in models.items():
-            sizes = resident_bytes(module, ranks, itemsize)
-            if name == "actor" and args.update.ema_beta and args.update.ema_device == "device":
-                sizes["average"] = sizes["Adam"] // 2
-            if args.update.offload_optimizer and name != trained:
-                sizes |= {"Adam": 0, "average": 0}
-            if args.update.offload_frozen and name != asked and not any(p.requires_grad for p in module.parameters()):
-                sizes = {}
-            parts |= {f"{name} {part}": size for part, size in sizes.items() if size}
-        return parts
+    def at_hand_of(*busy: str) -> dict[str, float]:
+        """What lies on the GPU; of what is offloaded, the parts of these models: in training, or frozen and asked."""
+        return {part: size for part, size in held.items() if part not in away or part.split()[0] in busy}
 
     def decode(module: nn.Module, length: int, stay: dict[str, float]) -> dict[str, float]:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
@@ -929,26 +925,26 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
         module = models[name]
         root, layer, _ = gathered_bytes(module, itemsize)
         logits = 12 * chunk * module.model.config.get_text_config().vocab_size if module.model.lm_head is not None else 0
-        return held(asked=name) | {"gathered weights": root + 2 * layer,
-                                   "forward": max(tokens * layer_activations(module, itemsize), logits)}
+        work = max(tokens * layer_activations(module, itemsize), logits)
+        asked = name if name not in ("actor", "critic") else ""                              # which need no optimizer here
+        return at_hand_of(asked) | {"gathered weights": root + 2 * layer, "forward": work}
 
     def update(name: str) -> dict[str, float]:
         root, layer, _ = gathered_bytes(models[name], itemsize)
-        gradients = resident_bytes(models[name], ranks, itemsize)["Adam"] / 2
-        return held(trained=name, asked="reference" if exact and name == "actor" else "") | {
-            "gathered weights": root + 2 * layer, "gradient shards": gradients} | backward_bytes(
+        return at_hand_of(name, "reference" if exact and name == "actor" else "") | {
+            "gathered weights": root + 2 * layer, "gradient shards": held[f"{name} Adam"] / 2} | backward_bytes(
             models[name], tokens, itemsize, args.model.gradient_checkpointing, chunk)
 
     algorithm, longest = args.algorithm, longest + args.rollout.max_new_tokens
     exact = algorithm.kl_estimator == "full" and algorithm.kl_in == "loss"
-    phases = {"rollout": decode(actor, longest, held())}
+    phases = {"rollout": decode(actor, longest, at_hand_of())}
     of_actor = algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1 or algorithm.kl_estimator == "full"
     scored = [score(name) for name in models if name != "actor" or of_actor]
     if scored:
         phases["score"] = max(scored, key=lambda parts: sum(parts.values()))
     for name, module in models.items():
         if name.startswith("grm") and args.reward.grm_mode == "critique":
-            phases[f"{name} writes"] = decode(module, longest + args.reward.grm_max_new_tokens, held(asked=name))
+            phases[f"{name} writes"] = decode(module, longest + args.reward.grm_max_new_tokens, at_hand_of(name))
     return phases | {f"update {name}": update(name) for name in ("critic", "actor") if name in models}
 
 
