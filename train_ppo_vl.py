@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from fractions import Fraction
@@ -214,10 +214,8 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "checkpoint folder (<out>/checkpoints/step-N) whose critic weights, and nothing else, "
-                                     "start it")
-    reference_model: str = flag("", "checkpoint of the frozen reference; empty: the actor's; loaded only if a KL is used "
-                                    "(with --lora_rank it is then the actor without adapters)")
+    init_critic_from: str = flag("", "<out>/checkpoints/step-N whose critic weights, and nothing else, start the critic")
+    reference_model: str = flag("", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
     attention: str = flag("auto", "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
@@ -239,8 +237,7 @@ class DataArgs:
     row_kind: str = flag("prompts", "what the rows are: prompts, or judgements (train_grm_vl.py --help), whose verdicts "
                                     "become references: RL of a judge, with --reward verdict", ("prompts", "judgements"))
     eval_data: str = flag("", "held-out rows, a JSONL file; empty: no evaluation")
-    ptx_data: str = flag("", "rows that keep the actor a language model, a JSONL file of prompt, images and response (kind "
-                             "response of train_grm_vl.py); empty: none")
+    ptx_data: str = flag("", "rows that keep the actor a language model: JSONL of prompt, images, response; empty: none")
     prompt_column: str = flag("prompt", "column of the prompt: a string or chat messages")
     images_column: str = flag("images", "column of the image paths, relative to the file")
     reference_column: str = flag("answer", "column of the reference answer")
@@ -268,8 +265,7 @@ class RolloutArgs:
     min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
     temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
-    top_p: float = flag(1.0, "sample from the smallest set with this probability; 1: off. Biases the gradient too",
-                        low=1e-6, high=1)
+    top_p: float = flag(1.0, "keep the smallest set with this probability; 1: off. Biases the gradient too", low=1e-6, high=1)
     stop_tokens: str = flag("", "further stop tokens, comma separated, as text")
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(0, "sequences decoded together per rank; 0: as many as the memory allows, at most 256", low=0)
@@ -288,16 +284,13 @@ class RewardArgs:
     reward_recipe: str = flag("", 'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
                                   "every other label; weight 0: only measured")
     reward_combiner: str = flag("", "file.py:function of {source: rewards} to rewards, for several sources without a recipe")
-    grm_question: str = flag("auto", "which of its questions a judge is asked; answers: which is better, the response or the "
-                                     "reference; auto: correct or score, what it was trained on more",
-                             ("auto", "correct", "score", "answers"))
-    grm_mode: str = flag("probability", "what of a judge counts: the mean by the probabilities of its verdicts, its likeliest "
-                                        "verdict, or the verdict of a critique that it writes",
-                         ("probability", "verdict", "critique"))
+    grm_question: str = flag("auto", "what a judge is asked; answers: which is better, the response or the reference; auto: "
+                                     "what it was trained on more, correct or score", ("auto", "correct", "score", "answers"))
+    grm_mode: str = flag("probability", "what of a judge counts: the mean by its verdicts' probabilities, its likeliest "
+                                        "verdict, or that of a critique it writes", ("probability", "verdict", "critique"))
     grm_max_new_tokens: int = flag(512, "longest critique of a judge, tokens", low=1)
     reward_timeout: float = flag(60.0, "longest time for the rewards of a step, with all retries, seconds", low=1e-6)
-    reward_workers: int = flag(1, "threads that score in parallel: for a reward server, requests at the same time per rank",
-                               low=1)
+    reward_workers: int = flag(1, "threads per rank that score in parallel: requests at a time to a reward server", low=1)
     remote_batch: int = flag(32, "samples per request to a reward server", low=1)
     remote_timeout: float = flag(30.0, "longest time of one request to a reward server, seconds", low=1e-6)
     remote_retries: int = flag(4, "further tries of a request after a time-out, a lost connection or an answer 5xx; the "
@@ -324,9 +317,8 @@ class AlgorithmArgs:
                                     "0: off", low=0)
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
-    kl_estimator: str = flag("k1", "estimator of the KL; k1 belongs in the reward, k2 or k3+ in the loss; full: the whole "
-                                   "vocabulary, for a further forward pass of the reference",
-                             ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
+    kl_estimator: str = flag("k1", "k1 belongs in the reward, k2 or k3+ in the loss; full: the whole vocabulary, for one more "
+                                   "forward pass of the reference", ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
     kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed", low=0)
     kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
@@ -382,8 +374,7 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass over the data, 0: never",
-                           low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, 0: never", low=-1)
     eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
     eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
@@ -419,7 +410,7 @@ class Args:
 
     @property
     def stop_strings(self) -> list[str]:
-        return json.loads(self.rollout.stop_strings) if self.rollout.stop_strings else []
+        return json.loads(self.rollout.stop_strings or "[]")
 
     @property
     def whiten(self) -> bool:
@@ -456,7 +447,6 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     rollout, algorithm, update = args.rollout, args.algorithm, args.update
     longest = args.data.max_prompt_tokens + rollout.max_new_tokens
-    has_critic = algorithm.advantage == "gae"
     problems = out_of_bounds(args)
     rules = {
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
@@ -474,7 +464,7 @@ def check_args(args: Args) -> None:
         "--clip_low and --clip_high must be at least 0, or -1 for the loss's own": all(
             value == -1 or value >= 0 for value in (algorithm.clip_low, algorithm.clip_high)),
         f"--freezing_actor_steps {update.freezing_actor_steps} needs a critic to train meanwhile (--advantage gae)":
-            has_critic or not update.freezing_actor_steps,
+            algorithm.advantage == "gae" or not update.freezing_actor_steps,
         "--reference_model is of no use without --kl_coef": algorithm.kl_coef > 0 or not args.model.reference_model,
         "--kl_target needs a --kl_coef above 0 to start from": algorithm.kl_coef > 0 or not algorithm.kl_target,
         f"--kl_horizon {algorithm.kl_horizon} must exceed a fifth of the samples per step": not algorithm.kl_target
@@ -507,10 +497,9 @@ def check_args(args: Args) -> None:
     problems += [message for message, holds in rules.items() if not holds]
     try:
         strings = args.stop_strings
-        valid = isinstance(strings, list) and all(isinstance(s, str) and s for s in strings)
     except json.JSONDecodeError:
-        valid = False
-    if not valid:
+        strings = None
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
         problems.append(f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings")
     try:
         parse_datasets(args.data.data)
@@ -607,41 +596,55 @@ def start_run(args: Args) -> Run:
     return Run(args, rank, world, device, dtype, backend, mesh, StageTimer())
 
 
+@contextmanager
+def failing_together(what: str = ""):
+    """A ValueError inside, on any rank, is a UserError on every rank, with ``what`` before its message."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = f"{what}{error}"
+    fail_together(problem)
+
+
 def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:
     """Processor, checked rows of each training set and the sets' weights, and held-out rows; the same on every rank.
 
     Raises:
         UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
     """
-    args, problem, sets = run.args.data, None, parse_datasets(run.args.data.data)
-    files = [("data", path, args.max_rows) for path, _ in sets]
-    files += [("eval_data", args.eval_data, args.max_eval_rows)] if args.eval_data else []
-    loaded: dict[str, list[list[Prompt]]] = {"data": [], "eval_data": []}
+    args, sets = run.args.data, parse_datasets(run.args.data.data)
+    judgements = args.row_kind == "judgements"
     common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
-    try:
+
+    def load(name: str, path: str, limit: int) -> list[Prompt]:
+        if judgements:
+            rows, skipped = load_judgements(path, processor, limit=limit, **common)
+        else:
+            rows, skipped = load_prompts(
+                path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
+                reference_column=args.reference_column, label_column=args.label_column,
+                system_prompt=args.system_prompt, limit=limit, **common)
+        report_skipped(run, name, path, skipped)
+        return rows
+
+    with failing_together():
         folder = resolve_folder(run.args.model.model, weights=not run.args.run.dry_run)
         processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
                               args.video_max_pixels)
-        if args.row_kind == "judgements":
+        if judgements:
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
-        for name, path, limit in files:
-            if args.row_kind == "judgements":
-                rows, skipped = load_judgements(path, processor, limit=limit, **common)
-            else:
-                rows, skipped = load_prompts(
-                    path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
-                    reference_column=args.reference_column, label_column=args.label_column,
-                    system_prompt=args.system_prompt, limit=limit, **common)
-            loaded[name].append(rows)
-            if skipped and run.rank == 0:
-                print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
-        if args.row_kind == "judgements":
-            count_judgements(judge, [(row.label, row.reference, True) for rows in loaded["data"] for row in rows])
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
-    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(loaded["data"], sets)]
-    return processor, loaded["data"], weights, sum(loaded["eval_data"], [])
+        datasets = [load("data", path, args.max_rows) for path, _ in sets]
+        held_out = load("eval_data", args.eval_data, args.max_eval_rows) if args.eval_data else []
+        if judgements:
+            count_judgements(judge, [(row.label, row.reference, True) for rows in datasets for row in rows])
+    weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(datasets, sets)]
+    return processor, datasets, weights, held_out
+
+
+def report_skipped(run: Run, name: str, path: str, skipped: list[str]) -> None:
+    if skipped and run.rank == 0:
+        print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
 
 
 @dataclass
@@ -654,7 +657,7 @@ class TextRows:
 
 def load_text(run: Run, processor: Processor) -> TextRows | None:
     """Checked rows of --ptx_data, as they stand: no system prompt is added. Raises UserError on every rank alike."""
-    args, limit, problem, rows = run.args.data, run.args.update.max_tokens_per_pack, None, []
+    args, limit = run.args.data, run.args.update.max_tokens_per_pack
     if not args.ptx_data:
         return None
     frame, folder = answer_frame(processor), os.path.dirname(os.path.abspath(args.ptx_data))
@@ -670,13 +673,9 @@ def load_text(run: Run, processor: Processor) -> TextRows | None:
             raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
         return prompt, target
 
-    try:
+    with failing_together("--ptx_data "):
         rows, skipped = load_rows(args.ptx_data, build, on_bad_row=args.on_bad_row, limit=args.max_rows)
-        if skipped and run.rank == 0:
-            print(f"--ptx_data: skipped {len(skipped)} bad rows of {args.ptx_data}:", *skipped[:5], sep="\n  ", flush=True)
-    except ValueError as error:
-        problem = f"--ptx_data {error}"
-    fail_together(problem)
+    report_skipped(run, "ptx_data", args.ptx_data, skipped)
     return TextRows(rows, PromptLoader(processor, args.data_threads, args.on_bad_row))
 
 
@@ -745,10 +744,10 @@ def stop_token_ids(processor: Processor, args: Args) -> list[int]:
 def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None, Policy | None]:
     """Actor, critic (gae only) and reference (only if a KL is used), sharded, with their weights."""
     args = run.args
-    actor = critic = reference = problem = None
+    critic = reference = None
     adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
-    try:
+    with failing_together():
         folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
         model = skeleton(processor.config, sees_pixels=own_tower)
         if not own_tower:
@@ -772,9 +771,6 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
             reference = Policy(model, processor, args).requires_grad_(False).eval()
             load_sharded(run, reference, with_same_tower(args.model.reference_model, folder, own_tower))
             put_away(run, frozen=reference)
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
     if args.model.gradient_checkpointing:
         for part in [part for module in filter(None, (actor, critic)) for part in trained_parts(module.model)]:
             part.gradient_checkpointing_enable({"use_reentrant": False})
@@ -870,10 +866,8 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
     size, count = args.rollout.prompts_per_step, args.rollout.samples_per_prompt
     rows = sum(datasets, [])
     lengths, pictures = [len(row.input_ids) for row in rows], [row.image_tokens for row in rows]
-    models = {"actor": actor, "critic": critic, "reference": reference} | {s.name: s.model for s in reward.sources}
-    models = {name: module for name, module in models.items() if module is not None}
-    if reference is actor:                                                                  # without its adapters
-        del models["reference"]
+    roles = [("actor", actor), ("critic", critic), ("reference", None if reference is actor else reference)]     # with LoRA
+    models = {name: module for name, module in [*roles, *((s.name, s.model) for s in reward.sources)] if module is not None}
     lines = [f"{len(rows)} prompts of {sum(lengths) / len(rows):.0f} tokens, at most {max(lengths)}; of pictures "
              f"{sum(pictures) / len(rows):.0f}, at most {max(pictures)}", f"{update.steps} steps of {size} prompts x {count} "
              f"samples = {update.steps * size / len(rows):.1f} passes; {update.epochs * update.minibatches} updates per step"]
@@ -909,45 +903,55 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
             for part, size in resident_bytes(module, ranks, itemsize).items() if size}
     if args.update.ema_beta and args.update.ema_device == "device":
         held["actor average"] = held["actor Adam"] // 2
-    room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(held.values())
+    away = [part for part in held if (args.update.offload_optimizer and part.endswith((" Adam", " average")))
+            or (args.update.offload_frozen and part.split()[0] not in ("actor", "critic"))]
     tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk, models["actor"]
 
-    def decode(module: nn.Module, length: int) -> dict[str, float]:
+    def at_hand_of(*busy: str) -> dict[str, float]:
+        """What lies on the GPU; of what is offloaded, the parts of these models: in training, or frozen and asked."""
+        return {part: size for part, size in held.items() if part not in away or part.split()[0] in busy}
+
+    def decode(module: nn.Module, length: int, stay: dict[str, float]) -> dict[str, float]:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
         text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
+        room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(stay.values())
         slot = length * cache_bytes(text, itemsize)
         wanted = -(-args.rollout.prompts_per_step // args.run.plan_world) * args.rollout.samples_per_prompt
         slots = min(wanted, args.rollout.slots or max(1, min(256, int(0.8 * (room - root - layers) // slot))))
         work = max(args.rollout.prefill_tokens * layer_activations(module, itemsize), 16 * slots * text.vocab_size)
-        return {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
+        return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
 
-    def score(module: nn.Module) -> dict[str, float]:
+    def score(name: str) -> dict[str, float]:
+        module = models[name]
         root, layer, _ = gathered_bytes(module, itemsize)
         logits = 12 * chunk * module.model.config.get_text_config().vocab_size if module.model.lm_head is not None else 0
-        return {"gathered weights": root + 2 * layer, "forward": max(tokens * layer_activations(module, itemsize), logits)}
+        work = max(tokens * layer_activations(module, itemsize), logits)
+        asked = name if name not in ("actor", "critic") else ""                              # which need no optimizer here
+        return at_hand_of(asked) | {"gathered weights": root + 2 * layer, "forward": work}
 
-    def update(module: nn.Module) -> dict[str, float]:
-        root, layer, _ = gathered_bytes(module, itemsize)
-        gradients = resident_bytes(module, ranks, itemsize)["Adam"] / 2
-        return {"gathered weights": root + 2 * layer, "gradient shards": gradients} | backward_bytes(
-            module, tokens, itemsize, args.model.gradient_checkpointing, chunk)
+    def update(name: str) -> dict[str, float]:
+        root, layer, _ = gathered_bytes(models[name], itemsize)
+        return at_hand_of(name, "reference" if exact and name == "actor" else "") | {
+            "gathered weights": root + 2 * layer, "gradient shards": held[f"{name} Adam"] / 2} | backward_bytes(
+            models[name], tokens, itemsize, args.model.gradient_checkpointing, chunk)
 
-    phases = {"rollout": decode(actor, longest + args.rollout.max_new_tokens)}
-    algorithm = args.algorithm
+    algorithm, longest = args.algorithm, longest + args.rollout.max_new_tokens
+    exact = algorithm.kl_estimator == "full" and algorithm.kl_in == "loss"
+    phases = {"rollout": decode(actor, longest, at_hand_of())}
     of_actor = algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1 or algorithm.kl_estimator == "full"
-    scored = [score(module) for name, module in models.items() if name != "actor" or of_actor]
+    scored = [score(name) for name in models if name != "actor" or of_actor]
     if scored:
         phases["score"] = max(scored, key=lambda parts: sum(parts.values()))
     for name, module in models.items():
         if name.startswith("grm") and args.reward.grm_mode == "critique":
-            phases[f"{name} writes"] = decode(module, longest + args.rollout.max_new_tokens + args.reward.grm_max_new_tokens)
-    phases |= {f"update {name}": update(models[name]) for name in ("critic", "actor") if name in models}
-    return {phase: held | parts for phase, parts in phases.items()}
+            phases[f"{name} writes"] = decode(module, longest + args.reward.grm_max_new_tokens, at_hand_of(name))
+    return phases | {f"update {name}": update(name) for name in ("critic", "actor") if name in models}
 
 
 def offloaded(run: Run, module: nn.Module | None) -> bool:
     """Whether --offload_frozen is about this module; the reference may be the actor, without its adapters."""
-    return run.args.update.offload_frozen and module is not None and not any(p.requires_grad for p in module.parameters())
+    return run.args.update.offload_frozen and not run.args.run.dry_run and module is not None and not any(
+        p.requires_grad for p in module.parameters())
 
 
 def put_away(run: Run, optimizer: torch.optim.Optimizer | None = None, frozen: nn.Module | None = None) -> None:
@@ -1226,6 +1230,7 @@ class Source:
     spec: str                                  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER
     name: str                                  # in metrics and records
     function: Callable | None = None
+    batch: int = 0                             # most samples per call of the function; 0: any number
     model: nn.Module | None = None             # from here on: grm and rm, by build_reward_models
     processor: Processor | None = None
     shares_tower: bool = False                 # with the actor: its image features serve
@@ -1272,10 +1277,10 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     kind, _, rest = spec.partition(":")
     if spec in RULES:
         return Source(spec, spec, functools.partial(rule_reward, spec))
-    if kind in ("grm", "rm"):
+    if kind in ("grm", "rm") and rest:
         return Source(spec, kind)
     if kind in ("http", "https"):
-        return Source(spec, "remote", remote_reward(spec, args))
+        return Source(spec, "remote", remote_reward(spec, args), args.remote_batch)
     return Source(spec, spec.rpartition(":")[2], load_function("--reward", spec))
 
 
@@ -1291,35 +1296,36 @@ def load_reward(args: RewardArgs) -> Reward:
                         "--reward_combiner")
     if args.reward_recipe and (args.reward or args.reward_combiner):
         raise UserError(f"--{'reward' if args.reward else 'reward_combiner'} and --reward_recipe: choose one of them")
-    sources = [load_source(spec, args) for spec in specs]
-    for i, source in enumerate(sources):                                         # two judges: grm, grm2
-        same = sum(other.name.rstrip("0123456789") == source.name for other in sources[:i])
-        source.name += str(same + 1) if same else ""
-    names = {source.spec: source.name for source in sources}
+    sources, names = [load_source(spec, args) for spec in specs], {}
+    for source in sources:                                                       # two judges: grm, grm2
+        same = [source.name, *(f"{source.name}{k}" for k in range(2, len(sources) + 1))]
+        names[source.spec] = source.name = next(name for name in same if name not in names.values())
     recipe = {label: {names[spec]: weight for spec, weight in weights.items()} for label, weights in recipe.items()}
     combiner = load_function("--reward_combiner", args.reward_combiner) if args.reward_combiner else None
     return Reward(sources, recipe, combiner)
 
 
 def read_recipe(text: str) -> dict[str, dict[str, float]]:
-    """label -> source -> weight, of JSON {label: [[source, weight], ...]} or of a file with it. Raises UserError."""
+    """label -> source -> weight, of JSON {label: [[source, weight], ...]}. Raises UserError."""
     try:
-        recipe = json.loads(Path(text).read_text(encoding="utf-8") if Path(text).suffix == ".json" else text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--reward_recipe {text}: {error}") from error
-    valid = isinstance(recipe, dict) and recipe and all(
-        isinstance(parts, list) and parts and all(
-            isinstance(part, list) and [type(part[0]), *map(type, part[1:])] in ([str, int], [str, float]) and part[0]
-            and math.isfinite(part[1]) for part in parts) for parts in recipe.values())
-    if not valid:
-        raise UserError(f'--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, "*" for all other labels; '
-                        "weight 0: only measured")
+        recipe = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"--reward_recipe {text}: no such file, and as JSON: {error}") from error
+
+    def valid(parts) -> bool:
+        return isinstance(parts, list) and parts and all(
+            isinstance(part, list) and list(map(type, part)) in ([str, int], [str, float]) and part[0]
+            and math.isfinite(part[1]) for part in parts) and len(dict(parts)) == len(parts)
+
+    if not isinstance(recipe, dict) or not recipe or not all(map(valid, recipe.values())):
+        raise UserError(f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, each source once for a label; "
+                        '"*" for all other labels; weight 0: only measured')
     return {label: dict(parts) for label, parts in recipe.items()}
 
 
 def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
     """Raises UserError: rows that the reward cannot score, with their lines."""
-    needs = {source.name: source.spec in RULES or (source.name.startswith("grm") and args.reward.grm_question == "answers")
+    needs = {source.name: source.spec in RULES or (source.spec.startswith("grm:") and args.reward.grm_question == "answers")
              for source in reward.sources}
     bad = []
     for row in rows:
@@ -1332,7 +1338,7 @@ def check_rows(args: Args, reward: Reward, rows: list[Prompt]) -> None:
         raise UserError("\n  ".join([f"{len(bad)} of {len(rows)} rows cannot be scored", *bad[:5]]))
 
 
-class RewardError(RuntimeError):
+class RewardError(ValueError):
     """A reward function failed; the message shows its spec, the numbers and the sample."""
 
 
@@ -1343,9 +1349,8 @@ REMOTE_FRAMES = 16   # of a video, that a reward server gets
 def remote_reward(url: str, args: RewardArgs) -> Callable:
     """The reward function that asks a server; the README has the contract. Raises UserError: an URL that cannot be asked.
 
-    A call POSTs its samples --remote_batch at a time, one request after the other: `score_samples` makes --reward_workers
-    calls side by side. What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a
-    valid one is a RewardError at once. No proxy, redirect or password is used.
+    What may pass (time-outs, lost connections, answers 5xx) is tried again; any other answer but a valid one is a
+    RewardError at once. No proxy, redirect or password is used.
     """
     try:
         parts = urlsplit(url)
@@ -1361,8 +1366,7 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
     def post(body: bytes) -> tuple[int, bytes]:
         """One try: the status and what the server said."""
         deadline, said = time.monotonic() + args.remote_timeout, b""
-        connection = connect(host, port, timeout=args.remote_timeout)
-        try:
+        with closing(connect(host, port, timeout=args.remote_timeout)) as connection:
             connection.request("POST", target, body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             while chunk := response.read1(2 ** 16):
@@ -1374,23 +1378,21 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
             if response.length:  # a read1 at the end of the stream does not look
                 raise http.client.IncompleteRead(said, response.length)
             return response.status, said
-        finally:
-            connection.close()
 
     def ask(body: bytes) -> bytes:
         """The server's answer with status 200, after as many tries as it takes or --remote_retries allow."""
         for attempt in range(args.remote_retries + 1):
             try:
                 status, said = post(body)
+                if status == 200:
+                    return said
                 problem = f"HTTP {status}: {said[:500].decode(errors='replace')!r}"
+                if status < 500:
+                    raise RewardError(f"the server answered {problem}")
             except (OSError, http.client.IncompleteRead) as error:
-                status, problem = 0, f"{type(error).__name__}: {error}"
+                problem = f"{type(error).__name__}: {error}"
             except http.client.HTTPException as error:
                 raise RewardError(f"the server does not speak HTTP: {type(error).__name__}: {error}") from error
-            if status == 200:
-                return said
-            if 0 < status < 500:
-                raise RewardError(f"the server answered {problem}")
             if attempt < args.remote_retries:
                 pause = 0.5 * 2 ** min(attempt, 4)
                 print(f"--reward {url}: {problem}; retry {attempt + 1} of {args.remote_retries} in {pause:g} s", flush=True)
@@ -1398,20 +1400,11 @@ def remote_reward(url: str, args: RewardArgs) -> Callable:
         raise RewardError(f"no answer in {args.remote_retries + 1} tries (--remote_retries), at last {problem}")
 
     def score(prompts, responses, references, labels, images) -> dict[str, list[float]]:
-        columns: dict[str, list[float]] = {}
-        for start in range(0, len(responses), args.remote_batch):
-            part = slice(start, start + args.remote_batch)
-            pictures = {item: encode_picture(item) for item in {item for items in images[part] for item in items}}
-            said = ask(json.dumps({
-                "queries": [prompt + response for prompt, response in zip(prompts[part], responses[part])],
-                "prompts": prompts[part], "responses": responses[part], "references": references[part],
-                "labels": labels[part], "images": [[pictures[item] for item in items] for items in images[part]]}).encode())
-            answer = read_reply(said, len(responses[part]))
-            if columns and answer.keys() != columns.keys():
-                raise RewardError(f"the server's components were {sorted(columns)} and are now {sorted(answer)}")
-            for name, values in answer.items():
-                columns.setdefault(name, []).extend(values)
-        return columns
+        pictures = {item: encode_picture(item) for item in set().union(*images)}
+        return read_reply(ask(json.dumps({
+            "queries": [prompt + response for prompt, response in zip(prompts, responses)], "prompts": prompts,
+            "responses": responses, "references": references, "labels": labels,
+            "images": [[pictures[item] for item in items] for items in images]}).encode()))
 
     return score
 
@@ -1426,49 +1419,50 @@ def encode_picture(item: str | tuple[str, ...]) -> str | list[str]:
     return coded[0] if isinstance(item, str) else coded
 
 
-def read_reply(said: bytes, count: int) -> dict[str, list[float]]:
+def read_reply(said: bytes) -> dict[str, list[float]]:
     """{"rewards": [...], further components} of a server's answer, as a reward function returns them; `score_samples`
-    looks at the numbers. Raises RewardError."""
+    looks at the lists. Raises RewardError."""
     try:
         reply = json.loads(said)
     except (ValueError, RecursionError) as error:
         raise RewardError(f"the server's answer is not JSON ({error}): {said[:500].decode(errors='replace')!r}") from error
     if not isinstance(reply, dict) or "rewards" not in reply or "reward" in reply:
         raise RewardError(f'the server must answer {{"rewards": [...]}}, with components beside it or not: {reply!r:.500}')
-    for name, values in reply.items():
-        if not isinstance(values, list) or len(values) != count:
-            raise RewardError(f"the server's {name!r} must be a list of {count} numbers, one per sample: {values!r:.500}")
     return {"reward": reply.pop("rewards")} | reply
 
 
-def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list,
-                  images: list, *, spec: str, timeout_s: float = 0.0, workers: int = 1) -> tuple[list, dict[str, list]]:
-    """Score n samples in at most `workers` chunks side by side: n rewards, and n values of each component by name.
-    RewardError if the function raises, is later than `timeout_s` (0 = any time), or returns other than finite numbers.
+def score_samples(reward_fn: Callable, prompts: list, responses: list[str], references: list, labels: list, images: list, *,
+                  spec: str, timeout_s: float = 60.0, workers: int = 1, batch: int = 0) -> dict[str, list[float]]:
+    """Score n samples by `workers` calls side by side, of at most `batch` samples each (0: any number): n rewards under
+    "reward", and n values of each component. RewardError if the function raises, all of it is later than `timeout_s`, or a
+    call returns other than finite numbers.
     """
-    batch, n, results, columns = (prompts, responses, references, labels, images), len(responses), {}, {}
-    size = -(-n // workers) or 1
+    given, n, results, columns = (prompts, responses, references, labels, images), len(responses), {}, {}
+    size = min(-(-n // workers), batch or n) or 1
 
-    def work(start: int) -> None:
-        try:
-            results[start] = reward_fn(*(column[start:start + size] for column in batch))
-        except BaseException as error:  # raised again below; a SystemExit would vanish in its thread
-            results[start] = error
+    def work(first: int) -> None:
+        for start in range(first, n, size * workers):
+            try:
+                results[start] = reward_fn(*(column[start:start + size] for column in given))
+            except BaseException as error:  # raised again below; a SystemExit would vanish in its thread
+                results[start] = error
+                return
 
     def failure(i: int, problem: str) -> RewardError:
-        named = zip(("prompt", "response", "reference", "label"), batch)
+        named = zip(("prompt", "response", "reference", "label"), given)
         sample = "".join(f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in named)
         return RewardError(f"--reward {spec}: {problem}; sample {i} of {n} (the last 500 characters of each):{sample}")
 
     # Daemon threads, not a ThreadPoolExecutor, which would wait at exit for a reward function that hangs.
-    threads = {start: threading.Thread(target=work, args=(start,), daemon=True) for start in range(0, n, size)}
+    threads = [threading.Thread(target=work, args=(first,), daemon=True) for first in range(0, n, size)[:workers]]
     deadline = time.monotonic() + timeout_s
-    for thread in threads.values():
+    for thread in threads:
         thread.start()
-    for start, thread in threads.items():
-        count = min(size, n - start)
-        thread.join(max(0.0, deadline - time.monotonic()) if timeout_s > 0 else None)
-        result = results.get(start, TimeoutError(f"took longer than {timeout_s:g} s (--reward_timeout)"))
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    late = TimeoutError(f"took longer than {timeout_s:g} s (--reward_timeout)")
+    for start in range(0, n, size):
+        count, result = min(size, n - start), results.get(start, late)
         if isinstance(result, BaseException):
             raise failure(start, f"{count} samples raised {type(result).__name__}: {result}") from result
         result = result if isinstance(result, dict) else {"reward": result}
@@ -1483,7 +1477,7 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
                 if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:  # NaN as well
                     raise failure(i, f"{name} is {value!r}, not a finite number")
                 columns.setdefault(name, []).append(float(value))
-    return columns.pop("reward", None) or [math.fsum(values) for values in zip(*columns.values())], columns
+    return columns if "reward" in columns else {"reward": [sum(values) for values in zip(*columns.values())]} | columns
 
 
 def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepPrompts, samples: Samples) -> Samples:
@@ -1499,25 +1493,30 @@ def score_rewards(run: Run, processor: Processor, reward: Reward, prompts: StepP
     for i, text in zip(read, processor.tokenizer.batch_decode([tokens[i].tolist() for i in read], skip_special_tokens=True)):
         texts[i] = text
     weights = [reward.weights(prompts.prompts[g].label) for g in samples.group.tolist()]
-    scores, components = torch.zeros(len(samples), dtype=torch.float64), {}
-    judgements = [""] * len(samples)
+    unscored = torch.full((len(samples),), math.nan, dtype=torch.float64)                                               # (S,)
+    rewards = {source.name: unscored.clone() for source in reward.sources}
+    curves = rewards if len(rewards) > 1 else {}
+    scores, components, judgements = torch.zeros_like(unscored), {}, [""] * len(samples)
     for source in reward.sources:
-        used = [i for i, chosen in enumerate(weights) if source.name in chosen]
-        if not used:
+        used = torch.tensor([i for i, chosen in enumerate(weights) if source.name in chosen], dtype=torch.int64)        # (n,)
+        if not len(used):
             continue
-        columns, notes = score_source(run, source, prompts, samples, texts, used)
-        scores[used] += torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64) * columns["reward"]
-        columns[source.name if len(reward.sources) > 1 else "reward"] = columns.pop("reward")
-        for name, values in columns.items():
-            name = f"{source.name}_{name}" if name in components else name
-            components[name] = torch.full((len(samples),), math.nan)                                          # (S,)
-            components[name][used] = values.float()
-        for i, note in zip(used, notes):
+        columns, notes = score_source(run, source, prompts, samples, texts, used.tolist())
+        rewards[source.name][used] = earned = columns.pop("reward")
+        scores[used] += torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64) * earned
+        for name, values in columns.items():     # where an earlier source of the sample has it, with the source's name before
+            taken = ~components.get(name, unscored)[used].isnan() | (name in curves)
+            for key, part in ((name, ~taken), (f"{source.name}_{name}", taken)):
+                components.setdefault(key, unscored.clone())[used[part]] = values[part]
+        for i, note in zip(used.tolist(), notes):
             judgements[i] += f"{source.name}: {note}\n"
-    if reward.combiner:
-        scores = combine_rewards(run, reward, components)
-    components.pop("reward", None)
-    return replace(samples, scores=scores.float(), components=components, judgements=[text.strip() for text in judgements])
+    scores = (combine_rewards(run, reward, rewards) if reward.combiner else scores).float()
+    if bad := (~scores.isfinite()).nonzero()[:, 0].tolist():
+        said = {name: float(values[bad[0]]) for name, values in rewards.items()}
+        raise UserError(f"rewards must be finite float32 numbers: {len(bad)} of {len(samples)} are not; for the first of them "
+                        f"the sources say {said}")
+    components = {name: values.float() for name, values in (components | curves).items() if not values.isnan().all()}
+    return replace(samples, scores=scores, components=components, judgements=[text.strip() for text in judgements])
 
 
 def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
@@ -1528,20 +1527,17 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
             return ask_judge(run, source, prompts, samples, texts, used)
         if source.spec.startswith("rm:"):
             return {"reward": ask_reward_model(run, source, prompts, samples, texts, used)}, []
-    own = [k for k, i in enumerate(used) if prompts.owners[int(samples.group[i])] == run.rank]
-    rows = [prompts.prompts[int(samples.group[used[k]])] for k in own]
-    args, columns, problem = run.args.reward, {}, None
-    if own:
-        try:
-            rewards, columns = score_samples(
+    groups = samples.group[used].tolist()
+    own = [k for k, group in enumerate(groups) if prompts.owners[group] == run.rank]
+    rows = [prompts.prompts[groups[k]] for k in own]
+    args, columns = run.args.reward, {}
+    with failing_together():
+        if own:                                                                              # a rank may have no samples
+            columns = score_samples(
                 source.function, [p.text for p in rows], [texts[used[k]] for k in own], [p.reference for p in rows],
                 [p.label for p in rows], [list(p.images) for p in rows], spec=source.spec, timeout_s=args.reward_timeout,
-                workers=args.reward_workers)
-            columns = {"reward": rewards} | columns
-        except RewardError as error:
-            problem = str(error)
-    fail_together(problem)
-    names = [part for part in all_gather_json(sorted(columns) if own else None) if part]     # a rank may have no samples
+                workers=args.reward_workers, batch=source.batch)
+    names = [part for part in all_gather_json(sorted(columns)) if part]
     if any(part != names[0] for part in names):
         raise UserError(f"--reward {source.spec}: components differ between calls: {names}")
     table = torch.zeros(len(names[0]), len(used), dtype=torch.float64)
@@ -1551,21 +1547,18 @@ def score_source(run: Run, source: Source, prompts: StepPrompts, samples: Sample
     return dict(zip(names[0], table)), []
 
 
-def combine_rewards(run: Run, reward: Reward, components: dict[str, torch.Tensor]) -> torch.Tensor:
+def combine_rewards(run: Run, reward: Reward, rewards: dict[str, torch.Tensor]) -> torch.Tensor:
     """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises UserError on every rank."""
-    values, problem = None, None
-    if run.rank == 0:
-        try:
-            values = list(map(float, reward.combiner({s.name: components[s.name].tolist() for s in reward.sources})))
-        except Exception as error:                                  # a program of the user's, which raises what it likes
-            problem = f"{type(error).__name__}: {error}"
-        count = len(next(iter(components.values())))
-        if not problem and not (len(values) == count and all(map(math.isfinite, values))):
-            problem = f"{len(values)} values for {count} samples, all of which must be finite: {str(values):.200}"
-    values, problem = all_gather_json([values, problem])[0]
-    if problem:
-        raise UserError(f"--reward_combiner {run.args.reward.reward_combiner}: {problem}")
-    return torch.tensor(values, dtype=torch.float64)
+    values, count = None, len(next(iter(rewards.values())))
+    with failing_together(f"--reward_combiner {run.args.reward.reward_combiner}: "):
+        if run.rank == 0:
+            try:
+                values = list(map(float, reward.combiner({name: column.tolist() for name, column in rewards.items()})))
+            except Exception as error:                              # a program of the user's, which raises what it likes
+                raise ValueError(f"{type(error).__name__}: {error}") from error
+            if len(values) != count:
+                raise ValueError(f"{len(values)} values for {count} samples")
+    return torch.tensor(all_gather_json(values)[0], dtype=torch.float64)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1579,12 +1572,10 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, no value head, a question it was not trained on.
     """
-    args, problem = run.args, None
-    for source in reward.sources if not problem else ():
+    args = run.args
+    for source in (source for source in reward.sources if source.function is None):
         kind, _, name = source.spec.partition(":")
-        if kind not in ("grm", "rm") or source.function is not None:
-            continue
-        try:
+        with failing_together(f"--reward {source.spec}: "):
             folder, own = (resolve_folder(path, weights=not args.run.dry_run) for path in (name, args.model.model))
             processor = source.processor = Processor(
                 str(folder), video_frames=args.data.video_frames, video_fps=args.data.video_fps,
@@ -1609,9 +1600,6 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             if kind == "rm" and not spelled.keys() & VALUE_HEADS:
                 raise ValueError(f"no value head: none of the weights {', '.join(VALUE_HEADS)}")
             put_away(run, frozen=source.model)
-        except ValueError as error:
-            problem = f"--reward {source.spec}: {error}"
-    fail_together(problem)
 
 
 def judge_question(judge: dict, wanted: str) -> str:
@@ -1628,12 +1616,12 @@ def lend_pictures(run: Run, source: Source, prompts: StepPrompts, groups: list[i
     """Questions ``asked`` about the pictures of the step's prompts ``groups``; a picture's features are computed once."""
     owners, features = dict(enumerate(prompts.owners)), prompts.features
     if not source.shares_tower:
-        first = {group: asked[groups.index(group)] for group in sorted(set(groups))}
+        any_of = dict(zip(groups, asked))                                        # all questions of a group have its pictures
         with PromptLoader(source.processor, run.args.data.data_threads, "error") as loader:
-            pictures = loader.collect(*loader.submit(list(first.values()), list(first)))
+            pictures = loader.collect(*loader.submit(list(any_of.values()), list(any_of)))
         compute_features(run, source.model, pictures)
-        owners = dict(zip(first, pictures.owners))
-        features = {group: pictures.features[k] for k, group in enumerate(first) if k in pictures.features}
+        owners = dict(zip(any_of, pictures.owners))
+        features = {group: pictures.features[k] for k, group in enumerate(any_of) if k in pictures.features}
     return StepPrompts(asked, list(range(len(asked))), [owners[group] for group in groups], {}, {},
                        {k: features[group] for k, group in enumerate(groups) if group in features}, [])
 
@@ -1657,24 +1645,19 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
     orders = {1: torch.tensor(worth, dtype=torch.float64)}
     orders |= {-1: 1 - orders[1]} if kind == "answers" else {}                       # the response stands in place B
     asked: dict[tuple[int, str, int], int] = {}                                      # (group, response, order) -> question
-    groups, questions, values, grids, places = [], [], [], {}, []
-    for i in used:
-        group = int(samples.group[i])
+    places = torch.tensor([[asked.setdefault((int(samples.group[i]), texts[i], order), len(asked)) for order in orders]
+                           for i in used])                                                              # (n, orders)
+    questions, grids = [], {}
+    for group, text, order in asked:
         row = prompts.prompts[group]
-        for order in orders:
-            if (group, texts[i], order) not in asked:
-                asked[group, texts[i], order] = len(questions)
-                question, said, answer = (without_markup(text or "", processor)
-                                          for text in (user_text(row.messages), texts[i], row.reference))
-                first, second = (said, answer)[::order]
-                ask = {"prompt": question, "images": list(row.images), "question": fill(
-                    template, prompt=question, response=said, response_a=first, response_b=second)}
-                questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
-                grids[group] = questions[-1].grids                                   # headers are read once per prompt
-                groups.append(group)
-                values.append(orders[order])
-        places.append([asked[group, texts[i], order] for order in orders])
-    places = torch.tensor(places)                                                                        # (n, orders)
+        question, said, answer = (without_markup(part or "", processor)
+                                  for part in (user_text(row.messages), text, row.reference))
+        first, second = (said, answer)[::order]
+        ask = {"prompt": question, "images": list(row.images), "question": fill(
+            template, prompt=question, response=said, response_a=first, response_b=second)}
+        questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
+        grids[group] = questions[-1].grids                                           # headers are read once per prompt
+    groups, values = [group for group, *_ in asked], torch.stack([orders[order] for *_, order in asked])   # (questions, words)
     step = lend_pictures(run, source, prompts, groups, questions)
     if mode == "critique":
         written = rollout(source.run, processor, source.model, step, 1, JUDGE, greedy=True)
@@ -1691,7 +1674,6 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
         notes = ["  ".join(f"{word} {chance:.3f}" for word, chance in zip(words, row)) for row in chances.tolist()]
         if mode == "verdict":
             chances = torch.nn.functional.one_hot(chances.argmax(dim=1), len(words)).double()
-    values = torch.stack(values)                                                                     # (questions, words)
     points = (chances * values).sum(dim=1) + (1 - chances.sum(dim=1)) * values.min(dim=1).values     # (questions,)
     columns = {"reward": points[places].mean(dim=1)}
     if mode == "critique":
@@ -1702,18 +1684,16 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
 def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
                      used: list[int]) -> torch.Tensor:
     """(n,) what the head of a scalar reward model says at the end token of each response ``used``."""
-    processor, groups, answers = source.processor, [], []
+    processor, answers = source.processor, {}                                                  # group -> its responses
     frame = answer_frame(processor)
-    for i in used:                                                                            # in the order of groups
-        if not groups or groups[-1] != int(samples.group[i]):
-            groups.append(int(samples.group[i]))
-            answers.append([])
+    for i in used:
         answer = encode_target(processor, frame, without_markup(texts[i], processor))
-        answers[-1].append(torch.cat([answer, answer[-1:]]))   # values stand at the rows that predict a token: one more
-    rows = [prompts.prompts[group] for group in groups]
+        answer = torch.cat([answer, answer[-1:]])              # values stand at the rows that predict a token: one more
+        answers.setdefault(int(samples.group[i]), []).append(answer)
+    rows = [prompts.prompts[group] for group in answers]
     asked = [make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/") for row in rows]
-    candidates = as_samples(answers)
-    values = score_tokens(run, source.model, lend_pictures(run, source, prompts, groups, asked), candidates)
+    candidates = as_samples(list(answers.values()))
+    values = score_tokens(run, source.model, lend_pictures(run, source, prompts, list(answers), asked), candidates)
     return values[candidates.offsets[1:] - 1].double()
 
 

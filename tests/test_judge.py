@@ -219,6 +219,48 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
 
+def test_names_do_not_meet(qwen25, picture_rows, tmp_path):
+    """Functions named as another would be renamed, or `reward`, or as a component; components that several sources give."""
+    (tmp_path / "a.py").write_text("def f2(prompts, *_):\n    return [1.0] * len(prompts)\ndef reward(prompts, *_):\n"
+                                   "    return {'reward': [10.0] * len(prompts), 'accuracy': [0.25] * len(prompts)}\n")
+    (tmp_path / "b.py").write_text("def f(prompts, *_):\n    n = len(prompts)\n"
+                                   "    return {'reward': [100.0] * n, 'exact': [7.0] * n, 'accuracy': [0.5] * n}\n")
+    recipe = {"math": [["exact", 0], [f"{tmp_path}/a.py:f2", 1]], "*": [[f"{tmp_path}/a.py:reward", 3], [f"{tmp_path}/b.py:f", 2]]}
+    env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe))
+    assert [source.name for source in reward.sources] == ["exact", "f2", "reward", "f"]
+    step.prompts[0] = ppo.replace(step.prompts[0], label="math")
+    for order in (torch.arange(6), torch.arange(3, 6)):                      # whatever rows a step happens to have
+        scored = ppo.score_rewards(env.run, env.processor, reward, step, samples.select(order))
+        math_rows = (order < 3).tolist()
+        assert scored.scores.tolist() == [1.0 if own else 230.0 for own in math_rows]
+        wanted = {"exact": (0, None), "f2": (1, None), "reward": (None, 10), "f": (None, 100), "accuracy": (0, 0.25),
+                  "f_accuracy": (None, 0.5), "f_exact": (None, 7)}
+        for name, (first, second) in wanted.items():
+            column = [None if math.isnan(x) else x for x in scored.components.get(name, torch.full((6,), math.nan)).tolist()]
+            assert column[:len(order)] == [first if own else second for own in math_rows], name
+        assert scored.components.keys() <= wanted.keys()
+
+
+def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
+    """Too large, a sum that overflows, and NaN of a model with broken weights."""
+    (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
+                                      "def sums(prompts, *_):\n    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
+    for name in ("huge", "sums"):
+        env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
+        with pytest.raises(ppo.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
+            ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    model = AutoModelForImageTextToText.from_pretrained(qwen25)
+    model.model.language_model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(tmp_path / "rm")
+    vlm.Processor(qwen25).save(str(tmp_path / "rm"))
+    tensors = load_file(tmp_path / "rm" / "model.safetensors")
+    save_file(tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)}, tmp_path / "rm" / "model.safetensors",
+              metadata={"format": "pt"})
+    env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
+    with pytest.raises(ppo.UserError, match="must be finite .* the sources say {'rm': nan}"):
+        ppo.score_rewards(env.run, env.processor, reward, step, samples)
+
+
 def test_a_combiner(qwen25, picture_rows, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
@@ -232,6 +274,10 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         reward.combiner = ppo.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}")
         with pytest.raises(ppo.UserError, match=message):
             ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
+    assert ppo.score_rewards(env.run, env.processor, reward, step, samples).scores.tolist() == [float(text == "1") for text in texts]
+    nothing = samples.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
+    assert ppo.score_rewards(env.run, env.processor, reward, step, nothing).scores.tolist() == []
 
 
 def rewards_of(*flags: str) -> ppo.Reward:
@@ -240,7 +286,7 @@ def rewards_of(*flags: str) -> ppo.Reward:
 
 def test_bad_recipes_are_refused(tmp_path):
     for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "1"]]}', '{"a": [["exact", NaN]]}',
-                   '{"a": "exact"}', "{", "no.json", '{"a": [["exact", true]]}'):
+                   '{"a": "exact"}', "{", "no.json", '{"a": [["exact", true]]}', '{"a": [[]]}', '{"a": [["exact", 1], ["exact", 2]]}'):
         with pytest.raises(ppo.UserError, match="--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
     with pytest.raises(ppo.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):

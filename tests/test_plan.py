@@ -67,6 +67,18 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
             assert largest == local_bytes(vlm.language_model(module.model).layers[0].parameters())
 
 
+def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
+    always = {"actor weights", "actor tower", "critic weights"}
+    needed = {"rollout": set(), "score": {"reference weights"}, "update critic": {"critic Adam"},
+              "update actor": {"actor Adam", "actor average"}}
+    for offload in ([], ["--offload_optimizer", "--offload_frozen"]):
+        env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--ema_beta", "0.9", "--dry_run", *offload)
+        plan = ppo.plan_memory(env.args, {role: getattr(env, role) for role in ROLES}, 100)
+        held = {phase: {part for part in parts if part.split()[0] in ROLES} for phase, parts in plan.items()}
+        everything = always.union(*needed.values())
+        assert held == {phase: always | parts if offload else everything for phase, parts in needed.items()}
+
+
 @pytest.mark.parametrize("script", [ppo, grm])
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""

@@ -50,12 +50,14 @@ def columns(n, images=None):
 
 def ask(url, n=7, images=None, workers=1, timeout=20.0, **settings):
     """Rewards and components of n samples, every third of them wrong, as the trainer gets them."""
-    reward = ppo.load_source(url, ppo.RewardArgs(reward=url, **{"remote_timeout": 5.0} | settings)).function
-    return ppo.score_samples(reward, *columns(n, images), spec=url, timeout_s=timeout, workers=workers)
+    source = ppo.load_source(url, ppo.RewardArgs(reward=url, **{"remote_timeout": 5.0} | settings))
+    scored = ppo.score_samples(source.function, *columns(n, images), spec=url, timeout_s=timeout, workers=workers,
+                               batch=source.batch)
+    return scored.pop("reward"), scored
 
 
 # ------------------------------------------------------------------------------------------------ what is asked
-@pytest.mark.parametrize("workers, batch, requests", [(1, 7, 1), (1, 3, 3), (3, 2, 5), (7, 7, 7), (2, 100, 2)])
+@pytest.mark.parametrize("workers, batch, requests", [(1, 7, 1), (1, 3, 3), (3, 2, 4), (7, 7, 7), (2, 100, 2)])
 def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     rewards, components = ask(server.url("exact"), workers=workers, remote_batch=batch)
     assert rewards == [float(i % 3 > 0) for i in range(7)] and components == {"pictures": [0.0] * 7}
@@ -144,12 +146,12 @@ def test_no_server_there(pauses):
 # ------------------------------------------------------------------------------------------------ errors at once
 @pytest.mark.parametrize("kind", LIES)
 def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
-    said = {"short": r"'rewards' must be a list of 7 numbers", "long": r"'rewards' must be a list of 7 numbers",
+    said = {"short": "reward must be a list of 7 numbers", "long": "reward must be a list of 7 numbers",
             "nan": "reward is nan, not a finite number", "infinite": "reward is inf, not a finite number",
             "strings": "reward is '0.0', not a finite number", "null": "reward is None, not a finite number",
-            "number": r"'rewards' must be a list of 7 numbers, one per sample: 1.0",
+            "number": "reward must be a list of 7 numbers, got 1.0",
             "missing": r'must answer {"rewards": \[...\]}', "list": r'must answer {"rewards": \[...\]}',
-            "component": r"'style' must be a list of 7 numbers", "message": "'comment' must be a list .*: 'well done'",
+            "component": "style must be a list of 7 numbers", "message": "comment must be a list .*, got 'well done'",
             "both": r'must answer {"rewards"', "text": r"not JSON \(.*\): '<html>busy</html>'", "empty": "not JSON",
             "deep": "not JSON"}
     with pytest.raises(ppo.RewardError, match=f"(?s)--reward {server.url('lie')}.*{said[kind]}.*sample 0 of 7.*Response  0"):
@@ -166,7 +168,7 @@ def test_wrong_lengths_that_add_up_are_noticed(server, monkeypatch):
 
 def test_components_that_change_between_requests(server, monkeypatch):
     monkeypatch.setitem(LIES, "moody", lambda rewards: {"rewards": rewards, f"mood {server.requests}": rewards})
-    with pytest.raises(ppo.RewardError, match=r"components were \['mood 1', 'reward'\] and are now \['mood 2', 'reward'\]"):
+    with pytest.raises(ppo.RewardError, match=r"components \['mood 2', 'reward'\], expected \['mood 1', 'reward'\]"):
         ask(server.url("lie/moody"), remote_batch=4)
 
 

@@ -16,7 +16,8 @@ from train_ppo_vl import (RewardError, answers_equal, exact_match, extract_answe
 def score(fn, n=4, **kwargs):
     columns = ([f"prompt {i}" for i in range(n)], [f"response {i}" for i in range(n)],
                [f"reference {i}" for i in range(n)], [f"label {i}" for i in range(n)], [[] for _ in range(n)])
-    return score_samples(fn, *columns, spec="my.py:f", **kwargs)
+    scored = score_samples(fn, *columns, spec="my.py:f", **kwargs)
+    return scored.pop("reward"), scored
 
 
 # ------------------------------------------------------------------------------------------------ extraction
@@ -153,7 +154,7 @@ def test_load_user_function(tmp_path):
                     "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
     (tmp_path / "text.txt").write_text("")
-    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f",
+    for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
         with pytest.raises(ValueError, match="--reward"):
             load_source(spec)
