@@ -5,7 +5,7 @@
     StageTimer     wall seconds per stage of a step
     environment    versions and git commit for the first record
     RunLogger      rank 0's files: metrics.jsonl, tensorboard/, samples/step-*.jsonl and .png; the bar, the lines
-    draw_sample, contact_sheet, plot_curves    PNG pictures by Pillow alone
+    draw_sample, contact_sheet                 PNG pictures by Pillow alone
     Checkpoints    a folder is complete or it does not exist: save in the background, commit by rename, resume, export
     run_main       exit codes: 0 done, 2 what the user can mend, 75 stopped by a signal with everything saved
 
@@ -337,7 +337,6 @@ def _write(path: Path, records: list[dict]) -> None:
 
 
 INK, GREY, RULE, PAPER = "#1f2933", "#7b8794", "#d9dee5", "#ffffff"
-SERIES = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 _font = lru_cache(ImageFont.load_default)  # of a size; Pillow's own: Latin only, other scripts come out as boxes
 
 
@@ -401,55 +400,6 @@ def contact_sheet(pictures: list[Image.Image], columns: int) -> Image.Image:
         sheet.paste(picture, (gap + width * (i % columns), gap + height * (i // columns)))
     return sheet
 
-
-def _ticks(low: float, high: float, most: int) -> list[float]:  # in steps of 1, 2 or 5
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= most)
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = "") -> None:
-    """Draws metrics over steps as a PNG of 800 x 440 pixels. ValueError if a name is nowhere in `metrics_jsonl`."""
-    records = [record for record in read_records(metrics_jsonl) if "step" in record]
-    curves = {name: sorted((r["step"], r[name]) for r in records if name in r) for name in names}
-    if not names or not all(curves.values()):
-        missing, known = [name for name in names if not curves[name]], sorted(set().union(*records) - {"step"})
-        raise ValueError(f"{metrics_jsonl} has no values of {missing}; it has {known}")
-    xs, ys = zip(*(point for points in curves.values() for point in points))
-    x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
-    if 0 <= y0 and y1 <= 1:  # a share keeps its full scale, so that curves of two runs compare by eye
-        y0, y1 = 0.0, 1.0
-    elif y0 == y1:
-        y0, y1 = y0 - max(1.0, abs(y0) / 10), y1 + max(1.0, abs(y1) / 10)
-    k = 3  # drawn three times as large and scaled down: Pillow's lines have no anti-aliasing
-    left, right, top, bottom = 64 * k, 776 * k, 72 * k, 388 * k
-    image = Image.new("RGB", (800 * k, 440 * k), PAPER)
-    draw = ImageDraw.Draw(image)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + (x - x0) / (x1 - x0) * (right - left), bottom - (y - y0) / (y1 - y0) * (bottom - top)
-
-    for tick in _ticks(y0, y1, most=6):
-        y = place(x0, tick)[1]
-        draw.line((left, y, right, y), fill="#e9edf2", width=k)
-        draw.text((left - 8 * k, y), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="rm")
-    for tick in _ticks(x0, x1, most=8):
-        x = place(tick, y0)[0]
-        draw.line((x, bottom, x, bottom + 5 * k), fill=GREY, width=k)
-        draw.text((x, bottom + 9 * k), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="mt")
-    draw.line((left, bottom, right, bottom), fill=GREY, width=k)
-    draw.text(((left + right) / 2, 430 * k), "step", font=_font(12 * k), fill=GREY, anchor="mb")
-    draw.text((left, 12 * k), title, font=_font(16 * k), fill=INK)
-    x = left
-    for colour, (name, points) in zip(SERIES * len(curves), curves.items()):
-        spots = [place(*point) for point in points]
-        draw.line(spots, fill=colour, width=2 * k, joint="curve")
-        for spot in spots if len(spots) <= 30 else []:  # few values, such as evaluations, show where they were taken
-            draw.circle(spot, 4 * k, fill=colour, outline=PAPER, width=k)
-        draw.line((x, 48 * k, x + 18 * k, 48 * k), fill=colour, width=3 * k)
-        draw.text((x + 24 * k, 48 * k), name, font=_font(13 * k), fill=INK, anchor="lm")
-        x += 44 * k + _font(13 * k).getlength(name)
-    image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
 
 RESERVED_GIB = 2.0  # of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figures import plot_curves
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.logging import (MetricSums, RunLogger, StageTimer, _font, _wrap, contact_sheet, draw_sample, environment,
-                            plot_curves, read_records)
+                            read_records)
 
 ROOT = Path(__file__).resolve().parents[1]
 
