@@ -32,13 +32,14 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from huggingface_hub import split_torch_state_dict_into_shards
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -637,10 +638,16 @@ class Checkpoints:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
 
     def export_if_due(self, module: nn.Module, processor, step: int, last: int, place: str = "export") -> None:
-        """Export the model to <out>/``place`` after ``step`` if --export_every says so and it has not been done."""
+        """Export the model to <out>/``place`` after ``step`` if --export_every says so and it has not been done. Raises
+        UserError if the last one fails; others are not what the run is for."""
         folder = self.out / place / f"step-{step}"
         if falls_due(step, self.args.export_every, last) and not all_gather_json(folder.exists())[0]:
-            export(module, processor, folder)
+            problem = export(module, processor, folder)
+            if problem and step == last:
+                raise UserError(f"the weights were not exported to {folder}: {problem}. Once that is mended, the same command "
+                                "goes on from the newest checkpoint and exports them")
+            if problem and self.rank == 0:
+                print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -749,56 +756,31 @@ def load_training_state(path: Path, models: Models) -> None:
 
 
 @torch.no_grad()
-def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
+def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> str | None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
     config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call.
 
-    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` beside it as well, as PEFT loads them."""
-    parameters = dict(module.model.named_parameters(remove_duplicate=False))
-    adapter, adapter_config = {}, getattr(module.model, "adapter", None)
-    dtype = getattr(processor.config, "dtype", None) or torch.float32
-    files: list[list[str]] = [[]]
-    size = 0
-    for name in module.spelled:
-        n_bytes = parameters[name].numel() * dtype.itemsize
-        if files[-1] and size + n_bytes > shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += n_bytes
-    aside = folder.with_name(f".{folder.name}.tmp")
-    index, problem = {}, None
-    for k, names in enumerate(files):
-        file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        shard = {}
-        for name in names:
-            stem = name.removesuffix(".weight")
-            found = [parameters[part] for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters]
-            full, *pair = (p.full_tensor() if isinstance(p, DTensor) else p for p in found)      # a collective: all ranks
-            if dist.get_rank() == 0:
-                if pair:
-                    full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
-                    adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
-                shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
-                index[module.spelled[name]] = file
-        if dist.get_rank() == 0 and not problem:
-            try:
-                aside.mkdir(parents=True, exist_ok=True)
-                save_file(shard, aside / file, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
-                problem = str(error)
-    if dist.get_rank() == 0 and not problem:
+    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` beside it as well, as PEFT loads them.
+    Returns on every rank why the folder could not be written, or None."""
+    aside, problem, config = folder.with_name(f".{folder.name}.tmp"), None, processor.config
+    dtype = getattr(config, "dtype", None) or torch.float32
+    empty = {key: torch.empty(module.model.get_parameter(name).shape, dtype=dtype, device="meta")
+             for name, key in module.spelled.items()}
+    plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
+    shards = gather_shards(module, plan.filename_to_tensors, config, dtype)
+    if dist.get_rank() == 0:
         try:
-            if len(files) > 1:
-                table = {"metadata": {}, "weight_map": index}
+            for file, tensors in shards:
+                (aside / file).parent.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, aside / file, metadata={"format": "pt"})
+            if plan.is_sharded:
+                table = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
-            if adapter:
-                (aside / "adapter").mkdir(exist_ok=True)
-                save_file(adapter, aside / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+            if adapter_config := getattr(module.model, "adapter", None):
                 (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2))
-            processor.config.save_pretrained(aside)
+            config.save_pretrained(aside)
             processor.save(str(aside))
-            for path in aside.rglob("*"):
+            for path in (aside, *aside.rglob("*")):
                 sync_folder(path)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -806,9 +788,32 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
             write_pointer(folder.parent / "latest", folder.name)
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    problem = all_gather_json(problem)[0]
-    if problem and dist.get_rank() == 0:
-        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
+            shutil.rmtree(aside, ignore_errors=True)               # the disk may be full of it
+    for _ in shards:                                               # the collectives that are left, after an error as well
+        pass
+    return all_gather_json(problem)[0]
+
+
+def gather_shards(module: nn.Module, files: dict[str, list[str]], config,
+                  dtype: torch.dtype) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The files of an export, each with its tensors on rank 0 and with none on the others. All ranks must iterate."""
+    parameters = dict(module.model.named_parameters(remove_duplicate=False))
+    names = {key: name for name, key in module.spelled.items()}
+    adapter, adapter_config = {}, getattr(module.model, "adapter", None)
+    for file, keys in files.items():
+        shard = {}
+        for key in keys:
+            name, stem = names[key], names[key].removesuffix(".weight")
+            found = [parameters[part] for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters]
+            full, *pair = (p.full_tensor() if isinstance(p, DTensor) else p for p in found)      # a collective: all ranks
+            if dist.get_rank() == 0:
+                if pair:
+                    full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
+                    adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
+                shard[key] = as_in_files(config, name, full).to(dtype).cpu().contiguous()
+        yield file, shard
+    if adapter_config:
+        yield "adapter/adapter_model.safetensors", adapter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How a run ends

@@ -522,6 +522,19 @@ def test_too_many_write_errors(lives, flags, tmp_path):
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
+def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
+    """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "export").write_text("in the way")
+    output = lives(flags(out, "--export_every 1"), 2, codes=[2, 2])
+    assert f"warning: the weights were not exported to {out}/export/step-1: " in output and "done:" not in output
+    assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
+    (out / "export").unlink()
+    assert f"resuming from {out}/checkpoints/step-2" in lives(flags(out, "--export_every 1"), 2)
+    assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
