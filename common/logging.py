@@ -107,8 +107,7 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: {error}") from error
     known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
-    if not isinstance(config, dict) or not set(config) <= set(known):
-        extra = sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object"
+    if extra := sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object":
         raise UserError(f"--config {path}: unknown flags: {extra}")
     for name, value in config.items():
         field = known[name]
@@ -265,18 +264,18 @@ class RunLogger:
             return
         from torch.utils.tensorboard import SummaryWriter  # seconds of import that only rank 0 needs
         (self.out / "samples").mkdir(parents=True, exist_ok=True)
-        path, last = self.out / "metrics.jsonl", first_step if first_step > 0 else -1
-        records = [record for record in read_records(path) if record.get("step", -1) <= last] if path.exists() else []
-        if first_step == 0 and path.exists():                  # a run without a checkpoint starts over: its records stay
+        path, records = self.out / "metrics.jsonl", []
+        if path.exists() and first_step == 0:                  # a run without a checkpoint starts over: its records stay
             path.rename(old := path.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
             self.line(f"the records of an earlier run in this folder are now in {old}")
-            records = []
+        elif path.exists():
+            records = [record for record in read_records(path) if record.get("step", -1) <= first_step]
         self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         records.append({"type": "header", "first_step": first_step, "environment": environment()} | header)
         _write(path.with_suffix(".tmp"), records)
         os.replace(path.with_suffix(".tmp"), path)
         self._file = open(path, "a", buffering=1)  # lines
-        self._writer = SummaryWriter(self.out / "tensorboard", purge_step=last + 1)
+        self._writer = SummaryWriter(self.out / "tensorboard", purge_step=first_step + 1 if first_step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON object and one TensorBoard point per metric. Raises ValueError naming a non-finite metric."""
@@ -552,8 +551,8 @@ class Checkpoints:
                 write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
             except (OSError, ValueError) as error:                          # ValueError: a scalar is not finite
                 problem = str(error)
-        if any(problems := all_gather_json(problem)):
-            return self.report(step, aside, next(filter(None, problems)))
+        if problem := all_gather_json(problem)[0]:
+            return self.report(step, aside, problem)
         writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
         take_turns(writer, self.args.save_strategy, self.group)
         kill_point("before-write")
@@ -574,15 +573,14 @@ class Checkpoints:
             future.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
-        problems = [p for p in all_gather_json(problem) if p]
-        if not problems and self.rank == 0:
+        problem = next(filter(None, all_gather_json(problem)), None)
+        if self.rank == 0 and not problem:
             try:
                 self.commit(step, aside)
             except OSError as error:
-                problems = [str(error)]
-        problems = all_gather_json(problems)[0]
-        if problems:
-            return self.report(step, aside, problems[0])
+                problem = str(error)
+        if problem := all_gather_json(problem)[0]:
+            return self.report(step, aside, problem)
         self.failed = 0
 
     def commit(self, step: int, aside: Path) -> None:
@@ -615,11 +613,9 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
         memory: they outlive a kill, and a resume drops those of steps that are taken again."""
-        name, values = self.args.keep_best, {}
-        if name and (self.out / "metrics.jsonl").exists():
-            with open(self.out / "metrics.jsonl", encoding="utf-8", newline="\n") as file:
-                records = [json.loads(line) for line in file if name in line]
-            values = {record["step"]: record[name] for record in records if name in record and "step" in record}
+        name, path = self.args.keep_best, self.out / "metrics.jsonl"
+        records = read_records(path) if name and path.exists() else []
+        values = {record["step"]: record[name] for record in records if name in record}
         return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 
     def report(self, step: int, aside: Path, problem: str) -> None:
@@ -688,9 +684,9 @@ def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.Proc
     """Let only some ranks write at a time: all, those of one node, or one. Runs in the background, between collectives."""
     if strategy == "unrestricted":
         return
-    turn = int(os.environ.get("GROUP_RANK", 0)) if strategy == "single_node" else dist.get_rank()
-    turns = int(os.environ.get("GROUP_WORLD_SIZE", 1)) if strategy == "single_node" else dist.get_world_size()
-    write = writer.write_data
+    turn, turns, write = dist.get_rank(), dist.get_world_size(), writer.write_data
+    if strategy == "single_node":
+        turn, turns = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def in_turn(plan, planner):
         for _ in range(turn):
@@ -729,12 +725,14 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
+STATE_OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
+
+
 def training_state(models: Models) -> dict[str, Any]:
     """Weights and optimizer state of all roles in one flat dictionary; frozen weights are those of --model."""
     state: dict[str, Any] = {}
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     for role, (module, optimizer) in models.items():
-        weights, moments = get_state_dict(module, optimizer, options=options)
+        weights, moments = get_state_dict(module, optimizer, options=STATE_OPTIONS)
         state |= {f"{role}.model.{name}": value for name, value in weights.items()}
         state |= {f"{role}.optimizer.{name}": value for name, value in moments.items()}
     return state
@@ -748,11 +746,10 @@ def load_training_state(path: Path, models: Models) -> None:
                  storage_reader=HuggingFaceStorageReader(str(path)))
     except dcp.api.CheckpointException as error:                # say of a role or an average that the run did not have
         raise UserError(f"{path} cannot be loaded: {describe_failure(error)}") from error
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
     for role, (module, optimizer) in models.items():
-        part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()
-                       if name.startswith(f"{role}.{kind}.")} for kind in ("model", "optimizer")}
-        set_state_dict(module, optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"], options=options)
+        weights, moments = ({name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+                            for start in (f"{role}.model.", f"{role}.optimizer."))
+        set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments, options=STATE_OPTIONS)
 
 
 @torch.no_grad()

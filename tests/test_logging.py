@@ -143,6 +143,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl has a line that is no JSON.*'{\"step\": 2'"):
         RunLogger(tmp_path, True, {}, total_steps=3, first_step=2)
+    RunLogger(tmp_path, True, {}, total_steps=3).close()                                          # set aside unread
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])
