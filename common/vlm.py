@@ -1077,10 +1077,11 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
-def varlen_has_windows() -> bool:
-    """Whether torch's varlen attention knows sliding windows (torch 2.11 does not)."""
+@functools.cache
+def varlen_parameters() -> frozenset[str]:
+    """What torch's varlen attention can be told: torch 2.11 knows no scale, no grouped heads and no sliding windows."""
     from torch.nn.attention.varlen import varlen_attn
-    return "window_size" in inspect.signature(varlen_attn).parameters
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
@@ -1097,7 +1098,7 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
         return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal,
                                       window_size=(left, -1))
     from torch.nn.attention.varlen import varlen_attn
-    accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
+    accepted = varlen_parameters()
     options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
         else {"is_causal": causal}
     if "enable_gqa" in accepted:
@@ -1111,15 +1112,14 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
-def attention_widths(text_config) -> tuple[int, int]:
-    """Numbers in all query heads of a token, and in all key heads."""
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    return text_config.num_attention_heads * head_dim, text_config.num_key_value_heads * head_dim
+def head_dim(text_config) -> int:
+    """D, numbers in a head of a token's query, key or value."""
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
 
 
 def cache_bytes(text_config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    return 2 * text_config.num_hidden_layers * attention_widths(text_config)[1] * itemsize
+    return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim(text_config) * itemsize
 
 
 class SlotCache:
@@ -1129,13 +1129,10 @@ class SlotCache:
     """
 
     def __init__(self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        shape = [text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim]
-        if device.type == "cpu":       # in memory the tokens of a head lie side by side, as matrix products want them
-            shape[2], shape[3] = shape[3], shape[2]
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if device.type == "cpu":
-            self.keys, self.values = self.keys.transpose(2, 3), self.values.transpose(2, 3)
+        shape = (text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim(text_config))
+        # In the memory of a CPU the tokens of a head lie side by side, as matrix products want them.
+        order = (0, 1, 3, 2, 4) if device.type == "cpu" else (0, 1, 2, 3, 4)
+        self.keys, self.values = (torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_() for _ in range(2))
         self.slots, self.capacity = slots, capacity
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
@@ -1378,11 +1375,6 @@ def trained_parts(model: nn.Module) -> list[nn.Module]:
     return [language_model(model), *([model.model.visual] if model.sees_pixels else [])]
 
 
-def feature_levels(config) -> int:
-    """K of `image_features`."""
-    return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
-
-
 def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor, items: tuple = ()) -> dict[str, torch.Tensor]:
     """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them.
 
@@ -1467,7 +1459,8 @@ def row_pictures(model: nn.Module, prompts: StepPrompts, groups: Iterable[int],
     (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
     config, grids = model.config, {g: prompts.prompts[g].grids for g in groups if prompts.prompts[g].grids}
     if not model.sees_pixels:
-        levels, hidden_size = feature_levels(config), config.get_text_config().hidden_size
+        levels = 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
+        hidden_size = config.get_text_config().hidden_size
         return prompts.features, {g: (levels, prompts.prompts[g].image_tokens, hidden_size) for g in grids}
     size = math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
     return ({g: prompts.patches[g][0][None].to(dtype) for g in grids if g in prompts.patches},
@@ -1564,8 +1557,9 @@ def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> P
     """
     if not name:
         return actor_folder
-    folder = resolve_folder(name)
-    if not own_tower and (different := differing_tower(actor_folder, folder)):
+    weights = any(actor_folder.glob("*.safetensors"))                         # a plan (--dry_run) needs and fetches none
+    folder = resolve_folder(name, weights)
+    if weights and not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
     return folder
@@ -1581,10 +1575,10 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     """name -> function that reads the weight, for the vision tower in a folder's safetensors files."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as tensors:
-            for key in tensors.keys():
-                if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
-                    found[name] = functools.partial(safe_open(path, "pt").get_tensor, key)
+        tensors = safe_open(path, "pt")
+        for key in tensors.keys():
+            if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
+                found[name] = functools.partial(tensors.get_tensor, key)
     return found
 
 
@@ -1693,7 +1687,7 @@ def without_adapters(model: nn.Module):
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
     text = model.config.get_text_config()
-    if backend == "varlen" and getattr(text, "sliding_window", None) and not varlen_has_windows():
+    if backend == "varlen" and getattr(text, "sliding_window", None) and "window_size" not in varlen_parameters():
         raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
     text._attn_implementation = ATTENTION_NAME
     language_model(model).config._attn_implementation = ATTENTION_NAME
@@ -1772,8 +1766,8 @@ def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
     local = target.to_local()
     shard_dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
     rows = -(-target.shape[0] // target.device_mesh.size(shard_dim))    # FSDP2 cuts into ceil-sized chunks
-    start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
-    if len(local):
+    start = rows * target.device_mesh.get_local_rank(shard_dim)
+    if len(local):                                                       # the last ranks may have no row
         local.copy_(turn(value[start:start + len(local)]))
 
 
@@ -1902,13 +1896,12 @@ def layer_activations(module: nn.Module, itemsize: int) -> int:
     the scale; what the products read; queries, keys, values and output of the attention; four tensors of the MLP (gate,
     its activation, up, their product), in MoE for each expert of the token, with its input."""
     text, layer = module.model.config.get_text_config(), language_model(module.model).layers[-1]
-    queries, keys = attention_widths(text)
-    head_dim = queries // text.num_attention_heads
-    repeats = {"q_norm": queries // head_dim, "k_norm": keys // head_dim}           # one scale for all heads
+    repeats = {"q_norm": text.num_attention_heads, "k_norm": text.num_key_value_heads}          # one scale for all heads
     norms = sum(p.numel() * repeats.get(name.split(".")[-2], 1) for name, p in layer.named_parameters() if "norm" in name)
     experts = text.num_experts_per_tok if routers(module.model) else 0
     inner = experts * text.moe_intermediate_size if experts else text.intermediate_size
-    return (4 + itemsize) * norms + itemsize * ((2 + experts) * text.hidden_size + 2 * (queries + keys) + 4 * inner)
+    heads = 2 * head_dim(text) * (text.num_attention_heads + text.num_key_value_heads)
+    return (4 + itemsize) * norms + itemsize * ((2 + experts) * text.hidden_size + heads + 4 * inner)
 
 
 def backward_bytes(module: nn.Module, tokens: int, itemsize: int, checkpointing: bool, chunk: int) -> dict[str, int]:
