@@ -464,6 +464,7 @@ class Checkpoints:
     def __init__(self, out: Path, args: CheckpointArgs, timeout: float):
         self.out, self.folder, self.args, self.rank = out, out / "checkpoints", args, dist.get_rank()
         self.failed, self.waited = 0, 0.0                                   # saves in a row; seconds that training waited
+        self.first_step = 0                                                 # from which this life goes on
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
         self.pending: tuple[int, Path, Any] | None = None
         problem = None
@@ -526,6 +527,7 @@ class Checkpoints:
                 problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
                            + ". Choose another --out, or --resume_changed_args allow")
         fail_together(problem)
+        self.first_step = state["step"]
         if path is not None:
             load_training_state(Path(path), models)
         if self.rank == 0 and path is None:
@@ -634,10 +636,11 @@ class Checkpoints:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
 
     def export_if_due(self, module: nn.Module, processor, step: int, last: int, place: str = "export") -> None:
-        """Export the model to <out>/``place`` after ``step`` if --export_every says so and it has not been done. Raises
-        UserError if the last one fails; others are not what the run is for."""
+        """Export the model to <out>/``place`` after ``step`` if --export_every says so and the life before has not done it.
+        Raises UserError if the last one fails; others are not what the run is for."""
         folder = self.out / place / f"step-{step}"
-        if falls_due(step, self.args.export_every, last) and not all_gather_json(folder.exists())[0]:
+        done = step == self.first_step and folder.exists()         # after a later step it is of a life that was set aside
+        if falls_due(step, self.args.export_every, last) and not all_gather_json(done)[0]:
             problem = export(module, processor, folder)
             if problem and step == last:
                 raise UserError(f"the weights were not exported to {folder}: {problem}. Once that is mended, the same command "
@@ -702,7 +705,7 @@ def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.Proc
 
 def describe_failure(error: BaseException) -> str:
     """One line; torch's CheckpointException carries the failures of the ranks."""
-    failures = getattr(error, "failures", None) or {0: error}
+    failures = getattr(error, "failures", None) or {dist.get_rank(): error}
     rank, cause = next(iter(failures.items()))
     cause = cause[0] if isinstance(cause, tuple) else cause
     return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"

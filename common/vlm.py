@@ -1557,16 +1557,17 @@ def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> P
     """
     if not name:
         return actor_folder
-    weights = any(actor_folder.glob("*.safetensors"))                         # a plan (--dry_run) needs and fetches none
-    folder = resolve_folder(name, weights)
-    if weights and not own_tower and (different := differing_tower(actor_folder, folder)):
+    folder = resolve_folder(name, weights=any(actor_folder.glob("*.safetensors")))
+    if not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
     return folder
 
 
 def differing_tower(first: Path, second: Path) -> list[str]:
-    """Names of the vision tower's weights that are not the same in two checkpoints."""
+    """Names of the vision tower's weights that are not the same in two checkpoints; none if a plan has fetched no weights."""
+    if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
+        return []
     a, b = vision_tensors(first), vision_tensors(second)
     return sorted(key for key in a | b if key not in a or key not in b or not torch.equal(a[key](), b[key]()))
 
@@ -1737,11 +1738,10 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
-                turned = name and as_in_files(model.config, name, target).shape
-                if tuple(value.get_shape()) not in (tuple(target.shape), tuple(turned or target.shape)):
-                    raise ValueError(f"{folder / file}: {key} is {tuple(value.get_shape())}, the model's config.json "
-                                     f"asks for {tuple(target.shape)}")
-                copy_rows(target, value, turned=tuple(value.get_shape()) != tuple(target.shape))
+                shape, wanted = tuple(value.get_shape()), tuple(target.shape)
+                if shape != wanted and (not name or shape != as_in_files(model.config, name, target).shape):
+                    raise ValueError(f"{folder / file}: {key} is {shape}, the model's config.json asks for {wanted}")
+                copy_rows(target, value, turned=shape != wanted)
                 spelled[name or key] = key
     tied = {id(p) for n, p in parameters.items() if n in spelled}
     missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied and ".lora_" not in n]

@@ -192,6 +192,7 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
 def test_a_plan_compares_no_towers(seven_b, qwen25, picture_rows):
     """Of a hub name no weights are there to compare with those of the critic's own checkpoint."""
     assert start(seven_b, picture_rows, "--dry_run", "--critic_model", str(qwen25)).critic
+    assert start(qwen25, picture_rows, "--dry_run", "--critic_model", str(seven_b)).critic
 
 
 def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
