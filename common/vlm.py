@@ -1874,12 +1874,16 @@ def count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def resident_bytes(module: nn.Module, ranks: int, itemsize: int) -> dict[str, int]:
-    """What a role keeps on a GPU between stages: float32 shards, cut along the first dimension into ``ranks`` as FSDP2 cuts
-    them, on the rank with the largest; Adam's two moments of trained ones; and, whole, the frozen vision tower."""
+    """What a role keeps on a GPU between stages: shards, cut along the first dimension into ``ranks`` as FSDP2 cuts them, on
+    the rank with the largest, in float32 but for what adapters freeze; Adam's two moments of trained ones; and, whole, the
+    frozen vision tower."""
     tower = {id(p): p for p in vision_parameters(module.model) if not p.requires_grad}
-    sharded = [p for p in module.parameters() if id(p) not in tower]
-    share = lambda parts: 4 * sum(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in parts)  # noqa: E731
-    return {"weights": share(sharded), "Adam": 2 * share(p for p in sharded if p.requires_grad),
+    shares = {True: 0, False: 0}                                                        # numbers, by whether they are trained
+    for p in module.parameters():
+        if id(p) not in tower:
+            shares[p.requires_grad] += -(-p.shape[0] // ranks) * (p.numel() // p.shape[0])
+    frozen = itemsize if hasattr(module.model, "adapter") else 4
+    return {"weights": 4 * shares[True] + frozen * shares[False], "Adam": 8 * shares[True],
             "tower": itemsize * sum(p.numel() for p in tower.values())}
 
 

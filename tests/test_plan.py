@@ -67,6 +67,16 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
             assert largest == local_bytes(vlm.language_model(module.model).layers[0].parameters())
 
 
+def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
+    """It is kept in the compute type; float32 are the adapters and the critic's head."""
+    real, dry = (start(qwen25, picture_rows, "--lora_rank", "4", "--dtype", "bfloat16", *more) for more in ((), ("--dry_run",)))
+    for role in ("actor", "critic"):
+        module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 2)
+        tower = {id(p) for p in vlm.vision_parameters(module.model)}
+        assert plan["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert plan["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize("script", [ppo, grm])
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""
