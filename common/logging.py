@@ -717,13 +717,12 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         try:
             committed = json.loads((path / "COMMITTED.json").read_text())
-            files = committed["files"]
-            whole = "state.json" in files and \
+            step, files = committed["step"], committed["files"]
+            whole = type(step) is int and path.name == f"step-{step}" and "state.json" in files and \
                 all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
-            step = int(path.name.removeprefix("step-"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
             continue
-        if whole and path.name == f"step-{step}" and committed.get("step") == step:
+        if whole:
             found.append((step, path))
     return sorted(found, reverse=True)
 

@@ -1058,11 +1058,7 @@ FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Resolve ``--attention auto`` to a back-end that can run here.
-
-    Raises:
-        ValueError: the requested back-end is not installed, or needs a GPU.
-    """
+    """Resolve ``--attention auto`` to a back-end that can run here. Raises ValueError: the requested one cannot."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if requested == "auto":
         return "sdpa" if device.type != "cuda" or dtype == torch.float32 else "flash_attn" if has_flash else "varlen"
@@ -1528,11 +1524,7 @@ VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_project
 
 def resolve_folder(name: str, weights: bool = True) -> Path:
     """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the downloaded snapshot of a
-    hub name; without ``weights``, of its small files only.
-
-    Raises:
-        ValueError: neither a folder nor a hub name that can be fetched from here.
-    """
+    hub name; without ``weights``, of its small files only. Raises ValueError: no folder, and nothing that the hub gives."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).name == "latest" and Path(name).is_file():
@@ -1550,11 +1542,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
 
 def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
     """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Without a tower of its own, a role uses the
-    actor's image features.
-
-    Raises:
-        ValueError: the checkpoint's vision tower is not the actor's, so its language model expects other features.
-    """
+    actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects others."""
     if not name:
         return actor_folder
     folder = resolve_folder(name, weights=any(actor_folder.glob("*.safetensors")))
