@@ -714,6 +714,10 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
+    name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
+    save_file(weights | {name: weights[name] + 1}, critic / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ppo.UserError, match="1 weights of its vision tower differ"):
+        start(qwen25, picture_rows, "--critic_model", str(critic))
 
 
 def full_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
