@@ -1073,13 +1073,6 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     return requested
 
 
-@functools.cache
-def varlen_parameters() -> frozenset[str]:
-    """What torch's varlen attention can be told: torch 2.11 knows no scale, no grouped heads and no sliding windows."""
-    from torch.nn.attention.varlen import varlen_attn
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
                      window: int | None = None):
     """Variable-length attention on CUDA. q (Tq, Hq, D); k, v (Tk, Hkv, D); cu_* (S+1,) int32 -> (Tq, Hq, D).
@@ -1093,18 +1086,12 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
         from flash_attn import flash_attn_varlen_func
         return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal,
                                       window_size=(left, -1))
-    from torch.nn.attention.varlen import varlen_attn
-    accepted = varlen_parameters()
-    options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
-        else {"is_causal": causal}
-    if "enable_gqa" in accepted:
+    from torch.nn.attention.varlen import varlen_attn          # a second of import
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0 if causal else -1)}
+    if "enable_gqa" in varlen_attn.__kwdefaults__:
         options["enable_gqa"] = True
-    elif q.shape[1] != k.shape[1]:
+    elif q.shape[1] != k.shape[1]:                             # torch 2.11
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    if "scale" in accepted:
-        options["scale"] = scale
-    else:                                                      # the kernel applies 1/sqrt(D) itself
-        q = q * (scale * q.shape[-1] ** 0.5)
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
@@ -1675,10 +1662,7 @@ def without_adapters(model: nn.Module):
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    text = model.config.get_text_config()
-    if backend == "varlen" and getattr(text, "sliding_window", None) and "window_size" not in varlen_parameters():
-        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
-    text._attn_implementation = ATTENTION_NAME
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
     language_model(model).config._attn_implementation = ATTENTION_NAME
     if layout(model.config) != "qwen":
         return                                   # the other towers have no windows: SDPA, their default, is one call per block

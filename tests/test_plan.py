@@ -69,7 +69,8 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
 
 def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     """It is kept in the compute type; float32 are the adapters and the critic's head."""
-    real, dry = (start(qwen25, picture_rows, "--lora_rank", "4", "--dtype", "bfloat16", *more) for more in ((), ("--dry_run",)))
+    flags = ("--lora_rank", "4", "--dtype", "bfloat16")
+    real, dry = (start(qwen25, picture_rows, *flags, *more) for more in ((), ("--dry_run",)))
     for role in ("actor", "critic"):
         module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 2)
         tower = {id(p) for p in vlm.vision_parameters(module.model)}
