@@ -5,7 +5,7 @@
     StageTimer     wall seconds per stage of a step
     environment    versions and git commit for the first record
     RunLogger      rank 0's files: metrics.jsonl, tensorboard/, samples/step-*.jsonl and .png; the bar, the lines
-    draw_sample, contact_sheet, plot_curves    PNG pictures by Pillow alone
+    draw_sample, contact_sheet                 PNG pictures by Pillow alone
     Checkpoints    a folder is complete or it does not exist: save in the background, commit by rename, resume, export
     run_main       exit codes: 0 done, 2 what the user can mend, 75 stopped by a signal with everything saved
 
@@ -32,13 +32,14 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from huggingface_hub import split_torch_state_dict_into_shards
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -106,8 +107,7 @@ def read_config(path: str, groups: dict[str, type]) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: {error}") from error
     known = {field.name: field for group in groups.values() for field in dataclasses.fields(group)}
-    if not isinstance(config, dict) or not set(config) <= set(known):
-        extra = sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object"
+    if extra := sorted(set(config) - set(known)) if isinstance(config, dict) else "no JSON object":
         raise UserError(f"--config {path}: unknown flags: {extra}")
     for name, value in config.items():
         field = known[name]
@@ -264,18 +264,18 @@ class RunLogger:
             return
         from torch.utils.tensorboard import SummaryWriter  # seconds of import that only rank 0 needs
         (self.out / "samples").mkdir(parents=True, exist_ok=True)
-        path, last = self.out / "metrics.jsonl", first_step if first_step > 0 else -1
-        records = [record for record in read_records(path) if record.get("step", -1) <= last] if path.exists() else []
-        if first_step == 0 and path.exists():                  # a run without a checkpoint starts over: its records stay
+        path, records = self.out / "metrics.jsonl", []
+        if path.exists() and first_step == 0:                  # a run without a checkpoint starts over: its records stay
             path.rename(old := path.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
             self.line(f"the records of an earlier run in this folder are now in {old}")
-            records = []
+        elif path.exists():
+            records = [record for record in read_records(path) if record.get("step", -1) <= first_step]
         self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         records.append({"type": "header", "first_step": first_step, "environment": environment()} | header)
         _write(path.with_suffix(".tmp"), records)
         os.replace(path.with_suffix(".tmp"), path)
         self._file = open(path, "a", buffering=1)  # lines
-        self._writer = SummaryWriter(self.out / "tensorboard", purge_step=last + 1)
+        self._writer = SummaryWriter(self.out / "tensorboard", purge_step=first_step + 1 if first_step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """One JSON object and one TensorBoard point per metric. Raises ValueError naming a non-finite metric."""
@@ -337,7 +337,6 @@ def _write(path: Path, records: list[dict]) -> None:
 
 
 INK, GREY, RULE, PAPER = "#1f2933", "#7b8794", "#d9dee5", "#ffffff"
-SERIES = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 _font = lru_cache(ImageFont.load_default)  # of a size; Pillow's own: Latin only, other scripts come out as boxes
 
 
@@ -402,55 +401,6 @@ def contact_sheet(pictures: list[Image.Image], columns: int) -> Image.Image:
     return sheet
 
 
-def _ticks(low: float, high: float, most: int) -> list[float]:  # in steps of 1, 2 or 5
-    power = 10.0 ** math.floor(math.log10((high - low) / most))
-    step = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= most)
-    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-
-
-def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = "") -> None:
-    """Draws metrics over steps as a PNG of 800 x 440 pixels. ValueError if a name is nowhere in `metrics_jsonl`."""
-    records = [record for record in read_records(metrics_jsonl) if "step" in record]
-    curves = {name: sorted((r["step"], r[name]) for r in records if name in r) for name in names}
-    if not names or not all(curves.values()):
-        missing, known = [name for name in names if not curves[name]], sorted(set().union(*records) - {"step"})
-        raise ValueError(f"{metrics_jsonl} has no values of {missing}; it has {known}")
-    xs, ys = zip(*(point for points in curves.values() for point in points))
-    x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
-    if 0 <= y0 and y1 <= 1:  # a share keeps its full scale, so that curves of two runs compare by eye
-        y0, y1 = 0.0, 1.0
-    elif y0 == y1:
-        y0, y1 = y0 - max(1.0, abs(y0) / 10), y1 + max(1.0, abs(y1) / 10)
-    k = 3  # drawn three times as large and scaled down: Pillow's lines have no anti-aliasing
-    left, right, top, bottom = 64 * k, 776 * k, 72 * k, 388 * k
-    image = Image.new("RGB", (800 * k, 440 * k), PAPER)
-    draw = ImageDraw.Draw(image)
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        return left + (x - x0) / (x1 - x0) * (right - left), bottom - (y - y0) / (y1 - y0) * (bottom - top)
-
-    for tick in _ticks(y0, y1, most=6):
-        y = place(x0, tick)[1]
-        draw.line((left, y, right, y), fill="#e9edf2", width=k)
-        draw.text((left - 8 * k, y), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="rm")
-    for tick in _ticks(x0, x1, most=8):
-        x = place(tick, y0)[0]
-        draw.line((x, bottom, x, bottom + 5 * k), fill=GREY, width=k)
-        draw.text((x, bottom + 9 * k), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="mt")
-    draw.line((left, bottom, right, bottom), fill=GREY, width=k)
-    draw.text(((left + right) / 2, 430 * k), "step", font=_font(12 * k), fill=GREY, anchor="mb")
-    draw.text((left, 12 * k), title, font=_font(16 * k), fill=INK)
-    x = left
-    for colour, (name, points) in zip(SERIES * len(curves), curves.items()):
-        spots = [place(*point) for point in points]
-        draw.line(spots, fill=colour, width=2 * k, joint="curve")
-        for spot in spots if len(spots) <= 30 else []:  # few values, such as evaluations, show where they were taken
-            draw.circle(spot, 4 * k, fill=colour, outline=PAPER, width=k)
-        draw.line((x, 48 * k, x + 18 * k, 48 * k), fill=colour, width=3 * k)
-        draw.text((x + 24 * k, 48 * k), name, font=_font(13 * k), fill=INK, anchor="lm")
-        x += 44 * k + _font(13 * k).getlength(name)
-    image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
-
 RESERVED_GIB = 2.0  # of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 
 
@@ -514,6 +464,7 @@ class Checkpoints:
     def __init__(self, out: Path, args: CheckpointArgs, timeout: float):
         self.out, self.folder, self.args, self.rank = out, out / "checkpoints", args, dist.get_rank()
         self.failed, self.waited = 0, 0.0                                   # saves in a row; seconds that training waited
+        self.first_step = 0                                                 # from which this life goes on
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
         self.pending: tuple[int, Path, Any] | None = None
         problem = None
@@ -576,6 +527,7 @@ class Checkpoints:
                 problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
                            + ". Choose another --out, or --resume_changed_args allow")
         fail_together(problem)
+        self.first_step = state["step"]
         if path is not None:
             load_training_state(Path(path), models)
         if self.rank == 0 and path is None:
@@ -601,8 +553,8 @@ class Checkpoints:
                 write_durably(aside / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
             except (OSError, ValueError) as error:                          # ValueError: a scalar is not finite
                 problem = str(error)
-        if any(problems := all_gather_json(problem)):
-            return self.report(step, aside, next(filter(None, problems)))
+        if problem := all_gather_json(problem)[0]:
+            return self.report(step, aside, problem)
         writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
         take_turns(writer, self.args.save_strategy, self.group)
         kill_point("before-write")
@@ -623,15 +575,14 @@ class Checkpoints:
             future.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
-        problems = [p for p in all_gather_json(problem) if p]
-        if not problems and self.rank == 0:
+        problem = next(filter(None, all_gather_json(problem)), None)
+        if self.rank == 0 and not problem:
             try:
                 self.commit(step, aside)
             except OSError as error:
-                problems = [str(error)]
-        problems = all_gather_json(problems)[0]
-        if problems:
-            return self.report(step, aside, problems[0])
+                problem = str(error)
+        if problem := all_gather_json(problem)[0]:
+            return self.report(step, aside, problem)
         self.failed = 0
 
     def commit(self, step: int, aside: Path) -> None:
@@ -664,11 +615,9 @@ class Checkpoints:
     def best_step(self) -> int | None:
         """The step with the best --keep_best metric among those that have a checkpoint. The records of the run are the
         memory: they outlive a kill, and a resume drops those of steps that are taken again."""
-        name, values = self.args.keep_best, {}
-        if name and (self.out / "metrics.jsonl").exists():
-            with open(self.out / "metrics.jsonl", encoding="utf-8", newline="\n") as file:
-                records = [json.loads(line) for line in file if name in line]
-            values = {record["step"]: record[name] for record in records if name in record and "step" in record}
+        name, path = self.args.keep_best, self.out / "metrics.jsonl"
+        records = read_records(path) if name and path.exists() else []
+        values = {record["step"]: record[name] for record in records if name in record}
         return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 
     def report(self, step: int, aside: Path, problem: str) -> None:
@@ -687,10 +636,17 @@ class Checkpoints:
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {', '.join(sorted(metrics))}")
 
     def export_if_due(self, module: nn.Module, processor, step: int, last: int, place: str = "export") -> None:
-        """Export the model to <out>/``place`` after ``step`` if --export_every says so and it has not been done."""
+        """Export the model to <out>/``place`` after ``step`` if --export_every says so and the life before has not done it.
+        Raises UserError if the last one fails; others are not what the run is for."""
         folder = self.out / place / f"step-{step}"
-        if falls_due(step, self.args.export_every, last) and not all_gather_json(folder.exists())[0]:
-            export(module, processor, folder)
+        done = step == self.first_step and folder.exists()         # after a later step it is of a life that was set aside
+        if falls_due(step, self.args.export_every, last) and not all_gather_json(done)[0]:
+            problem = export(module, processor, folder)
+            if problem and step == last:
+                raise UserError(f"the weights were not exported to {folder}: {problem}. Once that is mended, the same command "
+                                "goes on from the newest checkpoint and exports them")
+            if problem and self.rank == 0:
+                print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -731,9 +687,9 @@ def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.Proc
     """Let only some ranks write at a time: all, those of one node, or one. Runs in the background, between collectives."""
     if strategy == "unrestricted":
         return
-    turn = int(os.environ.get("GROUP_RANK", 0)) if strategy == "single_node" else dist.get_rank()
-    turns = int(os.environ.get("GROUP_WORLD_SIZE", 1)) if strategy == "single_node" else dist.get_world_size()
-    write = writer.write_data
+    turn, turns, write = dist.get_rank(), dist.get_world_size(), writer.write_data
+    if strategy == "single_node":
+        turn, turns = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("GROUP_WORLD_SIZE", 1))
 
     def in_turn(plan, planner):
         for _ in range(turn):
@@ -749,7 +705,7 @@ def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.Proc
 
 def describe_failure(error: BaseException) -> str:
     """One line; torch's CheckpointException carries the failures of the ranks."""
-    failures = getattr(error, "failures", None) or {0: error}
+    failures = getattr(error, "failures", None) or {dist.get_rank(): error}
     rank, cause = next(iter(failures.items()))
     cause = cause[0] if isinstance(cause, tuple) else cause
     return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
@@ -761,23 +717,24 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     for path in folder.glob("step-*"):
         try:
             committed = json.loads((path / "COMMITTED.json").read_text())
-            files = committed["files"]
-            whole = "state.json" in files and \
+            step, files = committed["step"], committed["files"]
+            whole = type(step) is int and path.name == f"step-{step}" and "state.json" in files and \
                 all(Path(name).name == name and (path / name).stat().st_size == size for name, size in files.items())
-            step = int(path.name.removeprefix("step-"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):     # missing, truncated, or not ours: not complete
             continue
-        if whole and path.name == f"step-{step}" and committed.get("step") == step:
+        if whole:
             found.append((step, path))
     return sorted(found, reverse=True)
+
+
+STATE_OPTIONS = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
 
 
 def training_state(models: Models) -> dict[str, Any]:
     """Weights and optimizer state of all roles in one flat dictionary; frozen weights are those of --model."""
     state: dict[str, Any] = {}
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True)
     for role, (module, optimizer) in models.items():
-        weights, moments = get_state_dict(module, optimizer, options=options)
+        weights, moments = get_state_dict(module, optimizer, options=STATE_OPTIONS)
         state |= {f"{role}.model.{name}": value for name, value in weights.items()}
         state |= {f"{role}.optimizer.{name}": value for name, value in moments.items()}
     return state
@@ -791,64 +748,38 @@ def load_training_state(path: Path, models: Models) -> None:
                  storage_reader=HuggingFaceStorageReader(str(path)))
     except dcp.api.CheckpointException as error:                # say of a role or an average that the run did not have
         raise UserError(f"{path} cannot be loaded: {describe_failure(error)}") from error
-    options = StateDictOptions(ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False)
     for role, (module, optimizer) in models.items():
-        part = {kind: {name.removeprefix(f"{role}.{kind}."): value for name, value in state.items()
-                       if name.startswith(f"{role}.{kind}.")} for kind in ("model", "optimizer")}
-        set_state_dict(module, optimizer, model_state_dict=part["model"], optim_state_dict=part["optimizer"], options=options)
+        weights, moments = ({name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}
+                            for start in (f"{role}.model.", f"{role}.optimizer."))
+        set_state_dict(module, optimizer, model_state_dict=weights, optim_state_dict=moments, options=STATE_OPTIONS)
 
 
 @torch.no_grad()
-def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> None:
+def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 30) -> str | None:
     """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the checkpoint came with,
     config, tokenizer and processor files. Complete or absent: written aside and renamed. All ranks must call.
 
-    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` beside it as well, as PEFT loads them."""
-    parameters = dict(module.model.named_parameters(remove_duplicate=False))
-    adapter, adapter_config = {}, getattr(module.model, "adapter", None)
-    dtype = getattr(processor.config, "dtype", None) or torch.float32
-    files: list[list[str]] = [[]]
-    size = 0
-    for name in module.spelled:
-        n_bytes = parameters[name].numel() * dtype.itemsize
-        if files[-1] and size + n_bytes > shard_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += n_bytes
-    aside = folder.with_name(f".{folder.name}.tmp")
-    index, problem = {}, None
-    for k, names in enumerate(files):
-        file = f"model-{k + 1:05d}-of-{len(files):05d}.safetensors" if len(files) > 1 else "model.safetensors"
-        shard = {}
-        for name in names:
-            stem = name.removesuffix(".weight")
-            found = [parameters[part] for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters]
-            full, *pair = (p.full_tensor() if isinstance(p, DTensor) else p for p in found)      # a collective: all ranks
-            if dist.get_rank() == 0:
-                if pair:
-                    full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
-                    adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
-                shard[module.spelled[name]] = as_in_files(processor.config, name, full).to(dtype).cpu().contiguous()
-                index[module.spelled[name]] = file
-        if dist.get_rank() == 0 and not problem:
-            try:
-                aside.mkdir(parents=True, exist_ok=True)
-                save_file(shard, aside / file, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:                   # go on with the collectives, then report
-                problem = str(error)
-    if dist.get_rank() == 0 and not problem:
+    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` beside it as well, as PEFT loads them.
+    Returns on every rank why the folder could not be written, or None."""
+    aside, problem, config = folder.with_name(f".{folder.name}.tmp"), None, processor.config
+    dtype = getattr(config, "dtype", None) or torch.float32
+    empty = {key: torch.empty(module.model.get_parameter(name).shape, dtype=dtype, device="meta")
+             for name, key in module.spelled.items()}
+    plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
+    shards = gather_shards(module, plan.filename_to_tensors, config, dtype)
+    if dist.get_rank() == 0:
         try:
-            if len(files) > 1:
-                table = {"metadata": {}, "weight_map": index}
+            for file, tensors in shards:
+                (aside / file).parent.mkdir(parents=True, exist_ok=True)
+                save_file(tensors, aside / file, metadata={"format": "pt"})
+            if plan.is_sharded:
+                table = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
                 (aside / "model.safetensors.index.json").write_text(json.dumps(table, indent=2))
-            if adapter:
-                (aside / "adapter").mkdir(exist_ok=True)
-                save_file(adapter, aside / "adapter" / "adapter_model.safetensors", metadata={"format": "pt"})
+            if adapter_config := getattr(module.model, "adapter", None):
                 (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2))
-            processor.config.save_pretrained(aside)
+            config.save_pretrained(aside)
             processor.save(str(aside))
-            for path in aside.rglob("*"):
+            for path in (aside, *aside.rglob("*")):
                 sync_folder(path)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -856,9 +787,32 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
             write_pointer(folder.parent / "latest", folder.name)
         except (OSError, SafetensorError) as error:
             problem = str(error)
-    problem = all_gather_json(problem)[0]
-    if problem and dist.get_rank() == 0:
-        print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
+            shutil.rmtree(aside, ignore_errors=True)               # the disk may be full of it
+    for _ in shards:                                               # the collectives that are left, after an error as well
+        pass
+    return all_gather_json(problem)[0]
+
+
+def gather_shards(module: nn.Module, files: dict[str, list[str]], config,
+                  dtype: torch.dtype) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+    """The files of an export, each with its tensors on rank 0 and with none on the others. All ranks must iterate."""
+    parameters = dict(module.model.named_parameters(remove_duplicate=False))
+    names = {key: name for name, key in module.spelled.items()}
+    adapter, adapter_config = {}, getattr(module.model, "adapter", None)
+    for file, keys in files.items():
+        shard = {}
+        for key in keys:
+            name, stem = names[key], names[key].removesuffix(".weight")
+            found = [parameters[part] for part in (name, f"{stem}.lora_A", f"{stem}.lora_B") if part in parameters]
+            full, *pair = (p.full_tensor() if isinstance(p, DTensor) else p for p in found)      # a collective: all ranks
+            if dist.get_rank() == 0:
+                if pair:
+                    full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
+                    adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
+                shard[key] = as_in_files(config, name, full).to(dtype).cpu().contiguous()
+        yield file, shard
+    if adapter_config:
+        yield "adapter/adapter_model.safetensors", adapter
 
 # ---------------------------------------------------------------------------------------------------------------------
 # How a run ends

@@ -1058,11 +1058,7 @@ FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Resolve ``--attention auto`` to a back-end that can run here.
-
-    Raises:
-        ValueError: the requested back-end is not installed, or needs a GPU.
-    """
+    """Resolve ``--attention auto`` to a back-end that can run here. Raises ValueError: the requested one cannot."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if requested == "auto":
         return "sdpa" if device.type != "cuda" or dtype == torch.float32 else "flash_attn" if has_flash else "varlen"
@@ -1075,12 +1071,6 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
     if requested == "flash_attn" and not has_flash:
         raise ValueError(f"--attention flash_attn: the package is not installed; build it with: {FLASH_ATTN_INSTALL}")
     return requested
-
-
-def varlen_has_windows() -> bool:
-    """Whether torch's varlen attention knows sliding windows (torch 2.11 does not)."""
-    from torch.nn.attention.varlen import varlen_attn
-    return "window_size" in inspect.signature(varlen_attn).parameters
 
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, causal: bool, backend: str,
@@ -1096,30 +1086,23 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
         from flash_attn import flash_attn_varlen_func
         return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=causal,
                                       window_size=(left, -1))
-    from torch.nn.attention.varlen import varlen_attn
-    accepted = inspect.signature(varlen_attn).parameters       # the keyword arguments differ between torch 2.11 and 2.13
-    options: dict[str, Any] = {"window_size": (left, 0 if causal else -1)} if "window_size" in accepted \
-        else {"is_causal": causal}
-    if "enable_gqa" in accepted:
+    from torch.nn.attention.varlen import varlen_attn          # a second of import
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0 if causal else -1)}
+    if "enable_gqa" in varlen_attn.__kwdefaults__:
         options["enable_gqa"] = True
-    elif q.shape[1] != k.shape[1]:
+    elif q.shape[1] != k.shape[1]:                             # torch 2.11
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    if "scale" in accepted:
-        options["scale"] = scale
-    else:                                                      # the kernel applies 1/sqrt(D) itself
-        q = q * (scale * q.shape[-1] ** 0.5)
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
-def attention_widths(text_config) -> tuple[int, int]:
-    """Numbers in all query heads of a token, and in all key heads."""
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    return text_config.num_attention_heads * head_dim, text_config.num_key_value_heads * head_dim
+def head_dim(text_config) -> int:
+    """D, numbers in a head of a token's query, key or value."""
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
 
 
 def cache_bytes(text_config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
-    return 2 * text_config.num_hidden_layers * attention_widths(text_config)[1] * itemsize
+    return 2 * text_config.num_hidden_layers * text_config.num_key_value_heads * head_dim(text_config) * itemsize
 
 
 class SlotCache:
@@ -1129,13 +1112,10 @@ class SlotCache:
     """
 
     def __init__(self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device):
-        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-        shape = [text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim]
-        if device.type == "cpu":       # in memory the tokens of a head lie side by side, as matrix products want them
-            shape[2], shape[3] = shape[3], shape[2]
-        self.keys, self.values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-        if device.type == "cpu":
-            self.keys, self.values = self.keys.transpose(2, 3), self.values.transpose(2, 3)
+        shape = (text_config.num_hidden_layers, slots, capacity, text_config.num_key_value_heads, head_dim(text_config))
+        # In the memory of a CPU the tokens of a head lie side by side, as matrix products want them.
+        order = (0, 1, 3, 2, 4) if device.type == "cpu" else (0, 1, 2, 3, 4)
+        self.keys, self.values = (torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_() for _ in range(2))
         self.slots, self.capacity = slots, capacity
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
@@ -1378,11 +1358,6 @@ def trained_parts(model: nn.Module) -> list[nn.Module]:
     return [language_model(model), *([model.model.visual] if model.sees_pixels else [])]
 
 
-def feature_levels(config) -> int:
-    """K of `image_features`."""
-    return 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
-
-
 def vision_inputs(config, patches: torch.Tensor, grids: torch.Tensor, items: tuple = ()) -> dict[str, torch.Tensor]:
     """What transformers takes for pictures, of any number of prompts, as `load_pixels` made them.
 
@@ -1467,7 +1442,8 @@ def row_pictures(model: nn.Module, prompts: StepPrompts, groups: Iterable[int],
     (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
     config, grids = model.config, {g: prompts.prompts[g].grids for g in groups if prompts.prompts[g].grids}
     if not model.sees_pixels:
-        levels, hidden_size = feature_levels(config), config.get_text_config().hidden_size
+        levels = 1 + len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or [])
+        hidden_size = config.get_text_config().hidden_size
         return prompts.features, {g: (levels, prompts.prompts[g].image_tokens, hidden_size) for g in grids}
     size = math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
     return ({g: prompts.patches[g][0][None].to(dtype) for g in grids if g in prompts.patches},
@@ -1535,11 +1511,7 @@ VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_project
 
 def resolve_folder(name: str, weights: bool = True) -> Path:
     """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the downloaded snapshot of a
-    hub name; without ``weights``, of its small files only.
-
-    Raises:
-        ValueError: neither a folder nor a hub name that can be fetched from here.
-    """
+    hub name; without ``weights``, of its small files only. Raises ValueError: no folder, and nothing that the hub gives."""
     if Path(name).is_dir():
         return Path(name)
     if Path(name).name == "latest" and Path(name).is_file():
@@ -1557,14 +1529,10 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
 
 def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
     """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Without a tower of its own, a role uses the
-    actor's image features.
-
-    Raises:
-        ValueError: the checkpoint's vision tower is not the actor's, so its language model expects other features.
-    """
+    actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects others."""
     if not name:
         return actor_folder
-    folder = resolve_folder(name)
+    folder = resolve_folder(name, weights=any(actor_folder.glob("*.safetensors")))
     if not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
@@ -1572,7 +1540,9 @@ def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> P
 
 
 def differing_tower(first: Path, second: Path) -> list[str]:
-    """Names of the vision tower's weights that are not the same in two checkpoints."""
+    """Names of the vision tower's weights that are not the same in two checkpoints; none if a plan has fetched no weights."""
+    if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
+        return []
     a, b = vision_tensors(first), vision_tensors(second)
     return sorted(key for key in a | b if key not in a or key not in b or not torch.equal(a[key](), b[key]()))
 
@@ -1581,10 +1551,10 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     """name -> function that reads the weight, for the vision tower in a folder's safetensors files."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as tensors:
-            for key in tensors.keys():
-                if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
-                    found[name] = functools.partial(safe_open(path, "pt").get_tensor, key)
+        tensors = safe_open(path, "pt")
+        for key in tensors.keys():
+            if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
+                found[name] = functools.partial(tensors.get_tensor, key)
     return found
 
 
@@ -1692,10 +1662,7 @@ def without_adapters(model: nn.Module):
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    text = model.config.get_text_config()
-    if backend == "varlen" and getattr(text, "sliding_window", None) and not varlen_has_windows():
-        raise ValueError(f"the varlen attention of torch {torch.__version__} has no sliding windows; use --attention sdpa")
-    text._attn_implementation = ATTENTION_NAME
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
     language_model(model).config._attn_implementation = ATTENTION_NAME
     if layout(model.config) != "qwen":
         return                                   # the other towers have no windows: SDPA, their default, is one call per block
@@ -1743,11 +1710,10 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
-                turned = name and as_in_files(model.config, name, target).shape
-                if tuple(value.get_shape()) not in (tuple(target.shape), tuple(turned or target.shape)):
-                    raise ValueError(f"{folder / file}: {key} is {tuple(value.get_shape())}, the model's config.json "
-                                     f"asks for {tuple(target.shape)}")
-                copy_rows(target, value, turned=tuple(value.get_shape()) != tuple(target.shape))
+                shape, wanted = tuple(value.get_shape()), tuple(target.shape)
+                if shape != wanted and (not name or shape != as_in_files(model.config, name, target).shape):
+                    raise ValueError(f"{folder / file}: {key} is {shape}, the model's config.json asks for {wanted}")
+                copy_rows(target, value, turned=shape != wanted)
                 spelled[name or key] = key
     tied = {id(p) for n, p in parameters.items() if n in spelled}
     missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied and ".lora_" not in n]
@@ -1772,8 +1738,8 @@ def copy_rows(target: torch.Tensor, value, turned: bool = False) -> None:
     local = target.to_local()
     shard_dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
     rows = -(-target.shape[0] // target.device_mesh.size(shard_dim))    # FSDP2 cuts into ceil-sized chunks
-    start = min(rows * target.device_mesh.get_local_rank(shard_dim), target.shape[0])
-    if len(local):
+    start = rows * target.device_mesh.get_local_rank(shard_dim)
+    if len(local):                                                       # the last ranks may have no row
         local.copy_(turn(value[start:start + len(local)]))
 
 
@@ -1880,12 +1846,16 @@ def count_parameters(module: nn.Module) -> dict[str, int]:
 
 
 def resident_bytes(module: nn.Module, ranks: int, itemsize: int) -> dict[str, int]:
-    """What a role keeps on a GPU between stages: float32 shards, cut along the first dimension into ``ranks`` as FSDP2 cuts
-    them, on the rank with the largest; Adam's two moments of trained ones; and, whole, the frozen vision tower."""
+    """What a role keeps on a GPU between stages: shards, cut along the first dimension into ``ranks`` as FSDP2 cuts them, on
+    the rank with the largest, in float32 but for what adapters freeze; Adam's two moments of trained ones; and, whole, the
+    frozen vision tower."""
     tower = {id(p): p for p in vision_parameters(module.model) if not p.requires_grad}
-    sharded = [p for p in module.parameters() if id(p) not in tower]
-    share = lambda parts: 4 * sum(-(-p.shape[0] // ranks) * (p.numel() // p.shape[0]) for p in parts)  # noqa: E731
-    return {"weights": share(sharded), "Adam": 2 * share(p for p in sharded if p.requires_grad),
+    shares = {True: 0, False: 0}                                                        # numbers, by whether they are trained
+    for p in module.parameters():
+        if id(p) not in tower:
+            shares[p.requires_grad] += -(-p.shape[0] // ranks) * (p.numel() // p.shape[0])
+    frozen = itemsize if hasattr(module.model, "adapter") else 4
+    return {"weights": 4 * shares[True] + frozen * shares[False], "Adam": 8 * shares[True],
             "tower": itemsize * sum(p.numel() for p in tower.values())}
 
 
@@ -1902,13 +1872,12 @@ def layer_activations(module: nn.Module, itemsize: int) -> int:
     the scale; what the products read; queries, keys, values and output of the attention; four tensors of the MLP (gate,
     its activation, up, their product), in MoE for each expert of the token, with its input."""
     text, layer = module.model.config.get_text_config(), language_model(module.model).layers[-1]
-    queries, keys = attention_widths(text)
-    head_dim = queries // text.num_attention_heads
-    repeats = {"q_norm": queries // head_dim, "k_norm": keys // head_dim}           # one scale for all heads
+    repeats = {"q_norm": text.num_attention_heads, "k_norm": text.num_key_value_heads}          # one scale for all heads
     norms = sum(p.numel() * repeats.get(name.split(".")[-2], 1) for name, p in layer.named_parameters() if "norm" in name)
     experts = text.num_experts_per_tok if routers(module.model) else 0
     inner = experts * text.moe_intermediate_size if experts else text.intermediate_size
-    return (4 + itemsize) * norms + itemsize * ((2 + experts) * text.hidden_size + 2 * (queries + keys) + 4 * inner)
+    heads = 2 * head_dim(text) * (text.num_attention_heads + text.num_key_value_heads)
+    return (4 + itemsize) * norms + itemsize * ((2 + experts) * text.hidden_size + heads + 4 * inner)
 
 
 def backward_bytes(module: nn.Module, tokens: int, itemsize: int, checkpointing: bool, chunk: int) -> dict[str, int]:

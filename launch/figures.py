@@ -4,21 +4,78 @@
     python launch/figures.py runs/judged-... launch/images --judged        the same of quickstart_grm.sh
 """
 
+import math
 import shutil
 import sys
 from pathlib import Path
 
+from PIL import Image, ImageDraw
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.logging import plot_curves
+from common.logging import GREY, INK, PAPER, _font, read_records
 
-run, folder = Path(sys.argv[1]), Path(sys.argv[2])
-folder.mkdir(parents=True, exist_ok=True)
-if sys.argv[3:] == ["--judged"]:
-    plot_curves(run / "metrics.jsonl", ["eval/grm_reward_mean", "eval/exact_reward_mean"], folder / "judged_curve.png",
-                "Rewarded by a judge alone: what it says, and the truth")
-    shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "judged_samples.png")
-else:
-    plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", "eval/accuracy_reward_mean"],
-                folder / "learning_curve.png", "Quickstart: PPO with a critic, 2 CPU cores")
-    shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "samples.png")
+SERIES = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
+
+
+def _ticks(low: float, high: float, most: int) -> list[float]:  # in steps of 1, 2 or 5
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(power * m for m in (1, 2, 5, 10, 20) if (high - low) / (power * m) <= most)
+    return [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = "") -> None:
+    """Draws metrics over steps as a PNG of 800 x 440 pixels. ValueError if a name is nowhere in `metrics_jsonl`."""
+    records = [record for record in read_records(metrics_jsonl) if "step" in record]
+    curves = {name: sorted((r["step"], r[name]) for r in records if name in r) for name in names}
+    if not names or not all(curves.values()):
+        missing, known = [name for name in names if not curves[name]], sorted(set().union(*records) - {"step"})
+        raise ValueError(f"{metrics_jsonl} has no values of {missing}; it has {known}")
+    xs, ys = zip(*(point for points in curves.values() for point in points))
+    x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
+    if 0 <= y0 and y1 <= 1:  # a share keeps its full scale, so that curves of two runs compare by eye
+        y0, y1 = 0.0, 1.0
+    elif y0 == y1:
+        y0, y1 = y0 - max(1.0, abs(y0) / 10), y1 + max(1.0, abs(y1) / 10)
+    k = 3  # drawn three times as large and scaled down: Pillow's lines have no anti-aliasing
+    left, right, top, bottom = 64 * k, 776 * k, 72 * k, 388 * k
+    image = Image.new("RGB", (800 * k, 440 * k), PAPER)
+    draw = ImageDraw.Draw(image)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return left + (x - x0) / (x1 - x0) * (right - left), bottom - (y - y0) / (y1 - y0) * (bottom - top)
+
+    for tick in _ticks(y0, y1, most=6):
+        y = place(x0, tick)[1]
+        draw.line((left, y, right, y), fill="#e9edf2", width=k)
+        draw.text((left - 8 * k, y), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="rm")
+    for tick in _ticks(x0, x1, most=8):
+        x = place(tick, y0)[0]
+        draw.line((x, bottom, x, bottom + 5 * k), fill=GREY, width=k)
+        draw.text((x, bottom + 9 * k), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="mt")
+    draw.line((left, bottom, right, bottom), fill=GREY, width=k)
+    draw.text(((left + right) / 2, 430 * k), "step", font=_font(12 * k), fill=GREY, anchor="mb")
+    draw.text((left, 12 * k), title, font=_font(16 * k), fill=INK)
+    x = left
+    for colour, (name, points) in zip(SERIES * len(curves), curves.items()):
+        spots = [place(*point) for point in points]
+        draw.line(spots, fill=colour, width=2 * k, joint="curve")
+        for spot in spots if len(spots) <= 30 else []:  # few values, such as evaluations, show where they were taken
+            draw.circle(spot, 4 * k, fill=colour, outline=PAPER, width=k)
+        draw.line((x, 48 * k, x + 18 * k, 48 * k), fill=colour, width=3 * k)
+        draw.text((x + 24 * k, 48 * k), name, font=_font(13 * k), fill=INK, anchor="lm")
+        x += 44 * k + _font(13 * k).getlength(name)
+    image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
+
+
+if __name__ == "__main__":
+    run, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    folder.mkdir(parents=True, exist_ok=True)
+    if sys.argv[3:] == ["--judged"]:
+        plot_curves(run / "metrics.jsonl", ["eval/grm_reward_mean", "eval/exact_reward_mean"], folder / "judged_curve.png",
+                    "Rewarded by a judge alone: what it says, and the truth")
+        shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "judged_samples.png")
+    else:
+        plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", "eval/accuracy_reward_mean"],
+                    folder / "learning_curve.png", "Quickstart: PPO with a critic, 2 CPU cores")
+        shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "samples.png")

@@ -522,6 +522,19 @@ def test_too_many_write_errors(lives, flags, tmp_path):
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
+def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
+    """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "export").write_text("in the way")
+    output = lives(flags(out, "--export_every 1"), 2, codes=[2, 2])
+    assert f"warning: the weights were not exported to {out}/export/step-1: " in output and "done:" not in output
+    assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
+    (out / "export").unlink()
+    assert f"resuming from {out}/checkpoints/step-2" in lives(flags(out, "--export_every 1"), 2)
+    assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
@@ -659,10 +672,11 @@ def test_changed_flags(flags, copy, capfd):
 
 def test_going_back(flags, copy, tmp_path, capfd):
     """--resume PATH of the run's own folder: what came after is set aside, neither lost nor taken for the run's own."""
-    path = copy / "checkpoints" / "step-1"
+    path, before = copy / "checkpoints" / "step-1", (copy / "export" / "step-2" / "model.safetensors").read_bytes()
     train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
     assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1]
     assert len(list((copy / "checkpoints").glob("replaced-step-2-*"))) == 1
+    assert (copy / "export" / "step-2" / "model.safetensors").read_bytes() != before
     assert [record["step"] for record in records(copy)] == [1, 2]
 
 
@@ -700,6 +714,10 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
+    name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
+    save_file(weights | {name: weights[name] + 1}, critic / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ppo.UserError, match="1 weights of its vision tower differ"):
+        start(qwen25, picture_rows, "--critic_model", str(critic))
 
 
 def full_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from figures import plot_curves
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.logging import (MetricSums, RunLogger, StageTimer, _font, _wrap, contact_sheet, draw_sample, environment,
-                            plot_curves, read_records)
+                            read_records)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -142,6 +143,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl has a line that is no JSON.*'{\"step\": 2'"):
         RunLogger(tmp_path, True, {}, total_steps=3, first_step=2)
+    RunLogger(tmp_path, True, {}, total_steps=3).close()                                          # set aside unread
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])

@@ -79,6 +79,17 @@ def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
         assert held == {phase: always | parts if offload else everything for phase, parts in needed.items()}
 
 
+def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
+    """It is kept in the compute type; float32 are the adapters and the critic's head."""
+    flags = ("--lora_rank", "4", "--dtype", "bfloat16")
+    real, dry = (start(qwen25, picture_rows, *flags, *more) for more in ((), ("--dry_run",)))
+    for role in ("actor", "critic"):
+        module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 2)
+        tower = {id(p) for p in vlm.vision_parameters(module.model)}
+        assert plan["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert plan["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
+
+
 @pytest.mark.parametrize("script", [ppo, grm])
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""
@@ -199,6 +210,12 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     smaller = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16"])["plan/peak_gib"]
     hybrid = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16", "--hsdp", "8"])["plan/peak_gib"]
     assert smaller < peak - 10 and hybrid == pytest.approx(peak)
+
+
+def test_a_plan_compares_no_towers(seven_b, qwen25, picture_rows):
+    """Of a hub name no weights are there to compare with those of the critic's own checkpoint."""
+    assert start(seven_b, picture_rows, "--dry_run", "--critic_model", str(qwen25)).critic
+    assert start(qwen25, picture_rows, "--dry_run", "--critic_model", str(seven_b)).critic
 
 
 def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
