@@ -77,7 +77,7 @@ class Prompt:
 
     index: int  # rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not shift it
     source: str  # "train.jsonl:12", for messages
-    messages: list[dict]  # as given to the chat template
+    messages: list[dict]  # content as parts, without their files
     text: str  # rendered prompt, one placeholder per image or clip
     images: tuple[str | tuple[str, ...], ...]  # absolute paths; a clip is a tuple: its file, or those of its frames
     grids: tuple[tuple, ...]  # what `Processor.grid` says of each image, `Processor.clip_grid` of a clip (4 or more entries)
@@ -446,16 +446,18 @@ class Processor:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each image and clip expanded, and
         how many of these are image tokens.
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image or clip."""
-        if typed := [token for token in self.reserved_tokens if token in str(messages)]:
+        texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]  # as templates join the parts
+        if typed := [token for token in self.reserved_tokens if token in f"{messages} {texts}"]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
-        if self.layout != "text":  # whose templates may know parts only; those of text models know strings only
-            messages = [{**m, "content": _parts(m["content"])} for m in messages]
+        chat = messages  # templates may know parts only; those of text models know strings only
+        if self.layout == "text":
+            chat = [{**m, "content": said} for m, said in zip(messages, texts)]
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program that came with the checkpoint, and raises what it likes
             raise ValueError(f"the chat template cannot render this ({error!r})") from error
         text.encode("utf-8")  # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer
-        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in _parts(m["content"])]
+        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in m["content"]]
         if lost := [part for part in said if part not in text]:
             raise ValueError(f"the chat template leaves out {lost[0]!r:.80}")
         marks = [mark for mark in (self.placeholder, self.clip_placeholder) if mark]
@@ -601,16 +603,21 @@ def _parts(content: str | list) -> list[dict]:
     return parts
 
 
-def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[dict], list]:
-    """Messages in the form every chat template takes, content as parts, or a string if all of it is text; and the images
-    (paths) and clips (tuples) in their order: those of the parts that name one, and `images` for the other places."""
+def _turns(prompt: str | list) -> list[dict]:
+    """The messages of a row, content as parts. Raises ValueError: neither a string nor messages that a prompt can be."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     valid = isinstance(prompt, list) and prompt and all(
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list) for m in prompt)
     if not valid or prompt[-1]["role"] == "assistant":
         raise ValueError('prompt must be a string or messages {"role": ..., "content": string or parts}, with roles '
                          f"{', '.join(ROLES)}, the last not by the assistant; it is {prompt!r:.120}")
-    messages = [{**m, "content": _parts(m["content"])} for m in prompt]
+    return [{**m, "content": _parts(m["content"])} for m in prompt]
+
+
+def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[dict], list]:
+    """Messages, content as parts; and the images (paths) and clips (tuples) in their order: those of the parts that name
+    one, and `images` for the other places."""
+    messages = _turns(prompt)
     if not any(part.get("text", "").strip() for m in messages if m["role"] != "system" for part in m["content"]):
         raise ValueError("empty prompt: no text but the system's")
     users = [m for m in messages if m["role"] == "user"]
@@ -626,13 +633,11 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
                              "without a file of their own)")
         for part, image in zip(free, own):
             part["file"] = image
-    images = [part.pop("file") for part in places]
-    for m in messages:  # templates made for text know no parts
-        if all(part["type"] == "text" for part in m["content"]):
-            m["content"] = "".join(part["text"] for part in m["content"])
-    if system_prompt and any(m["role"] == "system" for m in messages):
-        raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
-    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages, images
+    if system_prompt:
+        if any(m["role"] == "system" for m in messages):
+            raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
+    return messages, [part.pop("file") for part in places]
 
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
@@ -858,10 +863,8 @@ class PromptLoader:
 
 
 def user_text(messages: list[dict]) -> str:
-    """What the user says in a conversation, without markup and image places."""
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return "\n".join(part if isinstance(part, str) else "\n".join(p["text"] for p in part if p.get("type") == "text")
-                     for part in said)
+    """What the user says in the messages of a prompt, without markup and image places."""
+    return "\n".join(part["text"] for m in messages if m["role"] == "user" for part in m["content"] if part["type"] == "text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1022,12 +1025,9 @@ def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> to
 def judge_prompt(processor: Processor, ask: dict, index: int, source: str, **options) -> Prompt:
     """The prompt of one entry of `read_judgement`, under the judge's system instruction; ``options`` are those of
     `make_prompt`. Raises ValueError."""
-    system, said = processor.files["judge"]["system_instruction"], ask["prompt"]
+    system = processor.files["judge"]["system_instruction"]
     if "{prompt}" in system:
-        try:
-            system = fill(system, prompt=said if isinstance(said, str) else user_text(said))
-        except (KeyError, TypeError) as error:                                        # messages that nobody has checked yet
-            raise ValueError(f"messages need role and content, as text or parts ({error!r})") from error
+        system = fill(system, prompt=user_text(_turns(ask["prompt"])))
     return make_prompt(processor, index, source, ask["question"], ask["images"], system_prompt=system, **options)
 
 

@@ -322,10 +322,14 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     env = start(qwen25, task, tmp_path, "--system_instruction", str(tmp_path / "instruction.txt"),
                 "--correct_template", "{response}? {prompt}")
     example = next(example for example in env.held_out if example.kind == "correct")
-    assert example.prompt.messages[0] == {"role": "system", "content": "judge: how many? {other}"}
+    assert example.prompt.messages[0] == {
+        "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert grm.user_text(example.prompt.messages) == "? how many?"
+    path = write(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
+    (example,), _ = grm.load_examples(path, 0, env.run.args, env.processor, 0)           # the instruction has no place for it
+    assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
-    with pytest.raises(ValueError, match="bad.jsonl:1: messages need role and content"):
+    with pytest.raises(ValueError, match="bad.jsonl:1: prompt must be a string or messages"):
         grm.load_examples(path, 0, env.run.args, env.processor, 0)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
