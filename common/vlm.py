@@ -139,29 +139,29 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
 
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no decoder installed.
     """
+    shown = []                                               # milliseconds, where a file tells them for each frame
     if len(files) > 1:
-        sizes, rate = [image_size(file) for file in files], fps
+        sizes, total = [image_size(file) for file in files], len(files)
         if other := next((k for k, size in enumerate(sizes) if size != sizes[0]), 0):
             raise ValueError("the frames of a clip differ in size: {} x {} pixels in {}, {} x {} in {}".format(
                 *sizes[0], files[0], *sizes[other], files[other]))
-        size, times = sizes[0], [k / fps for k in range(len(files))]
     elif _is_film(files[0]):
         frames, header = _film(files[0], lambda total: [0])
-        size, rate = frames[0].size, header.fps
-        times = [k / rate for k in range(header.total_num_frames)]
+        sizes, total, fps = [frames[0].size], header.total_num_frames, header.fps
     else:
+        sizes = [image_size(files[0])]
         with _open_image(files[0]) as image:
-            size, shown = image.size, []                     # milliseconds; known of a frame once those before are decoded
-            for k in range(getattr(image, "n_frames", 1)):
+            total = getattr(image, "n_frames", 1)
+            for k in range(total):                           # known of a frame once those before are decoded
                 image.seek(k)
                 image.load()
                 shown.append(image.info.get("duration", 0))
-        rate = 1000 * len(shown) / sum(shown) if all(shown) else fps
-        times = (np.cumsum([0, *shown[:-1]]) / 1000).tolist() if all(shown) else [k / fps for k in range(len(shown))]
-    if len(times) < 2:
-        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {len(times)} (pictures are the frames of one "
+    if total < 2:
+        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {total} (pictures are the frames of one "
                          "video if they stand in a list of their own)")
-    return size, times, rate
+    if shown and all(shown):
+        return sizes[0], (np.cumsum([0, *shown[:-1]]) / 1000).tolist(), 1000 * total / sum(shown)
+    return sizes[0], [k / fps for k in range(total)], fps
 
 
 def sample_frames(total: int, most: int) -> list[int]:
@@ -217,8 +217,9 @@ def _film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Ima
                          f"{', '.join(FILM_DECODERS)}, or give their frames as a list of pictures")
 
     def pick(metadata, **_) -> list[int]:
-        if not 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS:
-            raise ValueError(f"{metadata.width}x{metadata.height} pixels; allowed are {MAX_DECODED_PIXELS} in all")
+        if not (metadata.fps and 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS):
+            raise ValueError(f"{metadata.width}x{metadata.height} pixels, {metadata.fps} frames per second; allowed are "
+                             f"{MAX_DECODED_PIXELS} pixels, and a rate is needed")
         return choose(metadata.total_num_frames)
 
     try:
@@ -277,7 +278,7 @@ class Processor:
             if not clips:                                              # older checkpoints treat frames as they do pictures
                 clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
                 self.files["video_preprocessor_config"] = clips
-            side = self.config.vision_config.patch_size * self.config.vision_config.spatial_merge_size
+            side = tower.patch_size * tower.spatial_merge_size
             self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(
                 self._qwen_settings(clips, 0, 0, 128 * side**2, 768 * side**2) | {"do_resize": False})
             settings = self._qwen_settings(settings, min_pixels, max_pixels, 56 * 56, 28 * 28 * 1280)
@@ -316,7 +317,7 @@ class Processor:
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
-        self.image_token_id = image_token_id(config)
+        self.image_token_id = int(visual_token_ids(config)[0])
         ids = {getattr(config, f"{name}_token_id", None)
                for name in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
         ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if self.layout in IMAGE_TOKENS
@@ -327,8 +328,8 @@ class Processor:
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
         self.clip_placeholder = tokenizer.convert_ids_to_tokens(config.video_token_id) if self.layout == "qwen" else ""
-        turn_end = tokenizer.get_vocab().get("<end_of_turn>")            # Gemma's, which not all of its files call an end
-        ends = {tokenizer.eos_token_id, turn_end, *(ends if isinstance(ends, list) else [ends])}
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]),
+                tokenizer.get_vocab().get("<end_of_turn>")}              # Gemma's, which not all of its files call an end
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
         self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
@@ -360,8 +361,15 @@ class Processor:
             if h * w <= self.patch_size**2:                # no token, or the single one that transformers' merger fails on
                 raise ValueError(f"a picture of {width} x {height} pixels is too small or too long for this family")
             return h, w
-        if self.layout == "idefics3":
-            return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
+        if self.layout == "idefics3":       # get_number_of_image_patches errs unless max_image_size divides the longest edge
+            height, width = idefics3_size(shape, processor.size["longest_edge"])
+            side, ratio = processor.max_image_size["longest_edge"], width / height
+            rows, columns = math.ceil(height / side), math.ceil(width / side)
+            if width >= height:
+                rows = math.ceil(int(columns * side / ratio) / side)
+            else:
+                columns = math.ceil(int(rows * side * ratio) / side)
+            return (rows, columns) if processor.do_image_splitting and max(rows, columns) > 1 else (0, 0)
         raise ValueError(f"unknown layout {self.layout}")
 
     def clip_grid(self, size: tuple[int, int], times: list[float], rate: float) -> tuple:
@@ -389,20 +397,6 @@ class Processor:
         if 0 < self.video_max_pixels < h * w:
             h, w = smart_resize(height, width, side, 0, self.video_max_pixels)
         return w, h
-
-    def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles of Idefics3, (0, 0) for a picture in one piece: as its image processor enlarges it."""
-        if not self.image_processor.do_image_splitting:
-            return 0, 0
-        side = self.image_processor.max_image_size["longest_edge"]
-        ratio, up = width / height, lambda length: -(-length // side)
-        if width >= height:
-            columns = up(width)
-            rows = up(int(columns * side / ratio))
-        else:
-            rows = up(height)
-            columns = up(int(rows * side * ratio))
-        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
 
     def expand(self, grid: tuple) -> tuple[str, list[int]]:
         """What stands in the prompt for a picture or clip: a text, and how often each image or video token in it is repeated.
@@ -502,15 +496,11 @@ def layout(config) -> str:
     return FAMILIES[config.model_type]
 
 
-def image_token_id(config) -> int:
-    """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
-    return getattr(config, "image_token_id", -1)
-
-
 def visual_token_ids(config) -> torch.Tensor:
-    """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a clip; -1 where there is none."""
-    video = getattr(config, "video_token_id", None) if layout(config) == "qwen" else None
-    return torch.tensor([image_token_id(config), -1 if video is None else video])
+    """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a clip; -1, which no token has,
+    where there is none."""
+    return torch.tensor([getattr(config, "image_token_id", -1),
+                         config.video_token_id if layout(config) == "qwen" else -1])
 
 
 # Columns that rows made for verl and for TRL have besides prompt, images and answer; no other foreign column is known.
@@ -522,7 +512,7 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     """(prompt, images and clips, label, reference) of one row; the prompt is yet to be checked.
 
     Of the foreign columns are read: `image` without images, `data_source` without a label, and, without a reference in
-    "answer", `reward_model.ground_truth` or else `solution`. `videos` are clips, see `clip_list`. The others are passed over.
+    "answer", `reward_model.ground_truth` or else `solution`. `videos` are clips, see `media_list`. The others are passed over.
     """
     if unknown := sorted(set(row) - set(columns) - set(FOREIGN_COLUMNS)):
         raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}, and of verl's "
@@ -530,7 +520,7 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     prompt, images, *texts = map(row.get, columns)
     if images is not None and row.get("image") is not None and columns[1] != "image":
         raise ValueError(f"columns {columns[1]!r} and 'image': give one of them")
-    images = image_list(row.get("image") if images is None else images, columns[1]) + clip_list(row.get("videos"))
+    images = media_list(row.get("image") if images is None else images, row.get("videos"), columns[1])
     if not isinstance(verl := row.get("reward_model") or {}, dict):
         raise ValueError(f'column \'reward_model\' must be {{"ground_truth": ...}}, not {verl!r:.80}')
     foreign = {"data_source": row.get("data_source"), "reward_model.ground_truth": verl.get("ground_truth"),
@@ -546,17 +536,13 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     return prompt, images, label if texts[0] is None else texts[0], next((t for t in references if t is not None), None)
 
 
-def image_list(images: Any, column: str) -> list[str]:
-    """The image paths of a row. Raises ValueError: neither a path nor a list of paths nor None; see `_image_file`."""
-    images = [] if images is None else images if isinstance(images, list) else [images]
-    return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in images]
-
-
-def clip_list(clips: Any) -> list[tuple[str, ...]]:
-    """The clips of a row: each a file, or a list of pictures, as tuples of paths. Raises ValueError: anything else."""
-    clips = [] if clips is None else clips if isinstance(clips, list) else [clips]
-    return [_clip_files(clip, "column 'videos' must be a list of clips, each a path or a list of the paths of its frames")
-            for clip in clips]
+def media_list(images: Any, clips: Any, column: str = "images") -> list[str | tuple[str, ...]]:
+    """The images of a row as paths, and then its clips, each a file or a list of pictures, as tuples of paths. Raises
+    ValueError: neither one nor a list of them nor None; see `_image_file`."""
+    listed = lambda value: [] if value is None else value if isinstance(value, list) else [value]  # noqa: E731
+    rule = "column 'videos' must be a list of clips, each a path or a list of the paths of its frames"
+    return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in listed(images)] + \
+        [_clip_files(clip, rule) for clip in listed(clips)]
 
 
 def _clip_files(clip: Any, rule: str) -> tuple[str, ...]:
@@ -693,9 +679,10 @@ def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) 
     """The grid of an image or clip by its header, or, to `verify`, after decoding it."""
     if isinstance(item, str):
         return processor.grid(*(read_image(item).size if verify else image_size(item)))
+    size, times, rate = clip_times(item, processor.video_fps)
     if verify:
-        read_clip(item, processor.video_frames)
-    return processor.clip_grid(*clip_times(item, processor.video_fps))
+        size = read_clip(item, processor.video_frames)[0].size
+    return processor.clip_grid(size, times, rate)
 
 
 def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> tuple[list, list[str]]:
@@ -849,11 +836,10 @@ class PromptLoader:
         patches, bad = {}, {}
         for i, future in futures.items():
             try:
-                pixels = future.result()
+                if (pixels := future.result()) is not None:
+                    patches[i] = pixels
             except ValueError as error:
                 bad[i] = f"{prompts[i].source}: {error}"
-            else:
-                patches |= {i: pixels} if pixels is not None else {}
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
@@ -953,19 +939,18 @@ def check_judgement(row: dict) -> tuple[str, str]:
         raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
                          f"{', '.join(sorted(known))}")
     prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
-    pair = row.get("responses", ["", ""])
-    number = type(row.get("score", 0)) in (int, float) and math.isfinite(row.get("score", 0))
+    pair, score = row.get("responses", ["", ""]), row.get("score", 0)
     rules = {
         "one prompt": len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str),
-        "texts as response, critique and source": all(isinstance(row.get(field) or "", str) for field in (
+        "texts as response, critique and source": all(isinstance(row.get(field), str | None) for field in (
             "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
         "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
         "two texts as responses": isinstance(pair, list) and [type(text) for text in pair] == [str, str],
         "two images or two responses": kind != "pictures" or (
-            len(image_list(row.get("images"), "images")) == 2 and not row.get("videos")),
+            [type(item) for item in media_list(row.get("images"), row.get("videos"))] == [str, str]),
         "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
         "true or false as correct": isinstance(row.get("correct", True), bool),
-        "a finite number as score": number,
+        "a finite number as score": type(score) in (int, float) and abs(score) < 1e300,      # an int may be beyond floats
     }
     if wrong := [need for need, holds in rules.items() if not holds]:
         raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}")
@@ -975,13 +960,12 @@ def check_judgement(row: dict) -> tuple[str, str]:
 def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     """What a row asks and wants to hear, once per order: kind, order, prompt (for the system instruction), question,
     images, text, verdict. Raises ValueError."""
-    mark, kind = check_judgement(row)
+    _, kind = check_judgement(row)
     prompt = next(row[field] for field in ("prompt", "question", "messages") if field in row)
-    images, critique = image_list(row.get("images"), "images") + clip_list(row.get("videos")), row.get("critique") or ""
+    images, critique = media_list(row.get("images"), row.get("videos")), row.get("critique") or ""
+    ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
-        verdict = parse_verdict(row["response"], judge["which_answer"], None)
-        return [{"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images,
-                 "text": row["response"], "verdict": verdict}]
+        return [ask | {"text": row["response"], "verdict": parse_verdict(row["response"], judge["which_answer"], None)}]
     pair = kind in ("pictures", "answers")
     both = pair and orders == "both"
     if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
@@ -989,15 +973,15 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     examples = []
     for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
         first, second = row.get("responses", ["", ""])[::turn]
-        verdict = row[mark] if kind == "pictures" else row.get("preferred") or (
+        verdict = row.get("preferred") or (
             f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
         verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
         said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
         question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
                         response_a=first, response_b=second)
-        examples.append({"kind": kind, "order": order, "prompt": prompt, "question": question, "verdict": verdict,
-                         "images": images[::turn] if kind == "pictures" else images,
-                         "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
+        examples.append(ask | {"order": order, "question": question, "verdict": verdict,
+                               "images": images[::turn] if kind == "pictures" else images,
+                               "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
     return examples
 
 
@@ -1010,6 +994,8 @@ def answer_frame(processor: Processor) -> tuple[str, int]:
         before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)
         if found:
             break
+    else:
+        raise ValueError("the chat template leaves out what the assistant says")
     ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in processor.stop_ids]
     return before.removeprefix(head) if before.startswith(head) else "", [*ends, tokenizer.eos_token_id][0]
 

@@ -166,6 +166,9 @@ def test_labels_on_the_llava_template(qwen25):
     whole = processor.tokenizer.apply_chat_template(
         [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
     assert whole == text + " a circle "
+    processor.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out what the assistant says"):
+        grm.answer_frame(processor)
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -293,6 +296,7 @@ def test_other_rows():
     "no target": ({"prompt": "a"}, "needs a target"),
     "unknown": ({"prompt": "a", "response": "b", "answer": "c"}, "unknown field 'answer' beside 'response'"),
     "empty": ({"prompt": "a", "response": " "}, "a response that is not empty"),
+    "no text": ({"prompt": "a", "response": 0, "correct": True}, "texts as response"),
     "no prompt": ({"response": "b"}, "one prompt"),
     "two prompts": ({"prompt": "a", "question": "a", "response": "b", "correct": True}, "one prompt"),
     "preferred": ({"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"}, "A, B or tie"),
@@ -300,6 +304,7 @@ def test_other_rows():
     "one response": ({"prompt": "a", "responses": ["b"], "preferred": "A"}, "two texts as responses"),
     "correct": ({"prompt": "a", "response": "b", "correct": "yes"}, "true or false"),
     "score": ({"prompt": "a", "response": "b", "score": True}, "a finite number"),
+    "score beyond floats": ({"prompt": "a", "response": "b", "score": 10**400}, "a finite number"),
     "names": ({"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}, "write {A} and {B}"),
     "messages": ({"messages": ["a"], "response": "b"}, "prompt must be a string or messages"),
     "no image": ({"prompt": "a", "images": ["none.png"], "response": "b"}, "no such image"),
