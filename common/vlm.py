@@ -627,14 +627,13 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
 
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
-                 reference_column: str = "answer", label_column: str = "label", system_prompt: str = "",
-                 max_prompt_tokens: int, on_bad_row: str = "error", verify_images: bool = False,
-                 limit: int = 0) -> tuple[list[Prompt], list[str]]:
+                 reference_column: str = "answer", label_column: str = "label", on_bad_row: str = "error",
+                 limit: int = 0, **options) -> tuple[list[Prompt], list[str]]:
     """Read a JSONL file of prompts; image paths are relative to it, and of the pictures only headers are read.
 
     Rows made for verl and for TRL are read as they are, see `_parse_row`.
-    reference_column: "answer" also admits "reference". verify_images: decode every picture. limit: only the first so
-    many rows, bad ones included; 0 for all. on_bad_row: "error" or "skip". Blank lines are no rows.
+    reference_column: "answer" also admits "reference". limit: only the first so many rows, bad ones included; 0 for all.
+    on_bad_row: "error" or "skip". Blank lines are no rows. options: those of `make_prompt`.
     Returns the prompts in file order, and what was wrong with each row skipped.
     Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
     """
@@ -644,8 +643,7 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
     def build(index: int, source: str, row: dict) -> Prompt:
         prompt, images, label, reference = _parse_row(row, columns)
         return make_prompt(processor, index, source, prompt, images, folder=os.path.dirname(os.path.abspath(path)),
-                           system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens,
-                           verify_images=verify_images, reference=reference, label=label)
+                           reference=reference, label=label, **options)
 
     return load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
 
@@ -656,7 +654,7 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
     """Render and encode one row; the paths of images (strings) and clips (tuples) are relative to `folder`. Raises ValueError:
     whatever is wrong with it.
 
-    grids: the patch grids of the images, if they are known; otherwise their headers are read.
+    grids: the patch grids of the images, if they are known; otherwise their headers are read, or, to verify_images, all.
     """
     messages, images = _chat(prompt, images, system_prompt)
     place = lambda path: os.path.normpath(os.path.join(folder, path))  # noqa: E731
@@ -987,14 +985,11 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
 
 def answer_frame(processor: Processor) -> tuple[str, int]:
     """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token after."""
-    tokenizer, mark = processor.tokenizer, "(the answer)"
-    for form in (str, lambda text: [{"type": "text", "text": text}]):                    # some templates know only one
-        chat = [{"role": "user", "content": form("(a question)")}, {"role": "assistant", "content": form(mark)}]
-        head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-        before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)
-        if found:
-            break
-    else:
+    tokenizer, said = processor.tokenizer, {"user": "(a question)", "assistant": "(the answer)"}
+    chat = [{"role": role, "content": text if processor.layout == "text" else _parts(text)} for role, text in said.items()]
+    head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+    before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(said["assistant"])
+    if not found:
         raise ValueError("the chat template leaves out what the assistant says")
     ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in processor.stop_ids]
     return before.removeprefix(head) if before.startswith(head) else "", [*ends, tokenizer.eos_token_id][0]
@@ -1017,8 +1012,8 @@ def judge_prompt(processor: Processor, ask: dict, index: int, source: str, **opt
     return make_prompt(processor, index, source, ask["question"], ask["images"], system_prompt=system, **options)
 
 
-def load_judgements(path: str, processor: Processor, *, max_prompt_tokens: int, on_bad_row: str, verify_images: bool,
-                    limit: int) -> tuple[list[Prompt], list[str]]:
+def load_judgements(path: str, processor: Processor, *, on_bad_row: str, limit: int,
+                    **options) -> tuple[list[Prompt], list[str]]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label the row's kind. See
     `load_prompts` for the rest."""
     def build(index: int, source: str, row: dict) -> list[Prompt]:
@@ -1026,8 +1021,7 @@ def load_judgements(path: str, processor: Processor, *, max_prompt_tokens: int, 
         if asks[0]["verdict"] is None:
             raise ValueError("the response has no <answer>: no verdict to compare with")
         return [judge_prompt(processor, ask, 2 * index + k, source, folder=os.path.dirname(os.path.abspath(path)),
-                             max_prompt_tokens=max_prompt_tokens, verify_images=verify_images, reference=ask["verdict"],
-                             label=ask["kind"]) for k, ask in enumerate(asks)]
+                             reference=ask["verdict"], label=ask["kind"], **options) for k, ask in enumerate(asks)]
 
     rows, skipped = load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
     return [prompt for row in rows for prompt in row], skipped
