@@ -217,10 +217,11 @@ def _film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Ima
                          f"{', '.join(FILM_DECODERS)}, or give their frames as a list of pictures")
 
     def pick(metadata, **_) -> list[int]:
-        if not (metadata.fps and 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS):
-            raise ValueError(f"{metadata.width}x{metadata.height} pixels, {metadata.fps} frames per second; allowed are "
-                             f"{MAX_DECODED_PIXELS} pixels, and a rate is needed")
-        return choose(metadata.total_num_frames)
+        total, rate = metadata.total_num_frames, metadata.fps
+        if not (total and rate and 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS):
+            raise ValueError(f"it says {metadata.width}x{metadata.height} pixels, {total} frames, {rate} in a second; allowed "
+                             f"are {MAX_DECODED_PIXELS} pixels, and number and rate are needed")
+        return choose(total)
 
     try:
         frames, header = load_video(path, backend=FILM_DECODERS[package], sample_indices_fn=pick)
@@ -528,12 +529,12 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     for column, text in [*zip(columns[2:], texts), *foreign.items()]:
         if not isinstance(text, str | None):
             raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
-    references = {text for text in texts[1:] if text is not None}
-    if len(references) > 1:
-        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {texts[1:]!r:.120}; give one of them")
-    label, *others = foreign.values()
-    references = [*references, *(others if columns[3] == "answer" else [])]
-    return prompt, images, label if texts[0] is None else texts[0], next((t for t in references if t is not None), None)
+    label, *references = texts
+    if len({*references} - {None}) > 1:
+        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {references!r:.120}; give one of them")
+    source, *others = foreign.values()
+    references += others if columns[3] == "answer" else []
+    return prompt, images, source if label is None else label, next((text for text in references if text is not None), None)
 
 
 def media_list(images: Any, clips: Any, column: str = "images") -> list[str | tuple[str, ...]]:
