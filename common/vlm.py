@@ -532,9 +532,10 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     label, *references = texts
     if len({*references} - {None}) > 1:
         raise ValueError(f"columns {' and '.join(columns[3:])} differ: {references!r:.120}; give one of them")
-    source, *others = foreign.values()
+    data_source, *others = foreign.values()
     references += others if columns[3] == "answer" else []
-    return prompt, images, source if label is None else label, next((text for text in references if text is not None), None)
+    label = data_source if label is None else label
+    return prompt, images, label, next((text for text in references if text is not None), None)
 
 
 def media_list(images: Any, clips: Any, column: str = "images") -> list[str | tuple[str, ...]]:
