@@ -331,7 +331,7 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
       {"role": "assistant", "content": "<|box_start|>"},
       {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image"}]}],
      [("system", "Brief."), ("user", PICTURE + "What?"), ("assistant", "<|box_start|>"), ("user", "And " + PICTURE)]),
-    ([{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},                  # no place: a part says so
+    ([{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},                      # as text, no place
       {"role": "user", "content": "What?"}], [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")]),
 ])
 def test_places_of_images(load, turns, expected):
