@@ -77,7 +77,7 @@ class Prompt:
 
     index: int  # rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not shift it
     source: str  # "train.jsonl:12", for messages
-    messages: list[dict]  # as given to the chat template
+    messages: list[dict]  # content as parts, without their files
     text: str  # rendered prompt, one placeholder per image or clip
     images: tuple[str | tuple[str, ...], ...]  # absolute paths; a clip is a tuple: its file, or those of its frames
     grids: tuple[tuple, ...]  # what `Processor.grid` says of each image, `Processor.clip_grid` of a clip (4 or more entries)
@@ -139,29 +139,29 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
 
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no decoder installed.
     """
+    shown = []                                               # milliseconds, where a file tells them for each frame
     if len(files) > 1:
-        sizes, rate = [image_size(file) for file in files], fps
+        sizes, total = [image_size(file) for file in files], len(files)
         if other := next((k for k, size in enumerate(sizes) if size != sizes[0]), 0):
             raise ValueError("the frames of a clip differ in size: {} x {} pixels in {}, {} x {} in {}".format(
                 *sizes[0], files[0], *sizes[other], files[other]))
-        size, times = sizes[0], [k / fps for k in range(len(files))]
     elif _is_film(files[0]):
         frames, header = _film(files[0], lambda total: [0])
-        size, rate = frames[0].size, header.fps
-        times = [k / rate for k in range(header.total_num_frames)]
+        sizes, total, fps = [frames[0].size], header.total_num_frames, header.fps
     else:
+        sizes = [image_size(files[0])]
         with _open_image(files[0]) as image:
-            size, shown = image.size, []                     # milliseconds; known of a frame once those before are decoded
-            for k in range(getattr(image, "n_frames", 1)):
+            total = getattr(image, "n_frames", 1)
+            for k in range(total):                           # known of a frame once those before are decoded
                 image.seek(k)
                 image.load()
                 shown.append(image.info.get("duration", 0))
-        rate = 1000 * len(shown) / sum(shown) if all(shown) else fps
-        times = (np.cumsum([0, *shown[:-1]]) / 1000).tolist() if all(shown) else [k / fps for k in range(len(shown))]
-    if len(times) < 2:
-        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {len(times)} (pictures are the frames of one "
+    if total < 2:
+        raise ValueError(f"{files[0]}: a video has at least 2 frames, this has {total} (pictures are the frames of one "
                          "video if they stand in a list of their own)")
-    return size, times, rate
+    if shown and all(shown):
+        return sizes[0], (np.cumsum([0, *shown[:-1]]) / 1000).tolist(), 1000 * total / sum(shown)
+    return sizes[0], [k / fps for k in range(total)], fps
 
 
 def sample_frames(total: int, most: int) -> list[int]:
@@ -217,9 +217,11 @@ def _film(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Ima
                          f"{', '.join(FILM_DECODERS)}, or give their frames as a list of pictures")
 
     def pick(metadata, **_) -> list[int]:
-        if not 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS:
-            raise ValueError(f"{metadata.width}x{metadata.height} pixels; allowed are {MAX_DECODED_PIXELS} in all")
-        return choose(metadata.total_num_frames)
+        total, rate = metadata.total_num_frames, metadata.fps
+        if not (total and rate and 0 < metadata.width * metadata.height <= MAX_DECODED_PIXELS):
+            raise ValueError(f"it says {metadata.width}x{metadata.height} pixels, {total} frames, {rate} in a second; allowed "
+                             f"are {MAX_DECODED_PIXELS} pixels, and number and rate are needed")
+        return choose(total)
 
     try:
         frames, header = load_video(path, backend=FILM_DECODERS[package], sample_indices_fn=pick)
@@ -277,7 +279,7 @@ class Processor:
             if not clips:                                              # older checkpoints treat frames as they do pictures
                 clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
                 self.files["video_preprocessor_config"] = clips
-            side = self.config.vision_config.patch_size * self.config.vision_config.spatial_merge_size
+            side = tower.patch_size * tower.spatial_merge_size
             self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(
                 self._qwen_settings(clips, 0, 0, 128 * side**2, 768 * side**2) | {"do_resize": False})
             settings = self._qwen_settings(settings, min_pixels, max_pixels, 56 * 56, 28 * 28 * 1280)
@@ -316,7 +318,7 @@ class Processor:
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:
             raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
-        self.image_token_id = image_token_id(config)
+        self.image_token_id = int(visual_token_ids(config)[0])
         ids = {getattr(config, f"{name}_token_id", None)
                for name in ("image", "video", "vision_start", "vision_end", "boi", "eoi")}
         ids |= {i for i, token in tokenizer.added_tokens_decoder.items() if self.layout in IMAGE_TOKENS
@@ -327,8 +329,8 @@ class Processor:
         self.placeholder = tokenizer.convert_ids_to_tokens(config.boi_token_id if self.layout == "gemma3"
                                                            else self.image_token_id) if self.layout != "text" else ""
         self.clip_placeholder = tokenizer.convert_ids_to_tokens(config.video_token_id) if self.layout == "qwen" else ""
-        turn_end = tokenizer.get_vocab().get("<end_of_turn>")            # Gemma's, which not all of its files call an end
-        ends = {tokenizer.eos_token_id, turn_end, *(ends if isinstance(ends, list) else [ends])}
+        ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]),
+                tokenizer.get_vocab().get("<end_of_turn>")}              # Gemma's, which not all of its files call an end
         self.stop_ids = tuple(sorted(ends - {None}))
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a row's to write.
         self.reserved_tokens = [token.content for i, token in tokenizer.added_tokens_decoder.items() if i in ids
@@ -360,8 +362,15 @@ class Processor:
             if h * w <= self.patch_size**2:                # no token, or the single one that transformers' merger fails on
                 raise ValueError(f"a picture of {width} x {height} pixels is too small or too long for this family")
             return h, w
-        if self.layout == "idefics3":
-            return self._tiles(*idefics3_size(shape, processor.size["longest_edge"]))
+        if self.layout == "idefics3":       # get_number_of_image_patches errs unless max_image_size divides the longest edge
+            height, width = idefics3_size(shape, processor.size["longest_edge"])
+            side, ratio = processor.max_image_size["longest_edge"], width / height
+            rows, columns = math.ceil(height / side), math.ceil(width / side)
+            if width >= height:
+                rows = math.ceil(int(columns * side / ratio) / side)
+            else:
+                columns = math.ceil(int(rows * side * ratio) / side)
+            return (rows, columns) if processor.do_image_splitting and max(rows, columns) > 1 else (0, 0)
         raise ValueError(f"unknown layout {self.layout}")
 
     def clip_grid(self, size: tuple[int, int], times: list[float], rate: float) -> tuple:
@@ -389,20 +398,6 @@ class Processor:
         if 0 < self.video_max_pixels < h * w:
             h, w = smart_resize(height, width, side, 0, self.video_max_pixels)
         return w, h
-
-    def _tiles(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of tiles of Idefics3, (0, 0) for a picture in one piece: as its image processor enlarges it."""
-        if not self.image_processor.do_image_splitting:
-            return 0, 0
-        side = self.image_processor.max_image_size["longest_edge"]
-        ratio, up = width / height, lambda length: -(-length // side)
-        if width >= height:
-            columns = up(width)
-            rows = up(int(columns * side / ratio))
-        else:
-            rows = up(height)
-            columns = up(int(rows * side * ratio))
-        return (rows, columns) if rows > 1 or columns > 1 else (0, 0)
 
     def expand(self, grid: tuple) -> tuple[str, list[int]]:
         """What stands in the prompt for a picture or clip: a text, and how often each image or video token in it is repeated.
@@ -446,16 +441,18 @@ class Processor:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each image and clip expanded, and
         how many of these are image tokens.
         Raises ValueError: a reserved token in a message, a template that fails, not one placeholder per image or clip."""
-        if typed := [token for token in self.reserved_tokens if token in str(messages)]:
+        texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]  # as templates join the parts
+        if typed := [token for token in self.reserved_tokens if token in f"{messages} {texts}"]:
             raise ValueError(f"special token {typed[0]} in the text: the model would take it for the template's own")
-        if self.layout != "text":  # whose templates may know parts only; those of text models know strings only
-            messages = [{**m, "content": _parts(m["content"])} for m in messages]
+        chat = messages  # templates may know parts only; those of text models know strings only
+        if self.layout == "text":
+            chat = [{**m, "content": said} for m, said in zip(messages, texts)]
         try:
-            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program that came with the checkpoint, and raises what it likes
             raise ValueError(f"the chat template cannot render this ({error!r})") from error
         text.encode("utf-8")  # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer
-        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in _parts(m["content"])]
+        said = [part.get("text", "").strip() for m in messages if m["role"] == "user" for part in m["content"]]
         if lost := [part for part in said if part not in text]:
             raise ValueError(f"the chat template leaves out {lost[0]!r:.80}")
         marks = [mark for mark in (self.placeholder, self.clip_placeholder) if mark]
@@ -500,15 +497,11 @@ def layout(config) -> str:
     return FAMILIES[config.model_type]
 
 
-def image_token_id(config) -> int:
-    """The id that stands for a piece of a picture in `input_ids`; -1, which no token has, for a text model."""
-    return getattr(config, "image_token_id", -1)
-
-
 def visual_token_ids(config) -> torch.Tensor:
-    """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a clip; -1 where there is none."""
-    video = getattr(config, "video_token_id", None) if layout(config) == "qwen" else None
-    return torch.tensor([image_token_id(config), -1 if video is None else video])
+    """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a clip; -1, which no token has,
+    where there is none."""
+    return torch.tensor([getattr(config, "image_token_id", -1),
+                         config.video_token_id if layout(config) == "qwen" else -1])
 
 
 # Columns that rows made for verl and for TRL have besides prompt, images and answer; no other foreign column is known.
@@ -520,7 +513,7 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     """(prompt, images and clips, label, reference) of one row; the prompt is yet to be checked.
 
     Of the foreign columns are read: `image` without images, `data_source` without a label, and, without a reference in
-    "answer", `reward_model.ground_truth` or else `solution`. `videos` are clips, see `clip_list`. The others are passed over.
+    "answer", `reward_model.ground_truth` or else `solution`. `videos` are clips, see `media_list`. The others are passed over.
     """
     if unknown := sorted(set(row) - set(columns) - set(FOREIGN_COLUMNS)):
         raise ValueError(f"unknown column {', '.join(map(repr, unknown))}; known are {', '.join(columns)}, and of verl's "
@@ -528,7 +521,7 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     prompt, images, *texts = map(row.get, columns)
     if images is not None and row.get("image") is not None and columns[1] != "image":
         raise ValueError(f"columns {columns[1]!r} and 'image': give one of them")
-    images = image_list(row.get("image") if images is None else images, columns[1]) + clip_list(row.get("videos"))
+    images = media_list(row.get("image") if images is None else images, row.get("videos"), columns[1])
     if not isinstance(verl := row.get("reward_model") or {}, dict):
         raise ValueError(f'column \'reward_model\' must be {{"ground_truth": ...}}, not {verl!r:.80}')
     foreign = {"data_source": row.get("data_source"), "reward_model.ground_truth": verl.get("ground_truth"),
@@ -536,25 +529,22 @@ def _parse_row(row: dict, columns: tuple[str, ...]) -> tuple:
     for column, text in [*zip(columns[2:], texts), *foreign.items()]:
         if not isinstance(text, str | None):
             raise ValueError(f"column {column!r} must be a string, not {text!r:.80}")
-    references = {text for text in texts[1:] if text is not None}
-    if len(references) > 1:
-        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {texts[1:]!r:.120}; give one of them")
-    label, *others = foreign.values()
-    references = [*references, *(others if columns[3] == "answer" else [])]
-    return prompt, images, label if texts[0] is None else texts[0], next((t for t in references if t is not None), None)
+    label, *references = texts
+    if len({*references} - {None}) > 1:
+        raise ValueError(f"columns {' and '.join(columns[3:])} differ: {references!r:.120}; give one of them")
+    data_source, *others = foreign.values()
+    references += others if columns[3] == "answer" else []
+    label = data_source if label is None else label
+    return prompt, images, label, next((text for text in references if text is not None), None)
 
 
-def image_list(images: Any, column: str) -> list[str]:
-    """The image paths of a row. Raises ValueError: neither a path nor a list of paths nor None; see `_image_file`."""
-    images = [] if images is None else images if isinstance(images, list) else [images]
-    return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in images]
-
-
-def clip_list(clips: Any) -> list[tuple[str, ...]]:
-    """The clips of a row: each a file, or a list of pictures, as tuples of paths. Raises ValueError: anything else."""
-    clips = [] if clips is None else clips if isinstance(clips, list) else [clips]
-    return [_clip_files(clip, "column 'videos' must be a list of clips, each a path or a list of the paths of its frames")
-            for clip in clips]
+def media_list(images: Any, clips: Any, column: str = "images") -> list[str | tuple[str, ...]]:
+    """The images of a row as paths, and then its clips, each a file or a list of pictures, as tuples of paths. Raises
+    ValueError: neither one nor a list of them nor None; see `_image_file`."""
+    listed = lambda value: [] if value is None else value if isinstance(value, list) else [value]  # noqa: E731
+    rule = "column 'videos' must be a list of clips, each a path or a list of the paths of its frames"
+    return [_image_file(image, f"column {column!r} must be a path or a list of paths") for image in listed(images)] + \
+        [_clip_files(clip, rule) for clip in listed(clips)]
 
 
 def _clip_files(clip: Any, rule: str) -> tuple[str, ...]:
@@ -601,16 +591,21 @@ def _parts(content: str | list) -> list[dict]:
     return parts
 
 
-def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[dict], list]:
-    """Messages in the form every chat template takes, content as parts, or a string if all of it is text; and the images
-    (paths) and clips (tuples) in their order: those of the parts that name one, and `images` for the other places."""
+def _turns(prompt: str | list) -> list[dict]:
+    """The messages of a row, content as parts. Raises ValueError: neither a string nor messages that a prompt can be."""
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     valid = isinstance(prompt, list) and prompt and all(
         isinstance(m, dict) and m.get("role") in ROLES and isinstance(m.get("content"), str | list) for m in prompt)
     if not valid or prompt[-1]["role"] == "assistant":
         raise ValueError('prompt must be a string or messages {"role": ..., "content": string or parts}, with roles '
                          f"{', '.join(ROLES)}, the last not by the assistant; it is {prompt!r:.120}")
-    messages = [{**m, "content": _parts(m["content"])} for m in prompt]
+    return [{**m, "content": _parts(m["content"])} for m in prompt]
+
+
+def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[dict], list]:
+    """Messages, content as parts; and the images (paths) and clips (tuples) in their order: those of the parts that name
+    one, and `images` for the other places."""
+    messages = _turns(prompt)
     if not any(part.get("text", "").strip() for m in messages if m["role"] != "system" for part in m["content"]):
         raise ValueError("empty prompt: no text but the system's")
     users = [m for m in messages if m["role"] == "user"]
@@ -626,24 +621,21 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
                              "without a file of their own)")
         for part, image in zip(free, own):
             part["file"] = image
-    images = [part.pop("file") for part in places]
-    for m in messages:  # templates made for text know no parts
-        if all(part["type"] == "text" for part in m["content"]):
-            m["content"] = "".join(part["text"] for part in m["content"])
-    if system_prompt and any(m["role"] == "system" for m in messages):
-        raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
-    return ([{"role": "system", "content": system_prompt}] if system_prompt else []) + messages, images
+    if system_prompt:
+        if any(m["role"] == "system" for m in messages):
+            raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+        messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
+    return messages, [part.pop("file") for part in places]
 
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
-                 reference_column: str = "answer", label_column: str = "label", system_prompt: str = "",
-                 max_prompt_tokens: int, on_bad_row: str = "error", verify_images: bool = False,
-                 limit: int = 0) -> tuple[list[Prompt], list[str]]:
+                 reference_column: str = "answer", label_column: str = "label", on_bad_row: str = "error",
+                 limit: int = 0, **options) -> tuple[list[Prompt], list[str]]:
     """Read a JSONL file of prompts; image paths are relative to it, and of the pictures only headers are read.
 
     Rows made for verl and for TRL are read as they are, see `_parse_row`.
-    reference_column: "answer" also admits "reference". verify_images: decode every picture. limit: only the first so
-    many rows, bad ones included; 0 for all. on_bad_row: "error" or "skip". Blank lines are no rows.
+    reference_column: "answer" also admits "reference". limit: only the first so many rows, bad ones included; 0 for all.
+    on_bad_row: "error" or "skip". Blank lines are no rows. options: those of `make_prompt`.
     Returns the prompts in file order, and what was wrong with each row skipped.
     Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
     """
@@ -653,8 +645,7 @@ def load_prompts(path: str, processor: Processor, *, prompt_column: str = "promp
     def build(index: int, source: str, row: dict) -> Prompt:
         prompt, images, label, reference = _parse_row(row, columns)
         return make_prompt(processor, index, source, prompt, images, folder=os.path.dirname(os.path.abspath(path)),
-                           system_prompt=system_prompt, max_prompt_tokens=max_prompt_tokens,
-                           verify_images=verify_images, reference=reference, label=label)
+                           reference=reference, label=label, **options)
 
     return load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
 
@@ -665,7 +656,7 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
     """Render and encode one row; the paths of images (strings) and clips (tuples) are relative to `folder`. Raises ValueError:
     whatever is wrong with it.
 
-    grids: the patch grids of the images, if they are known; otherwise their headers are read.
+    grids: the patch grids of the images, if they are known; otherwise their headers are read, or, to verify_images, all.
     """
     messages, images = _chat(prompt, images, system_prompt)
     place = lambda path: os.path.normpath(os.path.join(folder, path))  # noqa: E731
@@ -688,9 +679,10 @@ def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) 
     """The grid of an image or clip by its header, or, to `verify`, after decoding it."""
     if isinstance(item, str):
         return processor.grid(*(read_image(item).size if verify else image_size(item)))
+    size, times, rate = clip_times(item, processor.video_fps)
     if verify:
-        read_clip(item, processor.video_frames)
-    return processor.clip_grid(*clip_times(item, processor.video_fps))
+        size = read_clip(item, processor.video_frames)[0].size
+    return processor.clip_grid(size, times, rate)
 
 
 def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> tuple[list, list[str]]:
@@ -844,11 +836,10 @@ class PromptLoader:
         patches, bad = {}, {}
         for i, future in futures.items():
             try:
-                pixels = future.result()
+                if (pixels := future.result()) is not None:
+                    patches[i] = pixels
             except ValueError as error:
                 bad[i] = f"{prompts[i].source}: {error}"
-            else:
-                patches |= {i: pixels} if pixels is not None else {}
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
@@ -858,10 +849,8 @@ class PromptLoader:
 
 
 def user_text(messages: list[dict]) -> str:
-    """What the user says in a conversation, without markup and image places."""
-    said = [message["content"] for message in messages if message["role"] == "user"]
-    return "\n".join(part if isinstance(part, str) else "\n".join(p["text"] for p in part if p.get("type") == "text")
-                     for part in said)
+    """What the user says in the messages of a prompt, without markup and image places."""
+    return "\n".join(part["text"] for m in messages if m["role"] == "user" for part in m["content"] if part["type"] == "text")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -950,19 +939,18 @@ def check_judgement(row: dict) -> tuple[str, str]:
         raise ValueError(f"unknown field {', '.join(map(repr, unknown))} beside {mark!r}; known are "
                          f"{', '.join(sorted(known))}")
     prompts = [row[field] for field in ("prompt", "question", "messages") if field in row]
-    pair = row.get("responses", ["", ""])
-    number = type(row.get("score", 0)) in (int, float) and math.isfinite(row.get("score", 0))
+    pair, score = row.get("responses", ["", ""]), row.get("score", 0)
     rules = {
         "one prompt": len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str),
-        "texts as response, critique and source": all(isinstance(row.get(field) or "", str) for field in (
+        "texts as response, critique and source": all(isinstance(row.get(field), str | None) for field in (
             "response", "critique", "source")) and not ("response" in known and row.get("response") is None),
         "a response that is not empty": kind != "response" or bool(str(row["response"]).strip()),
         "two texts as responses": isinstance(pair, list) and [type(text) for text in pair] == [str, str],
         "two images or two responses": kind != "pictures" or (
-            len(image_list(row.get("images"), "images")) == 2 and not row.get("videos")),
+            [type(item) for item in media_list(row.get("images"), row.get("videos"))] == [str, str]),
         "A, B or tie as preferred": kind not in ("pictures", "answers") or row.get("preferred") in ("A", "B", "tie"),
         "true or false as correct": isinstance(row.get("correct", True), bool),
-        "a finite number as score": number,
+        "a finite number as score": type(score) in (int, float) and abs(score) < 1e300,      # an int may be beyond floats
     }
     if wrong := [need for need, holds in rules.items() if not holds]:
         raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}")
@@ -972,13 +960,12 @@ def check_judgement(row: dict) -> tuple[str, str]:
 def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     """What a row asks and wants to hear, once per order: kind, order, prompt (for the system instruction), question,
     images, text, verdict. Raises ValueError."""
-    mark, kind = check_judgement(row)
+    _, kind = check_judgement(row)
     prompt = next(row[field] for field in ("prompt", "question", "messages") if field in row)
-    images, critique = image_list(row.get("images"), "images") + clip_list(row.get("videos")), row.get("critique") or ""
+    images, critique = media_list(row.get("images"), row.get("videos")), row.get("critique") or ""
+    ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
-        verdict = parse_verdict(row["response"], judge["which_answer"], None)
-        return [{"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images,
-                 "text": row["response"], "verdict": verdict}]
+        return [ask | {"text": row["response"], "verdict": parse_verdict(row["response"], judge["which_answer"], None)}]
     pair = kind in ("pictures", "answers")
     both = pair and orders == "both"
     if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
@@ -986,27 +973,26 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     examples = []
     for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
         first, second = row.get("responses", ["", ""])[::turn]
-        verdict = row[mark] if kind == "pictures" else row.get("preferred") or (
+        verdict = row.get("preferred") or (
             f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
         verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
         said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
         question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
                         response_a=first, response_b=second)
-        examples.append({"kind": kind, "order": order, "prompt": prompt, "question": question, "verdict": verdict,
-                         "images": images[::turn] if kind == "pictures" else images,
-                         "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
+        examples.append(ask | {"order": order, "question": question, "verdict": verdict,
+                               "images": images[::turn] if kind == "pictures" else images,
+                               "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
     return examples
 
 
 def answer_frame(processor: Processor) -> tuple[str, int]:
     """What the chat template writes between generation prompt and answer (LLaVA: a space), and the end token after."""
-    tokenizer, mark = processor.tokenizer, "(the answer)"
-    for form in (str, lambda text: [{"type": "text", "text": text}]):                    # some templates know only one
-        chat = [{"role": "user", "content": form("(a question)")}, {"role": "assistant", "content": form(mark)}]
-        head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
-        before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(mark)
-        if found:
-            break
+    tokenizer, said = processor.tokenizer, {"user": "(a question)", "assistant": "(the answer)"}
+    chat = [{"role": role, "content": text if processor.layout == "text" else _parts(text)} for role, text in said.items()]
+    head = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, tokenize=False)
+    before, found, tail = tokenizer.apply_chat_template(chat, tokenize=False).partition(said["assistant"])
+    if not found:
+        raise ValueError("the chat template leaves out what the assistant says")
     ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in processor.stop_ids]
     return before.removeprefix(head) if before.startswith(head) else "", [*ends, tokenizer.eos_token_id][0]
 
@@ -1022,17 +1008,14 @@ def encode_target(processor: Processor, frame: tuple[str, int], text: str) -> to
 def judge_prompt(processor: Processor, ask: dict, index: int, source: str, **options) -> Prompt:
     """The prompt of one entry of `read_judgement`, under the judge's system instruction; ``options`` are those of
     `make_prompt`. Raises ValueError."""
-    system, said = processor.files["judge"]["system_instruction"], ask["prompt"]
+    system = processor.files["judge"]["system_instruction"]
     if "{prompt}" in system:
-        try:
-            system = fill(system, prompt=said if isinstance(said, str) else user_text(said))
-        except (KeyError, TypeError) as error:                                        # messages that nobody has checked yet
-            raise ValueError(f"messages need role and content, as text or parts ({error!r})") from error
+        system = fill(system, prompt=user_text(_turns(ask["prompt"])))
     return make_prompt(processor, index, source, ask["question"], ask["images"], system_prompt=system, **options)
 
 
-def load_judgements(path: str, processor: Processor, *, max_prompt_tokens: int, on_bad_row: str, verify_images: bool,
-                    limit: int) -> tuple[list[Prompt], list[str]]:
+def load_judgements(path: str, processor: Processor, *, on_bad_row: str, limit: int,
+                    **options) -> tuple[list[Prompt], list[str]]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label the row's kind. See
     `load_prompts` for the rest."""
     def build(index: int, source: str, row: dict) -> list[Prompt]:
@@ -1040,8 +1023,7 @@ def load_judgements(path: str, processor: Processor, *, max_prompt_tokens: int, 
         if asks[0]["verdict"] is None:
             raise ValueError("the response has no <answer>: no verdict to compare with")
         return [judge_prompt(processor, ask, 2 * index + k, source, folder=os.path.dirname(os.path.abspath(path)),
-                             max_prompt_tokens=max_prompt_tokens, verify_images=verify_images, reference=ask["verdict"],
-                             label=ask["kind"]) for k, ask in enumerate(asks)]
+                             reference=ask["verdict"], label=ask["kind"], **options) for k, ask in enumerate(asks)]
 
     rows, skipped = load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
     return [prompt for row in rows for prompt in row], skipped

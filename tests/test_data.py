@@ -331,6 +331,8 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
       {"role": "assistant", "content": "<|box_start|>"},
       {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image"}]}],
      [("system", "Brief."), ("user", PICTURE + "What?"), ("assistant", "<|box_start|>"), ("user", "And " + PICTURE)]),
+    ([{"role": "system", "content": [{"type": "text", "text": "<image> is a tag."}]},                      # as text, no place
+      {"role": "user", "content": "What?"}], [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")]),
 ])
 def test_places_of_images(load, turns, expected):
     assert load([{"prompt": turns, "images": ["a.png", "b.jpg"]}])[0][0].text == rendered(*expected)
@@ -485,6 +487,8 @@ BAD_ROWS = {
     "typed image token": ({"prompt": "<|image_pad|>", "images": "a.png"}, r"special token <\|image_pad\|> in the text"),
     "typed video token": ({"prompt": "x <|video_pad|>"}, r"special token <\|video_pad\|> in the text"),
     "typed end of turn": (user([{"type": "text", "text": "x<|im_end|>"}]), r"special token <\|im_end\|> in the text"),
+    "end of turn from two parts": ({"images": "a.png"} | user([{"type": "image"}, {"type": "text", "text": "x<|im_"}, {
+        "type": "text", "text": "end|>"}]), r"special token <\|im_end\|> in the text"),
     "too long": ({"prompt": "x" * 600}, "prompt too long: 619 tokens with those of 0 images; the limit is 500"),
     "too long by its image": ({"prompt": "x" * 480, "images": "a.png"}, "507 tokens with those of 1 images; the limit"),
     "half a surrogate pair": (b'{"prompt": "a\\ud800"}', "surrogates not allowed"),

@@ -166,6 +166,9 @@ def test_labels_on_the_llava_template(qwen25):
     whole = processor.tokenizer.apply_chat_template(
         [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
     assert whole == text + " a circle "
+    processor.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="leaves out what the assistant says"):
+        grm.answer_frame(processor)
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -293,6 +296,7 @@ def test_other_rows():
     "no target": ({"prompt": "a"}, "needs a target"),
     "unknown": ({"prompt": "a", "response": "b", "answer": "c"}, "unknown field 'answer' beside 'response'"),
     "empty": ({"prompt": "a", "response": " "}, "a response that is not empty"),
+    "no text": ({"prompt": "a", "response": 0, "correct": True}, "texts as response"),
     "no prompt": ({"response": "b"}, "one prompt"),
     "two prompts": ({"prompt": "a", "question": "a", "response": "b", "correct": True}, "one prompt"),
     "preferred": ({"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"}, "A, B or tie"),
@@ -300,6 +304,7 @@ def test_other_rows():
     "one response": ({"prompt": "a", "responses": ["b"], "preferred": "A"}, "two texts as responses"),
     "correct": ({"prompt": "a", "response": "b", "correct": "yes"}, "true or false"),
     "score": ({"prompt": "a", "response": "b", "score": True}, "a finite number"),
+    "score beyond floats": ({"prompt": "a", "response": "b", "score": 10**400}, "a finite number"),
     "names": ({"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}, "write {A} and {B}"),
     "messages": ({"messages": ["a"], "response": "b"}, "prompt must be a string or messages"),
     "no image": ({"prompt": "a", "images": ["none.png"], "response": "b"}, "no such image"),
@@ -322,10 +327,14 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     env = start(qwen25, task, tmp_path, "--system_instruction", str(tmp_path / "instruction.txt"),
                 "--correct_template", "{response}? {prompt}")
     example = next(example for example in env.held_out if example.kind == "correct")
-    assert example.prompt.messages[0] == {"role": "system", "content": "judge: how many? {other}"}
+    assert example.prompt.messages[0] == {
+        "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert grm.user_text(example.prompt.messages) == "? how many?"
+    path = write(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
+    (example,), _ = grm.load_examples(path, 0, env.run.args, env.processor, 0)           # the instruction has no place for it
+    assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
-    with pytest.raises(ValueError, match="bad.jsonl:1: messages need role and content"):
+    with pytest.raises(ValueError, match="bad.jsonl:1: prompt must be a string or messages"):
         grm.load_examples(path, 0, env.run.args, env.processor, 0)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")

@@ -325,6 +325,16 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
     assert all((a == b).all() for a, b in zip(ours, wanted[::2])) and len(pixels) == 2 * 16
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_a_turned_animation(load, tmp_path, verify):
+    exif = Image.Exif()
+    exif[0x0112] = 6                                                                    # the camera lay on its side
+    save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
+    processor, _ = load({"prompt": "x"})
+    prompt = vlm.make_prompt(processor, 0, "x", "x", [("a.webp",)], folder=str(tmp_path), verify_images=verify)
+    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(vlm.load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
+
+
 def test_frame_lists_take_the_flags_rate(load, tmp_path):
     names = [f"{k}.png" for k in range(4)]
     for k, name in enumerate(names):
@@ -436,6 +446,17 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
     vlm.load_pixels(prompt, processor)
     (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
     with pytest.raises(ValueError, match=f"a.mp4: not a film that {package} can decode"):
+        load({"prompt": "x", "videos": ["a.mp4"]})
+
+
+@pytest.mark.parametrize("total, rate", [(4, None), (4, 0.0), (0, 25.0)])
+def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch, total, rate):
+    """As decoders give it: the containers that do not tell them are of many kinds."""
+    header = SimpleNamespace(fps=rate, width=56, height=56, total_num_frames=total)
+    monkeypatch.setattr(vlm, "FILM_DECODERS", {"json": "pyav"})
+    monkeypatch.setattr(vlm, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
+    (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a film .* {total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
