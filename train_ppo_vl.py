@@ -2420,7 +2420,7 @@ class RolloutEngine:
         """Draw the next token of ``slots`` (b,) from the last hidden states (b, H), and see whether it is the last one."""
         actor, args, count = self.actor, self.args, self.count[slots]
         too_short = count < args.min_new_tokens if args.min_new_tokens else None
-        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned, too_short,
+        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, actor.temperature, actor.banned, too_short,
                                     actor.stop_ids)                                                                    # (b, V)
         if self.greedy:
             ids = logits.argmax(dim=-1)

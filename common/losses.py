@@ -375,22 +375,19 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.to(exact) @ b.to(exact)
 
 
-def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0,
-                banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
-                row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
+def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0, banned: torch.Tensor | None = None,
+                row_banned: torch.Tensor | None = None, row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
     """(n, H) hidden states -> (n, V) logits of the policy's distribution: one definition for sampling and training.
 
     Rounded to bf16 they would move log-probs by up to 0.1 nats.
 
     Args:
-        weight, bias: (V, H) and (V,) of the language-model head.
+        weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
         banned: (V,) bool, ids that are -inf in every row.
         row_banned, row_banned_ids: (n,) bool rows in which the (k,) ids are -inf as well.
     """
     logits = _product(hidden, weight.t())
-    if bias is not None:
-        logits += bias
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
@@ -407,23 +404,22 @@ class _ChunkedHead(torch.autograd.Function):
     """Functions of each row of the logits, of which ``chunk`` rows exist at a time; the backward computes them again.
 
     ``values(logits, rows)`` returns (n,) tensors for a slice of the N rows, ``dlogits(logits, rows, outputs, grads)``
-    the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head`` is the tuple
-    of the last four arguments of `logits_fp32`.
+    the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head``: keyword
+    arguments of `logits_fp32`.
     """
 
     @staticmethod
-    def logits(hidden, weight, bias, head, rows):
-        temperature, banned, row_banned, row_banned_ids = head
-        return logits_fp32(hidden[rows], weight, bias, temperature, banned,
-                           None if row_banned is None else row_banned[rows], row_banned_ids)
+    def logits(hidden, weight, head, rows):
+        banned = head.get("row_banned")
+        return logits_fp32(hidden[rows], weight, **head | {"row_banned": None if banned is None else banned[rows]})
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, chunk, values, dlogits):
+    def forward(ctx, hidden, weight, head, chunk, values, dlogits):
         # At least one chunk, if an empty one: a rank without responses (N = 0) must get gradients too, of zero.
         ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
-        parts = [values(_ChunkedHead.logits(hidden, weight, bias, head, rows), rows) for rows in ctx.rows]
+        parts = [values(_ChunkedHead.logits(hidden, weight, head, rows), rows) for rows in ctx.rows]
         outputs = [torch.cat(part) for part in zip(*parts)]
-        ctx.save_for_backward(hidden, weight, bias, *outputs)
+        ctx.save_for_backward(hidden, weight, *outputs)
         ctx.head, ctx.dlogits = head, dlogits
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -431,21 +427,18 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        hidden, weight, bias, *outputs = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature = ctx.head[0]
+        hidden, weight, *outputs = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        temperature = ctx.head.get("temperature", 1.0)
         exact = torch.promote_types(hidden.dtype, torch.float32)                  # of sums over chunks, never bf16
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-        dbias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
         for rows in ctx.rows:
-            logits = _ChunkedHead.logits(hidden, weight, bias, ctx.head, rows)                            # (n, V)
+            logits = _ChunkedHead.logits(hidden, weight, ctx.head, rows)                                  # (n, V)
             dlogits = ctx.dlogits(logits, rows, [x[rows] for x in outputs],
                                   [None if x is None else x[rows] for x in grads])
             if temperature != 1.0:
                 dlogits /= temperature
-            if needs_bias:
-                dbias += dlogits.sum(0)
             dlogits = dlogits.to(hidden.dtype)
             if needs_hidden:
                 dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
@@ -454,18 +447,16 @@ class _ChunkedHead(torch.autograd.Function):
                 for part, columns in zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE)):
                     part += _product(columns, hidden[rows])
             del logits, dlogits                                       # or they would still be there beside the next chunk's
-        return (dhidden, dweight.to(weight.dtype) if needs_weight else None,
-                dbias.to(bias.dtype) if needs_bias else None, None, None, None, None)
+        return dhidden, dweight.to(weight.dtype) if needs_weight else None, None, None, None, None
 
 
-def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
-                    bias: torch.Tensor | None = None, temperature: float = 1.0, banned: torch.Tensor | None = None,
-                    row_banned: torch.Tensor | None = None, row_banned_ids: torch.Tensor | None = None,
-                    entropy: bool = False, chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
+def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, entropy: bool = False,
+                    chunk: int = 1024, **head) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`; its entropy (N,) in nats if asked.
 
-    Both are float32 (float64 for float64 inputs), differentiable for hidden, weight and bias. A banned target gets
-    -inf. Memory: three (chunk, V) float32 tensors, and in the backward the gradient of the weight in float32.
+    Both are float32 (float64 for float64 inputs), differentiable for hidden and weight. A banned target gets -inf.
+    ``head``: arguments of `logits_fp32`. Memory: three (chunk, V) float32 tensors, and in the backward the gradient of
+    the weight in float32.
     """
     # In place, as (chunk, V) is the largest tensor of an update. In the entropy 0 * log 0 is 0: the bound of -1e4,
     # where a probability is exactly 0, keeps the product from being 0 * inf.
@@ -480,24 +471,22 @@ def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         probs, scale = logp.exp(), -dlogp[:, None]
         if entropy and grads[1] is not None:                               # dH/dz_v = -p_v (log p_v + H)
             scale = logp.clamp_(min=-1e4).add_(outputs[1][:, None]).mul_(-grads[1][:, None]).add_(scale)
-        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)                # a banned target is a constant
+        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)                # the logit of a banned target is a constant
         return probs.mul_(scale).scatter_add_(1, targets[rows, None], dlogp[:, None])
 
-    head = (temperature, banned, row_banned, row_banned_ids)
-    outputs = _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)
+    outputs = _ChunkedHead.apply(hidden, weight, head, chunk, values, dlogits)
     return outputs[0], outputs[1] if entropy else None
 
 
 def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor, ref_weight: torch.Tensor, *,
-            bias: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None, temperature: float = 1.0,
-            banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
-            row_banned_ids: torch.Tensor | None = None, chunk: int = 1024) -> torch.Tensor:
-    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H), weight and bias."""
-    head = (temperature, banned, row_banned, row_banned_ids)
+            chunk: int = 1024, **head) -> torch.Tensor:
+    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and weight (V, H).
 
+    ``head``: arguments of `logits_fp32`, for both.
+    """
     def log_ratio(logits, rows):
         """(n, V) log-probs of the policy, and their distance to the reference's: 0 where both are banned."""
-        ref = _ChunkedHead.logits(ref_hidden, ref_weight, ref_bias, head, rows).log_softmax(-1)
+        ref = _ChunkedHead.logits(ref_hidden, ref_weight, head, rows).log_softmax(-1)
         logp = logits.log_softmax(-1)
         return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
 
@@ -509,7 +498,7 @@ def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor
         logp, ratio = log_ratio(logits, rows)
         return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
 
-    return _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)[0]
+    return _ChunkedHead.apply(hidden, weight, head, chunk, values, dlogits)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -381,16 +381,15 @@ def test_kl_golden_and_straight_through_gradients():
 
 def head_case(n=13, vocab=17, dim=5, dtype=torch.float64, seed=0):
     g = generator(seed)
-    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-                            for s in ((n, dim), (vocab, dim), (vocab,)))
+    hidden, weight = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+                      for s in ((n, dim), (vocab, dim)))
     banned = torch.zeros(vocab, dtype=torch.bool)
     banned[[3, 8]] = True
-    return hidden, weight, bias, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
+    return hidden, weight, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
 
 
-def naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids):
-    logits = hidden.double() @ weight.double().t()
-    logits = (logits if bias is None else logits + bias.double()) / temperature
+def naive_distribution(hidden, weight, temperature, banned, row_banned, ids):
+    logits = hidden.double() @ weight.double().t() / temperature
     out = torch.zeros_like(logits, dtype=torch.bool) if banned is None else banned.expand_as(logits).clone()
     if row_banned is not None:
         for row in row_banned.nonzero()[:, 0].tolist():
@@ -399,20 +398,18 @@ def naive_distribution(hidden, weight, bias, temperature, banned, row_banned, id
     return torch.where(out, -math.inf, logp), out
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True}, {"bias": True},
-                                     {"temperature": 1.3, "banned": True, "row_banned": True, "bias": True}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True},
+                                     {"temperature": 1.3, "banned": True, "row_banned": True}])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
-    hidden, weight, bias, targets, banned, row_banned = head_case()
-    bias, banned = bias if "bias" in options else None, banned if "banned" in options else None
+    hidden, weight, targets, banned, row_banned = head_case()
+    banned = banned if "banned" in options else None
     row_banned, ids = (row_banned, torch.tensor([1, 2])) if "row_banned" in options else (None, None)
     temperature = options.get("temperature", 1.0)
-    inputs = [x for x in (hidden, weight, bias) if x is not None]
-    logp, out = naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, temperature, banned, row_banned, ids)
     entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], entropy
-    head = dict(bias=bias, temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids,
-                chunk=chunk)
+    head = dict(temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
     actual = losses.linear_logprobs(hidden, weight, targets, entropy=True, **head)
     only, no_entropy = losses.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
@@ -421,20 +418,20 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     for ours, theirs in zip(actual, expected):
         close(ours, theirs, 1e-12)
     for loss in (lambda a, b: (a * g1 + b * g2).sum(), lambda a, b: (a * g1).sum(), lambda a, b: (b * g2).sum()):
-        for ours, theirs in zip(torch.autograd.grad(loss(*actual), inputs, retain_graph=True),
-                                torch.autograd.grad(loss(*expected), inputs, retain_graph=True)):
+        for ours, theirs in zip(torch.autograd.grad(loss(*actual), (hidden, weight), retain_graph=True),
+                                torch.autograd.grad(loss(*expected), (hidden, weight), retain_graph=True)):
             close(ours, theirs, 1e-11)
 
 
 def test_linear_logprobs_gradcheck():
-    hidden, weight, bias, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
-    assert torch.autograd.gradcheck(lambda h, w, b: losses.linear_logprobs(
-        h, w, targets, bias=b, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
-        entropy=True, chunk=3), (hidden, weight, bias))
+    hidden, weight, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
+    assert torch.autograd.gradcheck(lambda h, w: losses.linear_logprobs(
+        h, w, targets, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
+        entropy=True, chunk=3), (hidden, weight))
 
 
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
-    hidden, weight, _, targets, banned, _ = head_case(dtype=torch.float32)
+    hidden, weight, targets, banned, _ = head_case(dtype=torch.float32)
     targets[2] = 8
     logp, entropy = losses.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -450,9 +447,9 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
 
 
 def test_linear_logprobs_from_bf16_are_not_rounded():
-    hidden, weight, _, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
+    hidden, weight, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
     logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=1)      # 200 terms of the weight's gradient to add
-    expected, _ = naive_distribution(hidden, weight, None, 1.0, None, None, None)
+    expected, _ = naive_distribution(hidden, weight, 1.0, None, None, None)
     assert logp.dtype == torch.float32
     close(logp, expected.gather(1, targets[:, None])[:, 0], 2e-5)
     ours = torch.autograd.grad(logp.sum(), (hidden, weight))
@@ -479,9 +476,8 @@ class LargestTensor(TorchDispatchMode):
 def test_full_logits_never_exist(function):
     chunk, vocab = 8, 1000
     for n in (64, 256):
-        hidden, weight, bias, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
-        options = dict(bias=bias, temperature=0.7, banned=banned, row_banned=row_banned,
-                       row_banned_ids=torch.tensor([1]), chunk=chunk)
+        hidden, weight, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
+        options = dict(temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
         with LargestTensor() as forward:
             if function == "full_kl":
                 result = losses.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
@@ -494,17 +490,17 @@ def test_full_logits_never_exist(function):
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_full_kl_equals_naive(chunk):
-    hidden, weight, bias, _, banned, row_banned = head_case()
-    ref_hidden, ref_weight, ref_bias, *_ = head_case(seed=1)
+    hidden, weight, _, banned, row_banned = head_case()
+    ref_hidden, ref_weight, *_ = head_case(seed=1)
     ids = torch.tensor([1, 2])
-    logp, out = naive_distribution(hidden, weight, bias, 0.7, banned, row_banned, ids)
-    ref, _ = naive_distribution(ref_hidden, ref_weight, ref_bias, 0.7, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, 0.7, banned, row_banned, ids)
+    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, row_banned, ids)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
-    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, bias=bias, ref_bias=ref_bias, temperature=0.7,
-                            banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
+                            row_banned_ids=ids, chunk=chunk)
     close(actual, expected, 1e-12)
     g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight, bias)) for kl in (actual, expected))
+    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight)) for kl in (actual, expected))
     for a, b in zip(ours, theirs):
         close(a, b, 1e-11)
     assert not losses.full_kl(hidden, hidden, weight, weight, banned=banned).any()
@@ -512,7 +508,7 @@ def test_full_kl_equals_naive(chunk):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_log_probs_and_draws_on_a_gpu():
-    hidden, weight, _, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
+    hidden, weight, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
     on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
     expected, _ = losses.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
     actual, _ = losses.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
