@@ -1876,8 +1876,7 @@ def rollout_metrics(samples: Samples) -> dict[str, float]:
         metrics["train/kl"] = samples.kl.mean()
     if samples.values is not None:
         metrics["train/values"] = samples.values.mean()
-        metrics["train/explained_variance"] = losses.explained_variance(
-            samples.values, samples.returns, torch.ones(len(samples.values)))
+        metrics["train/explained_variance"] = losses.explained_variance(samples.values, samples.returns)
     return {name: float(value) for name, value in metrics.items()}
 
 

@@ -94,9 +94,10 @@ def test_masked_whiten():
 ])
 def test_group_scores_golden(estimator, expected):
     scores, group = TWO_GROUPS
-    close(losses.group_scores(scores, group, estimator), expected, 3e-6)
+    lengths = torch.ones(8)
+    close(losses.group_scores(scores, group, estimator, lengths), expected, 3e-6)
     shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
-    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator)
+    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator, lengths)
     close(shuffled, torch.tensor(expected)[shuffle], 3e-6)
 
 
@@ -135,23 +136,17 @@ def test_equal_scores_give_exactly_zero(estimator):
     empty = torch.zeros(3, dtype=torch.int64)                                        # three responses of no tokens
     assert losses.group_scores(torch.tensor([0.0, 1, 1]), empty, estimator, empty).isfinite().all()
     if estimator != "cpgd":
-        with pytest.raises(ValueError, match="1 of 2 groups have only one .the first is group 4."):
+        with pytest.raises(ValueError, match="group 4 has only one"):
             losses.group_scores(torch.ones(3), torch.tensor([4, 7, 7]), estimator, torch.ones(3))
 
 
-def test_remax_and_missing_arguments():
-    scores, group = TWO_GROUPS
-    close(losses.group_scores(scores, group, "remax", baseline_scores=torch.full((8,), 0.25)), scores - 0.25)
-    for estimator in ("remax", "opo", "other"):
-        with pytest.raises(ValueError, match=estimator):
-            losses.group_scores(scores, group, estimator)
+def test_an_unknown_estimator():
+    with pytest.raises(ValueError, match="'other'"):
+        losses.group_scores(*TWO_GROUPS, "other", torch.ones(8))
 
 
 def test_overlong_penalty():
     close(losses.overlong_penalty(torch.tensor([0, 80, 85, 100]), 100, 20, 2.0), [0, 0, -0.5, -2])
-    for buffer in (0, 101):
-        with pytest.raises(ValueError, match=f"{buffer} tokens"):
-            losses.overlong_penalty(torch.ones(1), 100, buffer, 1.0)
 
 
 def test_running_moments_and_score_normalisation():
@@ -166,8 +161,9 @@ def test_running_moments_and_score_normalisation():
     assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
     close(losses.normalize_scores(torch.tensor([3.0, 3.0]), resumed), [0, 0])
     assert resumed.state_dict()["count"] == 7
-    close(losses.normalize_scores(torch.tensor([3.0]), resumed, subtract_mean=False), [3 / resumed.std])
-    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments(), subtract_mean=False), [0.1] * 4)
+    close(losses.normalize_scores(torch.tensor([4.0]), resumed, update=False), [1 / resumed.std])
+    assert resumed.state_dict()["count"] == 7
+    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments()), [0] * 4)             # not 0 / 0
 
 
 def test_kl_controller():
@@ -183,16 +179,14 @@ def test_kl_controller():
     resumed.load_state_dict(adaptive.state_dict())
     resumed.update(0.0, 100)
     assert resumed.value == pytest.approx(0.101 * 1.02 * 0.98)
-    with pytest.raises(ValueError, match="5000 samples"):
-        resumed.update(0.0, 5000)
 
 
 def test_explained_variance():
-    returns, mask = torch.tensor([[1.0, 2, 9], [3, 4, 9]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
-    assert losses.explained_variance(returns, returns, mask) == 1
-    close(losses.explained_variance(torch.zeros(2, 3), returns, mask), 0)
-    close(losses.explained_variance(returns / 2, returns, mask), 0.75)
-    assert losses.explained_variance(returns, torch.ones(2, 3), mask) == 0
+    returns = torch.tensor([1.0, 2, 3, 4])
+    assert losses.explained_variance(returns, returns) == 1
+    close(losses.explained_variance(torch.zeros(4), returns), 0)
+    close(losses.explained_variance(returns / 2, returns), 0.75)
+    assert losses.explained_variance(returns, torch.ones(4)) == losses.explained_variance(returns[:1], returns[:1]) == 0
 
 
 # Losses
@@ -244,6 +238,9 @@ def test_policy_loss_golden():
     loss, stats = packed_loss("ppo", mask=keep)
     close(loss, -.60326535)
     assert int(stats["clipped_high"]) == 1 and int(stats["clipped_low"]) == 0
+    logp, old = torch.tensor([-60, -0.5]), torch.tensor([-60, -0.5000036])         # gspo: one ratio, not rounded like logp
+    _, stats = losses.policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
+    close(stats["ratio"], 2 * math.exp(1.8e-6), 3e-7)
 
 
 @pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
@@ -298,8 +295,6 @@ def test_policy_loss_clips_and_refusals():
     assert ppo(-1.0, dual_clip=3.0) == (3.0, 1)
     assert ppo(-1.0) == ppo(-1.0, dual_clip=0) == (pytest.approx(math.exp(2)), 0)
     assert ppo(1.0, dual_clip=3.0) == (pytest.approx(-1.28), 0)                                     # clip-higher
-    with pytest.raises(ValueError, match="must exceed 1"):
-        ppo(-1.0, dual_clip=0.5)
     with pytest.raises(ValueError, match="unknown policy loss 'other'"):
         losses.policy_loss("other", LOGP, OLD, ADV, SEQ, 2, 0.2, 0.2)
 
@@ -367,8 +362,6 @@ def test_kl_golden_and_straight_through_gradients():
         straight = losses.kl_penalty(kind + "+", logp, OLD)
         close(straight, values)
         close(torch.autograd.grad(straight.sum(), logp)[0], LOGP - OLD)                # the gradient of k2
-    for alias, kind in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
-        assert torch.equal(losses.kl_penalty(alias, LOGP, OLD), losses.kl_penalty(kind, LOGP, OLD))
     small = losses.kl_penalty("k3", torch.tensor([1e-4]), torch.zeros(1))
     torch.testing.assert_close(small, torch.tensor([5e-9]), rtol=2e-3, atol=0)     # the literal form gives 0 or 1e-8
     assert losses.kl_penalty("k3", torch.tensor([-90.0]), torch.zeros(1)) == 10
