@@ -150,14 +150,13 @@ def fail_together(problem: str | None) -> None:
 
 
 def gather_samples(local: Samples) -> Samples:
-    """All ranks' samples, ordered by (prompt, sample number): the same on every rank, at any world size."""
+    """All ranks' samples, not yet scored, ordered by (prompt, sample number): the same on every rank, at any world size."""
     parts: dict[str, torch.Tensor] = {}
     for f in fields(local):
         value = getattr(local, f.name)
         if isinstance(value, torch.Tensor):
             parts[f.name] = torch.cat(all_gather_ragged(value))
-    components = {k: torch.cat(all_gather_ragged(v)) for k, v in local.components.items()}
-    joined = Samples(**parts, components=components)
+    joined = Samples(**parts)
     return joined.select(torch.from_numpy(np.lexsort((joined.number.numpy(), joined.group.numpy()))))
 
 
@@ -221,8 +220,9 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 
 def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
     """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set i has the time
-    (j + 1/2) / weight i: shares are exact at every moment, and a longer plan begins like a shorter one."""
-    counts = [math.ceil(draws * weight / sum(weights)) + 1 for weight in weights]
+    (j + 1/2) / weight i: shares are kept at every moment, and a longer plan begins like a shorter one."""
+    # At any time each other set may be half a draw behind its share, all of which are this one's then.
+    counts = [math.ceil(draws * weight / sum(weights)) + len(weights) // 2 + 1 for weight in weights]
     which = np.repeat(np.arange(len(weights)), counts)
     number = np.concatenate([np.arange(0), *map(np.arange, counts)])
     order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
@@ -318,9 +318,8 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
         bins: list[list[Block]] = []
         room: list[int] = []
         for i in sorted(part, key=lambda i: (-sizes[i], i)):                                   # first fit decreasing
-            slot = next((b for b, free in enumerate(room) if sizes[i] <= free), None)
-            if slot is None:
-                slot = len(bins)
+            slot = next((b for b, free in enumerate(room) if sizes[i] <= free), len(bins))
+            if slot == len(bins):
                 bins.append([])
                 room.append(max_tokens)
             bins[slot].append(blocks[i])
