@@ -201,16 +201,12 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """
     sets: list[tuple[str, float | None]] = []
     for part in filter(None, map(str.strip, spec.split(","))):
-        path, colon, text = part.rpartition(":")
-        if not colon or "/" in text:                                            # no weight, or a colon in a folder's name
-            path, weight = part, None
-        else:
-            try:
-                weight = float(text)
-            except ValueError as error:
-                raise ValueError(f"{spec}: {text!r} is no number; expected files separated by commas, all of them or none "
-                                 "with a weight, as in a.jsonl:0.7,b.jsonl:0.3") from error
-        sets.append((path, weight))
+        path, colon, text = part.rpartition(":")                        # where a / follows, it belongs to a folder's name
+        try:
+            sets.append((path, float(text)) if colon and "/" not in text else (part, None))
+        except ValueError as error:
+            raise ValueError(f"{spec}: {text!r} is no number; expected files separated by commas, all of them or none "
+                             "with a weight, as in a.jsonl:0.7,b.jsonl:0.3") from error
     given = [weight for _, weight in sets if weight is not None]
     if (spec and not sets) or len(given) not in (0, len(sets)) or not all(path for path, _ in sets) \
             or not all(0 < weight < math.inf for weight in given):
