@@ -460,7 +460,7 @@ class Judge(nn.Module):
 
 def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
-    judge, problem, args = None, None, run.args.model
+    problem, args = None, run.args.model
     try:
         model = skeleton(processor.config, sees_pixels=args.train_vision)
         if not args.train_vision:
@@ -793,7 +793,8 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
 def judgement_record(judge: dict, index: int, example: Example, text: str, loss: float,
                      chances: dict[str, float]) -> dict:
     """One JSON-ready record of the evaluation."""
-    words = None if example.kind == "response" else judge["kinds"][example.kind]["verdicts"]
+    # The right word too: of a judge that was trained on no scores, or on others, none is known.
+    words = None if example.kind == "response" else [*judge["kinds"][example.kind]["verdicts"], example.verdict]
     return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source,
                      "kind": example.kind, "images": list(example.prompt.images),
                      "question": user_text(example.prompt.messages)},
@@ -871,16 +872,15 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
     log.update(step, {"loss": loss})
     if run.rank or not every or (step % every and step != run.args.update.steps):
         return
-    records, pictures = [], []
+    records = []
     for group, number, logp in zip(samples.group.tolist(), samples.number.tolist(), samples.split(logprobs)):
-        prompt, target = examples[group][number].prompt, examples[group][number].text
-        records.append({"row": prompt.source, "order": examples[group][number].order, "images": list(prompt.images),
-                        "question": user_text(prompt.messages), "target": target,
+        example = examples[group][number]
+        records.append({"row": example.prompt.source, "order": example.order, "images": list(example.prompt.images),
+                        "question": user_text(example.prompt.messages), "target": example.text,
                         "nats_per_token": f"{-float(logp.mean()):.3f}"})
-    for record in records[:run.args.run.log_samples]:
-        pictures.append(draw_sample(read_frames(record["images"], 6), record["question"],
-                                    record["target"], f"{record['nats_per_token']} nats per token"))
-    log.samples(step, records, pictures)
+    log.samples(step, records, [draw_sample(read_frames(record["images"], 6), record["question"], record["target"],
+                                            f"{record['nats_per_token']} nats per token")
+                                for record in records[:run.args.run.log_samples]])
 
 
 if __name__ == "__main__":

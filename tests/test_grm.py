@@ -369,6 +369,13 @@ def test_verdicts():
     assert grm.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
 
 
+def test_a_right_score_is_right_where_no_scores_are_known(env):
+    """A checkpoint that nobody trained as a judge, by --eval_only."""
+    example = next(example for example in env.held_out if example.kind == "score")
+    read = lambda text: grm.judgement_record(settings(), 0, example, text, 0.0, {})["predicted_answer"]  # noqa: E731
+    assert example.verdict == "4" and read("<answer>4.0</answer>") == "4" and read("<answer>5</answer>") is None
+
+
 def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
     return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
             "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3}
