@@ -11,6 +11,7 @@ M image tokens, P prompt tokens. Pictures and their features stay on the rank th
 `exchange_features`. Nothing here knows about losses or models.
 """
 
+import heapq
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -285,22 +286,23 @@ def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, gr
 
 
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first (Graham 1969)."""
-    loads, parts = [0.0] * bins, [[] for _ in range(bins)]
+    """Indices of ``costs`` in ``bins`` lists of nearly equal sum, the largest first, by longest processing time first (Graham
+    1969)."""
+    heap: list[tuple[float, int, list[int]]] = [(0.0, b, []) for b in range(bins)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        lightest = min(range(bins), key=lambda b: (loads[b], b))
-        parts[lightest].append(i)
-        loads[lightest] += costs[i]
-    return parts
+        load, b, part = heap[0]                                                                # the lightest
+        part.append(i)
+        heapq.heapreplace(heap, (load + costs[i], b, part))
+    return [part for *_, part in sorted(heap, reverse=True)]
 
 
 def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block], world: int, max_tokens: int,
                hidden_size: int) -> list[list[list[Block]]]:
-    """Partition blocks over ranks and cut each rank's share into packs of at most ``max_tokens`` tokens.
+    """Partition blocks over ranks, and each rank's share into packs of at most ``max_tokens`` tokens (or of one block).
 
     Returns:
-        packs[rank][k] = list of blocks; all ranks have the same number of packs, the surplus ones empty, because every
-        pack is one collective forward and backward.
+        packs[rank][k] = list of blocks; all ranks have the same number of packs, some may be empty, because every pack is
+        one collective forward and backward. Packs of one k cost about the same: ranks wait for each other in every layer.
     """
     lengths = samples.lengths.tolist()
     sizes = [prompt_lengths[group] + sum(lengths[i] for i in members) for group, members in blocks]
@@ -309,20 +311,13 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
         prompt = prompt_lengths[group]
         scores = prompt ** 2 / 2 + sum(lengths[i] * (prompt + lengths[i] / 2) for i in members)
         costs.append(size + scores / (6 * hidden_size))     # attention next to the 24 H^2 operations of a token's layer
-    packs: list[list[list[Block]]] = []
-    for part in balanced_partition(costs, world):
-        bins: list[list[Block]] = []
-        room: list[int] = []
-        for i in sorted(part, key=lambda i: (-sizes[i], i)):                                   # first fit decreasing
-            slot = next((b for b, free in enumerate(room) if sizes[i] <= free), len(bins))
-            if slot == len(bins):
-                bins.append([])
-                room.append(max_tokens)
-            bins[slot].append(blocks[i])
-            room[slot] -= sizes[i]
-        packs.append(bins)
-    most = max(len(bins) for bins in packs)
-    return [bins + [[] for _ in range(most - len(bins))] for bins in packs]
+    parts = balanced_partition(costs, world)
+    count = max(min(len(part), -(-sum(sizes[i] for i in part) // max_tokens)) for part in parts)
+    while True:
+        packs = [[[part[k] for k in pack] for pack in balanced_partition([costs[i] for i in part], count)] for part in parts]
+        if all(len(pack) < 2 or sum(sizes[i] for i in pack) <= max_tokens for own in packs for pack in own):
+            return [[[blocks[i] for i in pack] for pack in own] for own in packs]
+        count += 1
 
 
 # ---------------------------------------------------------------------------------------------------------------------
