@@ -286,14 +286,13 @@ def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, gr
 
 
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``bins`` lists of nearly equal sum, the largest first, by longest processing time first (Graham
-    1969)."""
+    """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first (Graham 1969)."""
     heap: list[tuple[float, int, list[int]]] = [(0.0, b, []) for b in range(bins)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         load, b, part = heap[0]                                                                # the lightest
         part.append(i)
         heapq.heapreplace(heap, (load + costs[i], b, part))
-    return [part for *_, part in sorted(heap, reverse=True)]
+    return [part for *_, part in heap]
 
 
 def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block], world: int, max_tokens: int,
@@ -302,7 +301,7 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
 
     Returns:
         packs[rank][k] = list of blocks; all ranks have the same number of packs, some may be empty, because every pack is
-        one collective forward and backward. Packs of one k cost about the same: ranks wait for each other in every layer.
+        one collective forward and backward. Packs of one k are alike: the ranks wait for each other in every layer.
     """
     lengths = samples.lengths.tolist()
     sizes = [prompt_lengths[group] + sum(lengths[i] for i in members) for group, members in blocks]
@@ -314,10 +313,12 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
     parts = balanced_partition(costs, world)
     count = max(min(len(part), -(-sum(sizes[i] for i in part) // max_tokens)) for part in parts)
     while True:
-        packs = [[[part[k] for k in pack] for pack in balanced_partition([costs[i] for i in part], count)] for part in parts]
+        packs = [[[part[k] for k in pack] for pack in balanced_partition([sizes[i] for i in part], count)] for part in parts]
         if all(len(pack) < 2 or sum(sizes[i] for i in pack) <= max_tokens for own in packs for pack in own):
-            return [[[blocks[i] for i in pack] for pack in own] for own in packs]
+            break
         count += 1
+    costly_first = [sorted(own, key=lambda pack: -sum(costs[i] for i in pack)) for own in packs]
+    return [[[blocks[i] for i in pack] for pack in own] for own in costly_first]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -295,13 +295,13 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_packs_are_even_and_as_few_as_that_allows(seed, world):
-    """Sizes as costs: packs of a rank differ by a block at most; one pack less, and one would be too long."""
+    """Packs of a rank differ by a block at most; one pack less, and one of them would be too long."""
     rng = np.random.default_rng(seed)
     samples = random_samples(rng)
     prompts = rng.integers(1, 20, 6).tolist()
     budget = max(prompts) + 9 + int(rng.integers(0, 40))
     blocks = make_blocks(samples, prompts, budget, share=bool(seed % 2))
-    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=10 ** 9)
+    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
     sizes = [[[block_size(samples, prompts, block) for block in pack] for pack in part] for part in packs]
     largest = [max((max(pack) for pack in part if pack), default=0) for part in sizes]
     totals, count = [sum(map(sum, part)) for part in sizes], len(packs[0])
