@@ -175,17 +175,17 @@ def exchange_features(features: dict[int, torch.Tensor], owners: list[int], need
         the features of every prompt in ``needed[rank]`` that has images.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    send = [[p for p in sorted(needed[r]) if p in shapes and owners[p] == rank and r != rank] for r in range(world)]
-    receive = [[p for p in sorted(needed[rank]) if p in shapes and owners[p] == r and r != rank] for r in range(world)]
+    moved = lambda a, b: [p for p in sorted(needed[b]) if p in shapes and owners[p] == a != b]  # noqa: E731
+    send, receive = [moved(rank, r) for r in range(world)], [moved(r, rank) for r in range(world)]
     result = {p: features[p] for p in needed[rank] if p in shapes and owners[p] == rank}
     if world == 1:
         return result
-    count = [sum(int(np.prod(shapes[p])) for p in prompts) for prompts in receive]
+    sent, received = ([sum(math.prod(shapes[p]) for p in prompts) for prompts in lists] for lists in (send, receive))
     outgoing = torch.cat([torch.empty(0, dtype=dtype)] + [features[p].flatten() for prompts in send for p in prompts])
-    incoming = torch.empty(sum(count), dtype=dtype)
-    dist.all_to_all_single(incoming, outgoing, count, [sum(features[p].numel() for p in prompts) for prompts in send])
-    arrived = [p for prompts in receive for p in prompts]
-    pieces = incoming.split([int(np.prod(shapes[p])) for p in arrived])
+    incoming = torch.empty(sum(received), dtype=dtype)
+    dist.all_to_all_single(incoming, outgoing, received, sent)
+    arrived = sum(receive, [])
+    pieces = incoming.split([math.prod(shapes[p]) for p in arrived])
     return result | {p: piece.view(shapes[p]) for p, piece in zip(arrived, pieces)}
 
 
