@@ -240,6 +240,8 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
     Returns:
         stats, 0-d and detached: clipped_high, clipped_low, clipped_dual (counts), ratio (sum; gspo: of the sequence's),
         approx_kl (sum; KL(old | policy) by k3), ratio_max.
+    Raises:
+        ValueError: unknown loss.
     """
     keep = torch.ones_like(adv, dtype=torch.bool) if mask is None else mask.bool()
     up, down = adv > 0, adv < 0
@@ -257,7 +259,7 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
             terms = torch.where(down, torch.minimum(terms, -dual_clip * adv), terms)
     elif loss == "cpgd":
         bound_high = old + math.log1p(clip_high)
-        bound_low = old + math.log1p(-clip_low) if clip_low < 1 else torch.full_like(old, -math.inf)
+        bound_low = old + (math.log1p(-clip_low) if clip_low < 1 else -math.inf)
         terms = -adv * torch.where(up, torch.minimum(logp, bound_high), torch.maximum(logp, bound_low))
         high, low = up & (logp > bound_high), down & (logp < bound_low)
     elif loss == "gmpo":
