@@ -45,6 +45,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features, fail_together,
@@ -413,7 +414,7 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     Raises:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
-    args, problem, loaded, weights = run.args, None, {"data": [], "eval_data": []}, []
+    args, problem, loaded = run.args, None, {"data": [], "eval_data": []}
     try:
         folder = resolve_folder(args.model.model, weights=not run.args.run.dry_run)
         processor = Processor(str(folder), args.data.min_pixels, args.data.max_pixels, args.data.video_frames,
@@ -422,10 +423,9 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
             processor.files["judge"], {kind: getattr(args.data, f"{kind}_template") for kind in JUDGEMENTS},
             args.data.system_instruction, args.data.verdict)
         for name, limit in (("data", args.data.max_rows), ("eval_data", args.data.max_eval_rows)):
-            for k, (path, weight) in enumerate(parse_datasets(getattr(args.data, name))):
+            for k, (path, _) in enumerate(parse_datasets(getattr(args.data, name))):
                 examples, skipped = load_examples(path, k, args, processor, limit)
                 loaded[name].append(examples)
-                weights += [weight] if name == "data" else []
                 if skipped and run.rank == 0:
                     print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
         judge = processor.files["judge"]
@@ -441,7 +441,7 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
         for example in part:                                  # the targets of a prompt share its copy in a packed row
             groups.setdefault((example.prompt.text, example.prompt.images), []).append(example)
         datasets.append(list(groups.values()))
-    weights = [float(len(part)) if weight is None else weight for part, weight in zip(datasets, weights)]
+    weights = [weight or float(len(part)) for part, (_, weight) in zip(datasets, parse_datasets(args.data.data))]
     return processor, datasets, weights, [example for part in loaded["eval_data"] for example in part]
 
 
@@ -460,7 +460,7 @@ class Judge(nn.Module):
 
 def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
-    judge, problem, args = None, None, run.args.model
+    problem, args = None, run.args.model
     try:
         model = skeleton(processor.config, sees_pixels=args.train_vision)
         if not args.train_vision:
@@ -630,11 +630,11 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
 def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: StepPrompts, samples: Samples,
            step: int) -> tuple[dict[str, float], torch.Tensor]:
     """One optimizer step on the mean of -log p over all target tokens of all ranks. Also returns logp (N,)."""
-    lr, tokens = run.args.update.lr * lr_factor(step, run.args.update), max(1, len(samples.tokens))
+    lr, tokens = run.args.update.lr * lr_factor(step, run.args.update), len(samples.tokens)
     judge.train()
     if not judge.model.sees_pixels:
         compute_features(run, judge, prompts)
-    done, logprobs = [], torch.zeros(len(samples.tokens))
+    done, logprobs = [], torch.zeros(tokens)
     for row, attention in packed_rows(run, judge.model, prompts, samples):
         logp = judge(row, attention)                                                                           # (T,)
         (-logp.sum() * (run.world / tokens)).backward()                       # FSDP averages gradients over ranks
@@ -644,7 +644,7 @@ def update(run: Run, judge: Judge, optimizer: torch.optim.Optimizer, prompts: St
     dist.all_reduce(logprobs)
     norm, applied = apply_gradients(run, judge, optimizer, lr)
     loss = -float(logprobs.double().sum()) / tokens
-    metrics = {"train/lr": lr, "train/skipped": float(not applied), "train/tokens": len(samples.tokens),
+    metrics = {"train/lr": lr, "train/skipped": float(not applied), "train/tokens": tokens,
                "train/examples": len(samples), "train/grad_norm": norm if applied else 0.0}
     return metrics | ({"train/loss": loss} if math.isfinite(loss) else {}), logprobs          # JSON has no NaN
 
@@ -681,12 +681,13 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     """Judge every held-out example once over all ranks, in words and by the likelihood of every verdict; write
     <out>/eval/eval_result_{step}.json; return the eval/ metrics."""
     started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
+    torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
         for start in range(0, len(order), run.args.update.prompts_per_step):
             chunk = order[start:start + run.args.update.prompts_per_step]
             prompts = loader.collect(*loader.submit([examples[i].prompt for i in chunk], chunk))
-            own = generate(run, processor, judge, prompts, step)
+            own = generate(run, processor, judge, prompts)
             texts = {int(g): text for part in all_gather_json(own) for g, text in part.items()}
             scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)
             records += [judgement_record(processor.files["judge"], chunk[g], examples[chunk[g]], texts[g], *scores[g])
@@ -734,7 +735,7 @@ def score_verdicts(run: Run, processor: Processor, judge: Judge, examples: list[
             for g, own in sums.items()}
 
 
-def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts, step: int) -> dict[int, str]:
+def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts) -> dict[int, str]:
     """This rank's judgements in words, by Hugging Face's `generate` in batches padded on the left."""
     args, model, tokenizer = run.args.eval, judge.model, processor.tokenizer
     own = [g for g, owner in enumerate(prompts.owners) if owner == run.rank and g not in prompts.dropped]
@@ -743,15 +744,12 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
     sampling = {} if greedy else {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": 0}
     texts: dict[int, str] = {}
     judge.eval()
-    torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     with unsharded(judge), plain_attention(model):
         for start in range(0, len(own), args.eval_batch):
             batch = own[start:start + args.eval_batch]
-            longest = max(prompts.lengths[g] for g in batch)
-            ids, mask = torch.full((len(batch), longest), pad), torch.zeros(len(batch), longest, dtype=torch.int64)
-            for k, g in enumerate(batch):
-                ids[k, longest - prompts.lengths[g]:] = prompts.prompts[g].input_ids
-                mask[k, longest - prompts.lengths[g]:] = 1
+            asked = [prompts.prompts[g].input_ids for g in batch]
+            ids = pad_sequence(asked, batch_first=True, padding_value=pad, padding_side="left")                # (b, longest)
+            mask = pad_sequence(list(map(torch.ones_like, asked)), batch_first=True, padding_side="left")
             inputs = {"input_ids": ids, "attention_mask": mask} | token_types(model.config, ids)
             if pictures := [prompts.patches[g] for g in batch if g in prompts.patches]:
                 items = sum((prompts.prompts[g].grids for g in batch), ())
@@ -760,7 +758,7 @@ def generate(run: Run, processor: Processor, judge: Judge, prompts: StepPrompts,
                 **{name: value.to(run.device) for name, value in inputs.items()}, do_sample=not greedy, **sampling,
                 max_new_tokens=args.eval_max_new_tokens, eos_token_id=list(processor.stop_ids), pad_token_id=pad,
                 suppress_tokens=list(processor.banned_ids), use_cache=True, synced_gpus=False)
-            texts |= zip(batch, tokenizer.batch_decode(tokens[:, longest:], skip_special_tokens=True))
+            texts |= zip(batch, tokenizer.batch_decode(tokens[:, ids.shape[1]:], skip_special_tokens=True))
     return texts
 
 
@@ -795,7 +793,8 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
 def judgement_record(judge: dict, index: int, example: Example, text: str, loss: float,
                      chances: dict[str, float]) -> dict:
     """One JSON-ready record of the evaluation."""
-    words = None if example.kind == "response" else judge["kinds"][example.kind]["verdicts"]
+    # The right word too: of a judge that was trained on no scores, or on others, none is known.
+    words = None if example.kind == "response" else [*judge["kinds"][example.kind]["verdicts"], example.verdict]
     return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source,
                      "kind": example.kind, "images": list(example.prompt.images),
                      "question": user_text(example.prompt.messages)},
@@ -873,16 +872,15 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
     log.update(step, {"loss": loss})
     if run.rank or not every or (step % every and step != run.args.update.steps):
         return
-    records, pictures = [], []
+    records = []
     for group, number, logp in zip(samples.group.tolist(), samples.number.tolist(), samples.split(logprobs)):
-        prompt, target = examples[group][number].prompt, examples[group][number].text
-        records.append({"row": prompt.source, "order": examples[group][number].order, "images": list(prompt.images),
-                        "question": user_text(prompt.messages), "target": target,
+        example = examples[group][number]
+        records.append({"row": example.prompt.source, "order": example.order, "images": list(example.prompt.images),
+                        "question": user_text(example.prompt.messages), "target": example.text,
                         "nats_per_token": f"{-float(logp.mean()):.3f}"})
-    for record in records[:run.args.run.log_samples]:
-        pictures.append(draw_sample(read_frames(record["images"], 6), record["question"],
-                                    record["target"], f"{record['nats_per_token']} nats per token"))
-    log.samples(step, records, pictures)
+    log.samples(step, records, [draw_sample(read_frames(record["images"], 6), record["question"], record["target"],
+                                            f"{record['nats_per_token']} nats per token")
+                                for record in records[:run.args.run.log_samples]])
 
 
 if __name__ == "__main__":

@@ -1856,8 +1856,7 @@ def rollout_metrics(samples: Samples) -> dict[str, float]:
         metrics["train/kl"] = samples.kl.mean()
     if samples.values is not None:
         metrics["train/values"] = samples.values.mean()
-        metrics["train/explained_variance"] = losses.explained_variance(
-            samples.values, samples.returns, torch.ones(len(samples.values)))
+        metrics["train/explained_variance"] = losses.explained_variance(samples.values, samples.returns)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -2400,7 +2399,7 @@ class RolloutEngine:
         """Draw the next token of ``slots`` (b,) from the last hidden states (b, H), and see whether it is the last one."""
         actor, args, count = self.actor, self.args, self.count[slots]
         too_short = count < args.min_new_tokens if args.min_new_tokens else None
-        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, None, actor.temperature, actor.banned, too_short,
+        logits = losses.logits_fp32(hidden, actor.model.lm_head.weight, actor.temperature, actor.banned, too_short,
                                     actor.stop_ids)                                                                    # (b, V)
         if self.greedy:
             ids = logits.argmax(dim=-1)

@@ -11,6 +11,7 @@ M image tokens, P prompt tokens. Pictures and their features stay on the rank th
 `exchange_features`. Nothing here knows about losses or models.
 """
 
+import heapq
 import json
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -150,14 +151,13 @@ def fail_together(problem: str | None) -> None:
 
 
 def gather_samples(local: Samples) -> Samples:
-    """All ranks' samples, ordered by (prompt, sample number): the same on every rank, at any world size."""
+    """All ranks' samples, not yet scored, ordered by (prompt, sample number): the same on every rank, at any world size."""
     parts: dict[str, torch.Tensor] = {}
     for f in fields(local):
         value = getattr(local, f.name)
         if isinstance(value, torch.Tensor):
             parts[f.name] = torch.cat(all_gather_ragged(value))
-    components = {k: torch.cat(all_gather_ragged(v)) for k, v in local.components.items()}
-    joined = Samples(**parts, components=components)
+    joined = Samples(**parts)
     return joined.select(torch.from_numpy(np.lexsort((joined.number.numpy(), joined.group.numpy()))))
 
 
@@ -175,17 +175,17 @@ def exchange_features(features: dict[int, torch.Tensor], owners: list[int], need
         the features of every prompt in ``needed[rank]`` that has images.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    send = [[p for p in sorted(needed[r]) if p in shapes and owners[p] == rank and r != rank] for r in range(world)]
-    receive = [[p for p in sorted(needed[rank]) if p in shapes and owners[p] == r and r != rank] for r in range(world)]
+    moved = lambda a, b: [p for p in sorted(needed[b]) if p in shapes and owners[p] == a != b]  # noqa: E731
+    send, receive = [moved(rank, r) for r in range(world)], [moved(r, rank) for r in range(world)]
     result = {p: features[p] for p in needed[rank] if p in shapes and owners[p] == rank}
     if world == 1:
         return result
-    count = [sum(int(np.prod(shapes[p])) for p in prompts) for prompts in receive]
+    sent, received = ([sum(math.prod(shapes[p]) for p in prompts) for prompts in lists] for lists in (send, receive))
     outgoing = torch.cat([torch.empty(0, dtype=dtype)] + [features[p].flatten() for prompts in send for p in prompts])
-    incoming = torch.empty(sum(count), dtype=dtype)
-    dist.all_to_all_single(incoming, outgoing, count, [sum(features[p].numel() for p in prompts) for prompts in send])
-    arrived = [p for prompts in receive for p in prompts]
-    pieces = incoming.split([int(np.prod(shapes[p])) for p in arrived])
+    incoming = torch.empty(sum(received), dtype=dtype)
+    dist.all_to_all_single(incoming, outgoing, received, sent)
+    arrived = sum(receive, [])
+    pieces = incoming.split([math.prod(shapes[p]) for p in arrived])
     return result | {p: piece.view(shapes[p]) for p, piece in zip(arrived, pieces)}
 
 
@@ -202,16 +202,12 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """
     sets: list[tuple[str, float | None]] = []
     for part in filter(None, map(str.strip, spec.split(","))):
-        path, colon, text = part.rpartition(":")
-        if not colon or "/" in text:                                            # no weight, or a colon in a folder's name
-            path, weight = part, None
-        else:
-            try:
-                weight = float(text)
-            except ValueError as error:
-                raise ValueError(f"{spec}: {text!r} is no number; expected files separated by commas, all of them or none "
-                                 "with a weight, as in a.jsonl:0.7,b.jsonl:0.3") from error
-        sets.append((path, weight))
+        path, colon, text = part.rpartition(":")                        # where a / follows, it belongs to a folder's name
+        try:
+            sets.append((path, float(text)) if colon and "/" not in text else (part, None))
+        except ValueError as error:
+            raise ValueError(f"{spec}: {text!r} is no number; expected files separated by commas, all of them or none "
+                             "with a weight, as in a.jsonl:0.7,b.jsonl:0.3") from error
     given = [weight for _, weight in sets if weight is not None]
     if (spec and not sets) or len(given) not in (0, len(sets)) or not all(path for path, _ in sets) \
             or not all(0 < weight < math.inf for weight in given):
@@ -221,8 +217,9 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 
 def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
     """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set i has the time
-    (j + 1/2) / weight i: shares are exact at every moment, and a longer plan begins like a shorter one."""
-    counts = [math.ceil(draws * weight / sum(weights)) + 1 for weight in weights]
+    (j + 1/2) / weight i: shares are kept at every moment, and a longer plan begins like a shorter one."""
+    # At any time each other set may be half a draw behind its share, all of which are this one's then.
+    counts = [math.ceil(draws * weight / sum(weights)) + len(weights) // 2 + 1 for weight in weights]
     which = np.repeat(np.arange(len(weights)), counts)
     number = np.concatenate([np.arange(0), *map(np.arange, counts)])
     order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
@@ -290,21 +287,21 @@ def make_blocks(samples: Samples, prompt_lengths: list[int], max_tokens: int, gr
 
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
     """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first (Graham 1969)."""
-    loads, parts = [0.0] * bins, [[] for _ in range(bins)]
+    heap: list[tuple[float, int, list[int]]] = [(0.0, b, []) for b in range(bins)]
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        lightest = min(range(bins), key=lambda b: (loads[b], b))
-        parts[lightest].append(i)
-        loads[lightest] += costs[i]
-    return parts
+        load, b, part = heap[0]                                                                # the lightest
+        part.append(i)
+        heapq.heapreplace(heap, (load + costs[i], b, part))
+    return [part for *_, part in heap]
 
 
 def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block], world: int, max_tokens: int,
                hidden_size: int) -> list[list[list[Block]]]:
-    """Partition blocks over ranks and cut each rank's share into packs of at most ``max_tokens`` tokens.
+    """Partition blocks over ranks, and each rank's share into packs of at most ``max_tokens`` tokens (or of one block).
 
     Returns:
-        packs[rank][k] = list of blocks; all ranks have the same number of packs, the surplus ones empty, because every
-        pack is one collective forward and backward.
+        packs[rank][k] = list of blocks; all ranks have the same number of packs, some may be empty, because every pack is
+        one collective forward and backward. Packs of one k are alike: the ranks wait for each other in every layer.
     """
     lengths = samples.lengths.tolist()
     sizes = [prompt_lengths[group] + sum(lengths[i] for i in members) for group, members in blocks]
@@ -313,21 +310,15 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
         prompt = prompt_lengths[group]
         scores = prompt ** 2 / 2 + sum(lengths[i] * (prompt + lengths[i] / 2) for i in members)
         costs.append(size + scores / (6 * hidden_size))     # attention next to the 24 H^2 operations of a token's layer
-    packs: list[list[list[Block]]] = []
-    for part in balanced_partition(costs, world):
-        bins: list[list[Block]] = []
-        room: list[int] = []
-        for i in sorted(part, key=lambda i: (-sizes[i], i)):                                   # first fit decreasing
-            slot = next((b for b, free in enumerate(room) if sizes[i] <= free), None)
-            if slot is None:
-                slot = len(bins)
-                bins.append([])
-                room.append(max_tokens)
-            bins[slot].append(blocks[i])
-            room[slot] -= sizes[i]
-        packs.append(bins)
-    most = max(len(bins) for bins in packs)
-    return [bins + [[] for _ in range(most - len(bins))] for bins in packs]
+    parts = balanced_partition(costs, world)
+    count = max(min(len(part), -(-sum(sizes[i] for i in part) // max_tokens)) for part in parts)
+    while True:
+        packs = [[[part[k] for k in pack] for pack in balanced_partition([sizes[i] for i in part], count)] for part in parts]
+        if all(len(pack) < 2 or sum(sizes[i] for i in pack) <= max_tokens for own in packs for pack in own):
+            break
+        count += 1
+    costly_first = [sorted(own, key=lambda pack: -sum(costs[i] for i in pack)) for own in packs]
+    return [[[blocks[i] for i in pack] for pack in own] for own in costly_first]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

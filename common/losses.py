@@ -65,8 +65,7 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask, whitened, 0.0).to(x.dtype)
 
 
-def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, lengths: torch.Tensor | None = None,
-                 baseline_scores: torch.Tensor | None = None) -> torch.Tensor:
+def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, lengths: torch.Tensor) -> torch.Tensor:
     """Compare samples of one prompt by their scores -> (S,), the advantage of each one's tokens before whitening.
 
     With a KL in the reward, ``scores`` are those after it: ``score - kl_coef * sum_t kl_t``.
@@ -74,30 +73,21 @@ def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, leng
     Args:
         group: (S,) int64, which prompt a sample belongs to.
         estimator: grpo or group_norm (Shao et al. 2024), dr_grpo (Liu et al. 2025), rloo (Ahmadian et al. 2024), opo
-            (Hao et al. 2025), gpg (Chu et al. 2025), reinforce_baseline (Hu 2025; whiten the result), remax (Li et al.
-            2024), and cpgd (Liu et al. 2025), which normalises over the whole batch.
+            (Hao et al. 2025), gpg (Chu et al. 2025), reinforce_baseline (Hu 2025; whiten the result), and cpgd (Liu et
+            al. 2025), which normalises over the whole batch.
         lengths: (S,) response tokens, for opo.
-        baseline_scores: (S,) score of the greedy response to the sample's prompt, for remax. (With rewards per token,
-            give ``scores - baseline_scores`` to `token_rewards` instead.)
     Raises:
-        ValueError: unknown estimator, a missing argument, or a group of one sample.
+        ValueError: unknown estimator, or a group of one sample.
     """
-    if estimator == "remax":
-        if baseline_scores is None:
-            raise ValueError("remax needs baseline_scores, the score of one greedy response per prompt")
-        return scores - baseline_scores
     if estimator == "cpgd":
         group = torch.zeros_like(group)
     ids, group, count = group.unique(return_inverse=True, return_counts=True)
     if count.min() < 2:
-        alone = ids[count < 2]
-        raise ValueError(f"{estimator} compares the samples of a group, but {len(alone)} of {len(ids)} groups have "
-                         f"only one (the first is group {int(alone[0])}): draw two or more samples per prompt")
+        raise ValueError(f"{estimator} compares the samples of a group, but group {int(ids[count.argmin()])} has only one: "
+                         "draw two or more samples per prompt")
 
     x, per_group = scores.double(), torch.zeros(len(ids), dtype=torch.float64)
     if estimator == "opo":
-        if lengths is None:
-            raise ValueError("opo needs lengths")
         weight = lengths.double()
         baseline = per_group.index_add(0, group, weight * x) / per_group.index_add(0, group, weight).clamp(min=1)
     else:
@@ -121,8 +111,6 @@ def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, leng
 
 def overlong_penalty(lengths: torch.Tensor, max_new_tokens: int, buffer: int, factor: float) -> torch.Tensor:
     """(S,) length penalty (DAPO, Yu et al. 2025, eq. 13): from 0, ``buffer`` tokens below the limit, to -factor."""
-    if not 0 < buffer <= max_new_tokens:
-        raise ValueError(f"the overlong buffer of {buffer} tokens must be in 1..{max_new_tokens}, the generation limit")
     return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
 
 
@@ -151,12 +139,11 @@ class RunningMoments:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
-def normalize_scores(scores: torch.Tensor, moments: RunningMoments, subtract_mean: bool = True,
-                     update: bool = True) -> torch.Tensor:
+def normalize_scores(scores: torch.Tensor, moments: RunningMoments, update: bool = True) -> torch.Tensor:
     """(S,) scores over the standard deviation so far, these included (``update``). It comes before any group statistics."""
     if update:
         moments.update(scores)
-    centred = scores - moments.mean if subtract_mean else scores
+    centred = scores - moments.mean
     return centred / moments.std if moments.std > 1e-6 else centred
 
 
@@ -167,13 +154,11 @@ class KLController:
         self.value, self.target, self.horizon = kl_coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
-        """After a rollout of ``n`` samples, with ``kl`` per token, both over all ranks."""
-        if self.target is None:
-            return
-        if n >= 5 * self.horizon:
-            raise ValueError(f"{n} samples a rollout can turn the KL weight negative: raise the horizon {self.horizon}")
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.value *= 1 + error * n / self.horizon
+        """After a rollout of ``n`` samples, with ``kl`` per token, both over all ranks. The weight stays positive for n less
+        than 5 horizons."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.value *= 1 + error * n / self.horizon
 
     def state_dict(self) -> dict[str, float]:
         return {"value": self.value}
@@ -182,9 +167,9 @@ class KLController:
         self.value = state["value"]
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``1 - Var(returns - values) / Var(returns)`` over the mask, 0-d; 0 where the returns do not vary."""
-    values, returns = values[mask.bool()].double(), returns[mask.bool()].double()
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    """``1 - Var(returns - values) / Var(returns)`` over the tokens (N,), 0-d; 0 where the returns do not vary."""
+    values, returns = values.double(), returns.double()
     if len(returns) < 2 or returns.var() == 0:
         return torch.zeros(())
     return (1 - (returns - values).var() / returns.var()).float()
@@ -220,13 +205,8 @@ def high_entropy_mask(entropy: torch.Tensor, lengths: torch.Tensor, fraction: fl
 
     ``entropy`` (N,) holds the sequences one after the other, ``lengths`` (S,) their tokens.
     """
-    seq = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)                      # (N,)
-    order = entropy.argsort(descending=True, stable=True)
-    order = order[seq[order].argsort(stable=True)]                 # by sequence, then from high to low entropy
-    rank = torch.arange(len(entropy), device=lengths.device) - (lengths.cumsum(0) - lengths)[seq]
-    keep = torch.zeros_like(entropy, dtype=torch.bool)
-    keep[order] = rank < (fraction * lengths.double()).long().clamp(min=1)[seq]
-    return keep
+    ranks = [part.argsort(descending=True, stable=True).argsort() for part in entropy.split(lengths.tolist())]
+    return torch.cat([rank < max(1, int(fraction * len(rank))) for rank in ranks])
 
 
 def _sequence_mean(x: torch.Tensor, seq: torch.Tensor, n_seq: int, keep: torch.Tensor) -> torch.Tensor:
@@ -243,7 +223,7 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
     """Terms (N,) of a policy-gradient loss, to be summed with `token_weights`, and sums of statistics over the tokens.
 
     ppo     (Schulman et al. 2017) ratio clipped to ``1 - clip_low .. 1 + clip_high``; where adv < 0, ``dual_clip`` c
-            bounds the term by ``-c * adv`` (Ye et al. 2020; None or 0: off)
+            above 1 bounds the term by ``-c * adv`` (Ye et al. 2020; None or 0: off)
     cpgd    (Liu et al. 2025) the log-prob, clipped where the ratio would be, on the side that adv pushes to
     gspo    (Zheng et al. 2025) ppo with the ratio of the whole sequence, per-token form
     gmpo    (Zhao et al. 2025) geometric mean of ratios, clipped in log space on the side that adv pushes to
@@ -261,10 +241,8 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
         stats, 0-d and detached: clipped_high, clipped_low, clipped_dual (counts), ratio (sum; gspo: of the sequence's),
         approx_kl (sum; KL(old | policy) by k3), ratio_max.
     Raises:
-        ValueError: unknown loss, or a dual clip of at most 1, which would cut off the unchanged policy.
+        ValueError: unknown loss.
     """
-    if dual_clip and dual_clip <= 1:
-        raise ValueError(f"the dual clip is {dual_clip}: an upper bound of the ratio must exceed 1; 0 turns it off")
     keep = torch.ones_like(adv, dtype=torch.bool) if mask is None else mask.bool()
     up, down = adv > 0, adv < 0
     delta = (logp - old).clamp(-20, 20)                                    # keeps exp and its gradient finite
@@ -273,7 +251,7 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
 
     if loss in ("ppo", "gspo"):
         if loss == "gspo":
-            ratio = (_sequence_mean(delta.detach(), seq, n_seq, keep) + logp - logp.detach()).clamp(max=10).exp()
+            ratio = (_sequence_mean(delta.detach(), seq, n_seq, keep) + (logp - logp.detach())).clamp(max=10).exp()
         terms = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_low, 1 + clip_high))
         high, low = up & (ratio > 1 + clip_high), down & (ratio < 1 - clip_low)
         if loss == "ppo" and dual_clip:
@@ -281,7 +259,7 @@ def policy_loss(loss: str, logp: torch.Tensor, old: torch.Tensor, adv: torch.Ten
             terms = torch.where(down, torch.minimum(terms, -dual_clip * adv), terms)
     elif loss == "cpgd":
         bound_high = old + math.log1p(clip_high)
-        bound_low = old + math.log1p(-clip_low) if clip_low < 1 else torch.full_like(old, -math.inf)
+        bound_low = old + (math.log1p(-clip_low) if clip_low < 1 else -math.inf)
         terms = -adv * torch.where(up, torch.minimum(logp, bound_high), torch.maximum(logp, bound_low))
         high, low = up & (logp > bound_high), down & (logp < bound_low)
     elif loss == "gmpo":
@@ -318,16 +296,11 @@ def value_loss(values: torch.Tensor, old_values: torch.Tensor, returns: torch.Te
     return 0.5 * error
 
 
-def _routing(logits: list[torch.Tensor], weights: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each expert is chosen, and the sum of its probability, over layers and weighted tokens; (E,) each."""
-    probs = torch.stack(logits).float().softmax(dim=-1)                                                     # (layers, L, E)
-    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k, dim=-1).indices, 1.0)
-    return (chosen * weights[:, None]).sum(dim=(0, 1)), (probs * weights[:, None]).sum(dim=(0, 1))
-
-
 def expert_load(logits: list[torch.Tensor], weights: torch.Tensor, top_k: int) -> torch.Tensor:
     """(E,) how often each expert is chosen: logits (L, E) of every layer, weights (L,) of the tokens of a row."""
-    return _routing(logits, weights, top_k)[0]
+    probs = torch.stack(logits).float().softmax(dim=-1)                                                     # (layers, L, E)
+    chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k, dim=-1).indices, 1.0)
+    return (chosen * weights[:, None]).sum(dim=(0, 1))
 
 
 def balance_loss(logits: list[torch.Tensor], weights: torch.Tensor, load: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -337,24 +310,25 @@ def balance_loss(logits: list[torch.Tensor], weights: torch.Tensor, load: torch.
     from ``load`` (E,), the sum of `expert_load` over its rows, without gradient: given it, the loss is a sum over tokens.
     """
     total = load.sum() / top_k                                                                  # weighted tokens x layers
-    return len(load) * (load / total * _routing(logits, weights, top_k)[1] / total).sum()
+    probs = (torch.stack(logits).float().softmax(dim=-1) * weights[:, None]).sum(dim=(0, 1))                         # (E,)
+    return len(load) * (load / total * probs / total).sum()
 
 
 def kl_penalty(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
     """(N,) estimates of KL(policy | reference) on samples of the policy (Schulman 2020, "Approximating KL divergence").
 
-    k1 (or kl), k2 (mse), k3 (low_var_kl), abs. A trailing ``+`` keeps the value and takes the gradient of k2, which is
+    k1, k2, k3, abs. A trailing ``+`` keeps the value and takes the gradient of k2, which is
     that of the KL in expectation; the gradient of k1 is zero in expectation, so k1 belongs in the reward.
     """
     if kind.endswith("+"):
         k2 = kl_penalty("k2", logp, ref)
         return kl_penalty(kind[:-1], logp, ref).detach() + k2 - k2.detach()
     delta = logp - ref
-    if kind in ("k1", "kl"):
+    if kind == "k1":
         return delta
-    if kind in ("k2", "mse"):
+    if kind == "k2":
         return 0.5 * delta.square()
-    if kind in ("k3", "low_var_kl"):
+    if kind == "k3":
         delta = delta.clamp(-20, 20)
         return (torch.expm1(-delta) + delta).clamp(-10, 10)                # exp(-d) - 1 loses its digits near d = 0
     if kind == "abs":
@@ -375,22 +349,19 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.to(exact) @ b.to(exact)
 
 
-def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, temperature: float = 1.0,
-                banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
-                row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
+def logits_fp32(hidden: torch.Tensor, weight: torch.Tensor, temperature: float = 1.0, banned: torch.Tensor | None = None,
+                row_banned: torch.Tensor | None = None, row_banned_ids: torch.Tensor | None = None) -> torch.Tensor:
     """(n, H) hidden states -> (n, V) logits of the policy's distribution: one definition for sampling and training.
 
     Rounded to bf16 they would move log-probs by up to 0.1 nats.
 
     Args:
-        weight, bias: (V, H) and (V,) of the language-model head.
+        weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
         banned: (V,) bool, ids that are -inf in every row.
         row_banned, row_banned_ids: (n,) bool rows in which the (k,) ids are -inf as well.
     """
     logits = _product(hidden, weight.t())
-    if bias is not None:
-        logits += bias
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
@@ -407,23 +378,22 @@ class _ChunkedHead(torch.autograd.Function):
     """Functions of each row of the logits, of which ``chunk`` rows exist at a time; the backward computes them again.
 
     ``values(logits, rows)`` returns (n,) tensors for a slice of the N rows, ``dlogits(logits, rows, outputs, grads)``
-    the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head`` is the tuple
-    of the last four arguments of `logits_fp32`.
+    the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head``: keyword
+    arguments of `logits_fp32`.
     """
 
     @staticmethod
-    def logits(hidden, weight, bias, head, rows):
-        temperature, banned, row_banned, row_banned_ids = head
-        return logits_fp32(hidden[rows], weight, bias, temperature, banned,
-                           None if row_banned is None else row_banned[rows], row_banned_ids)
+    def logits(hidden, weight, head, rows):
+        banned = head.get("row_banned")
+        return logits_fp32(hidden[rows], weight, **head | {"row_banned": None if banned is None else banned[rows]})
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, head, chunk, values, dlogits):
+    def forward(ctx, hidden, weight, head, chunk, values, dlogits):
         # At least one chunk, if an empty one: a rank without responses (N = 0) must get gradients too, of zero.
         ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
-        parts = [values(_ChunkedHead.logits(hidden, weight, bias, head, rows), rows) for rows in ctx.rows]
+        parts = [values(_ChunkedHead.logits(hidden, weight, head, rows), rows) for rows in ctx.rows]
         outputs = [torch.cat(part) for part in zip(*parts)]
-        ctx.save_for_backward(hidden, weight, bias, *outputs)
+        ctx.save_for_backward(hidden, weight, *outputs)
         ctx.head, ctx.dlogits = head, dlogits
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -431,21 +401,18 @@ class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        hidden, weight, bias, *outputs = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        temperature = ctx.head[0]
+        hidden, weight, *outputs = ctx.saved_tensors
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        temperature = ctx.head.get("temperature", 1.0)
         exact = torch.promote_types(hidden.dtype, torch.float32)                  # of sums over chunks, never bf16
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
-        dbias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
         for rows in ctx.rows:
-            logits = _ChunkedHead.logits(hidden, weight, bias, ctx.head, rows)                            # (n, V)
+            logits = _ChunkedHead.logits(hidden, weight, ctx.head, rows)                                  # (n, V)
             dlogits = ctx.dlogits(logits, rows, [x[rows] for x in outputs],
                                   [None if x is None else x[rows] for x in grads])
             if temperature != 1.0:
                 dlogits /= temperature
-            if needs_bias:
-                dbias += dlogits.sum(0)
             dlogits = dlogits.to(hidden.dtype)
             if needs_hidden:
                 dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
@@ -454,18 +421,16 @@ class _ChunkedHead(torch.autograd.Function):
                 for part, columns in zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE)):
                     part += _product(columns, hidden[rows])
             del logits, dlogits                                       # or they would still be there beside the next chunk's
-        return (dhidden, dweight.to(weight.dtype) if needs_weight else None,
-                dbias.to(bias.dtype) if needs_bias else None, None, None, None, None)
+        return dhidden, dweight.to(weight.dtype) if needs_weight else None, None, None, None, None
 
 
-def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *,
-                    bias: torch.Tensor | None = None, temperature: float = 1.0, banned: torch.Tensor | None = None,
-                    row_banned: torch.Tensor | None = None, row_banned_ids: torch.Tensor | None = None,
-                    entropy: bool = False, chunk: int = 1024) -> tuple[torch.Tensor, torch.Tensor | None]:
+def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, entropy: bool = False,
+                    chunk: int = 1024, **head) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`; its entropy (N,) in nats if asked.
 
-    Both are float32 (float64 for float64 inputs), differentiable for hidden, weight and bias. A banned target gets
-    -inf. Memory: three (chunk, V) float32 tensors, and in the backward the gradient of the weight in float32.
+    Both are float32 (float64 for float64 inputs), differentiable for hidden and weight. A banned target gets -inf.
+    ``head``: arguments of `logits_fp32`. Memory: three (chunk, V) float32 tensors, and in the backward the gradient of
+    the weight in float32.
     """
     # In place, as (chunk, V) is the largest tensor of an update. In the entropy 0 * log 0 is 0: the bound of -1e4,
     # where a probability is exactly 0, keeps the product from being 0 * inf.
@@ -480,24 +445,22 @@ def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
         probs, scale = logp.exp(), -dlogp[:, None]
         if entropy and grads[1] is not None:                               # dH/dz_v = -p_v (log p_v + H)
             scale = logp.clamp_(min=-1e4).add_(outputs[1][:, None]).mul_(-grads[1][:, None]).add_(scale)
-        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)                # a banned target is a constant
+        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)                # the logit of a banned target is a constant
         return probs.mul_(scale).scatter_add_(1, targets[rows, None], dlogp[:, None])
 
-    head = (temperature, banned, row_banned, row_banned_ids)
-    outputs = _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)
+    outputs = _ChunkedHead.apply(hidden, weight, head, chunk, values, dlogits)
     return outputs[0], outputs[1] if entropy else None
 
 
 def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor, ref_weight: torch.Tensor, *,
-            bias: torch.Tensor | None = None, ref_bias: torch.Tensor | None = None, temperature: float = 1.0,
-            banned: torch.Tensor | None = None, row_banned: torch.Tensor | None = None,
-            row_banned_ids: torch.Tensor | None = None, chunk: int = 1024) -> torch.Tensor:
-    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H), weight and bias."""
-    head = (temperature, banned, row_banned, row_banned_ids)
+            chunk: int = 1024, **head) -> torch.Tensor:
+    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and weight (V, H).
 
+    ``head``: arguments of `logits_fp32`, for both.
+    """
     def log_ratio(logits, rows):
         """(n, V) log-probs of the policy, and their distance to the reference's: 0 where both are banned."""
-        ref = _ChunkedHead.logits(ref_hidden, ref_weight, ref_bias, head, rows).log_softmax(-1)
+        ref = _ChunkedHead.logits(ref_hidden, ref_weight, head, rows).log_softmax(-1)
         logp = logits.log_softmax(-1)
         return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
 
@@ -509,7 +472,7 @@ def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor
         logp, ratio = log_ratio(logits, rows)
         return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
 
-    return _ChunkedHead.apply(hidden, weight, bias, head, chunk, values, dlogits)[0]
+    return _ChunkedHead.apply(hidden, weight, head, chunk, values, dlogits)[0]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -115,18 +115,17 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     samples = random_samples(rng)
     shuffled = [[i for i in rng.permutation(len(samples)) if samples.group[i] % world == r] for r in range(world)]
     ranks = [samples.select(torch.tensor(part, dtype=torch.int64)) for part in shuffled]
-    names = iter([f.name for f in dataclasses.fields(Samples) if f.name not in ("components", "judgements")] + ["accuracy"])
+    names = iter([f.name for f in dataclasses.fields(Samples) if f.name not in ("components", "judgements")])
 
     def gather(tensor):
         name = next(names)
-        return [rank.components[name] if name == "accuracy" else getattr(rank, name) for rank in ranks]
+        return [getattr(rank, name) for rank in ranks]
 
     monkeypatch.setattr(buffers, "all_gather_ragged", gather)
     joined = buffers.gather_samples(ranks[0])
     for f in dataclasses.fields(Samples):
         if f.name not in ("components", "judgements"):
             assert torch.equal(getattr(joined, f.name), getattr(samples, f.name)), f.name
-    assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
 
 
 # ------------------------------------------------------------------------------------------------ order, minibatches
@@ -172,8 +171,9 @@ def test_mixture():
         assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
     for k in (0, 1):
         assert number[which == k].tolist() == list(range(int((which == k).sum())))
-    longer = mix([0.7, 0.3], 1500)
-    assert np.array_equal(longer[0][:1000], which) and np.array_equal(longer[1][:1000], number)
+    for weights in ([0.7, 0.3], [100.0] + [0.49] * 10):     # the ten are half a draw behind, so all 100 draws are the first's
+        shorter, longer = mix(weights, 100), mix(weights, 1500)
+        assert np.array_equal(longer[0][:100], shorter[0]) and np.array_equal(longer[1][:100], shorter[1])
     which, number = mix([9.0, 6.0], 15)                                # sizes as weights: a pass has every prompt once
     assert sorted(zip(which.tolist(), number.tolist())) == [(0, i) for i in range(9)] + [(1, i) for i in range(6)]
 
@@ -290,9 +290,31 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
     assert sorted(placed) == sorted(blocks)
     sizes = [[sum(block_size(samples, prompts, block) for block in pack) for pack in part] for part in packs]
     assert max(max(part) for part in sizes) <= budget
-    for part in sizes:                                       # first fit: no two packs could have been one
-        filled = sorted(size for size in part if size)
-        assert len(filled) < 2 or filled[0] + filled[1] > budget
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_packs_are_even_and_as_few_as_that_allows(seed, world):
+    """Packs of a rank differ by a block at most; one pack less, and one of them would be too long."""
+    rng = np.random.default_rng(seed)
+    samples = random_samples(rng)
+    prompts = rng.integers(1, 20, 6).tolist()
+    budget = max(prompts) + 9 + int(rng.integers(0, 40))
+    blocks = make_blocks(samples, prompts, budget, share=bool(seed % 2))
+    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
+    sizes = [[[block_size(samples, prompts, block) for block in pack] for pack in part] for part in packs]
+    largest = [max((max(pack) for pack in part if pack), default=0) for part in sizes]
+    totals, count = [sum(map(sum, part)) for part in sizes], len(packs[0])
+    assert all(max(map(sum, part)) - min(map(sum, part)) <= most for part, most in zip(sizes, largest))
+    assert all([sum(pack) for pack in part] == sorted(map(sum, part), reverse=True) for part in sizes)
+    assert count == 1 or any(total / (count - 1) + most > budget for total, most in zip(totals, largest))
+
+
+def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
+    samples = random_samples(np.random.default_rng(0), shortest=1)
+    blocks = make_blocks(samples, [30] * 6, 10)
+    packs = make_packs(samples, [30] * 6, blocks, 1, 10, 8)[0]
+    assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
 
 
 def test_no_blocks_give_no_packs():

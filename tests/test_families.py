@@ -364,7 +364,7 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
     judge = grm.build_judge(run, processor)
     with grm.PromptLoader(processor, 1, "error") as loader:
         prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
-    texts = grm.generate(run, processor, judge, prompts, 0)
+    texts = grm.generate(run, processor, judge, prompts)
     for i, example in enumerate(examples):
         inputs = hf_inputs(family, example.prompt)
         out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,

@@ -234,7 +234,7 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
 def test_generation_does_not_depend_on_batches(env, oracle):
     prompts = take(env, env.held_out)
-    texts = grm.generate(env.run, env.processor, env.judge, prompts, 0)
+    texts = grm.generate(env.run, env.processor, env.judge, prompts)
     assert env.judge.model.config.text_config._attn_implementation == "packed_rows"
     for i, example in enumerate(env.held_out):
         inputs = hugging_face(env, oracle, example, torch.zeros(0, dtype=torch.int64))
@@ -247,13 +247,26 @@ def test_generation_does_not_depend_on_batches(env, oracle):
 def test_generation_needs_no_pad_token(env):
     """Batches are filled up with a stop token then, and say the same."""
     prompts, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts, pad = grm.generate(env.run, env.processor, env.judge, prompts, 0), tokenizer.pad_token
+    texts, pad = grm.generate(env.run, env.processor, env.judge, prompts), tokenizer.pad_token
     tokenizer.pad_token = None
     try:
         assert tokenizer.pad_token_id is None
-        assert grm.generate(env.run, env.processor, env.judge, prompts, 0) == texts
+        assert grm.generate(env.run, env.processor, env.judge, prompts) == texts
     finally:
         tokenizer.pad_token = pad
+
+
+def test_sampled_judgements(env, tmp_path):
+    """One question in four chunks gets noise of its own in each; the same evaluation says the same again."""
+    args = env.run.args
+    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_temperature=2.0), run=replace(args.run, out=tmp_path),
+                                        update=replace(args.update, prompts_per_step=1)))
+    said = []
+    for _ in range(2):
+        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None)
+        grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, 1)
+        said.append([entry["generated_text"] for entry in evaluation(tmp_path, 1)["records"]])
+    assert said[0] == said[1] and len(set(said[0])) == 4
 
 
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
@@ -363,6 +376,13 @@ def test_verdicts():
         assert grm.parse_verdict(text, "last", words) is None, text
     assert grm.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
     assert grm.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
+
+
+def test_a_right_score_is_right_where_no_scores_are_known(env):
+    """A checkpoint that nobody trained as a judge, by --eval_only."""
+    example = next(example for example in env.held_out if example.kind == "score")
+    read = lambda text: grm.judgement_record(settings(), 0, example, text, 0.0, {})["predicted_answer"]  # noqa: E731
+    assert example.verdict == "4" and read("<answer>4.0</answer>") == "4" and read("<answer>5</answer>") is None
 
 
 def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:

@@ -94,9 +94,10 @@ def test_masked_whiten():
 ])
 def test_group_scores_golden(estimator, expected):
     scores, group = TWO_GROUPS
-    close(losses.group_scores(scores, group, estimator), expected, 3e-6)
+    lengths = torch.ones(8)
+    close(losses.group_scores(scores, group, estimator, lengths), expected, 3e-6)
     shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
-    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator)
+    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator, lengths)
     close(shuffled, torch.tensor(expected)[shuffle], 3e-6)
 
 
@@ -135,23 +136,17 @@ def test_equal_scores_give_exactly_zero(estimator):
     empty = torch.zeros(3, dtype=torch.int64)                                        # three responses of no tokens
     assert losses.group_scores(torch.tensor([0.0, 1, 1]), empty, estimator, empty).isfinite().all()
     if estimator != "cpgd":
-        with pytest.raises(ValueError, match="1 of 2 groups have only one .the first is group 4."):
+        with pytest.raises(ValueError, match="group 4 has only one"):
             losses.group_scores(torch.ones(3), torch.tensor([4, 7, 7]), estimator, torch.ones(3))
 
 
-def test_remax_and_missing_arguments():
-    scores, group = TWO_GROUPS
-    close(losses.group_scores(scores, group, "remax", baseline_scores=torch.full((8,), 0.25)), scores - 0.25)
-    for estimator in ("remax", "opo", "other"):
-        with pytest.raises(ValueError, match=estimator):
-            losses.group_scores(scores, group, estimator)
+def test_an_unknown_estimator():
+    with pytest.raises(ValueError, match="'other'"):
+        losses.group_scores(*TWO_GROUPS, "other", torch.ones(8))
 
 
 def test_overlong_penalty():
     close(losses.overlong_penalty(torch.tensor([0, 80, 85, 100]), 100, 20, 2.0), [0, 0, -0.5, -2])
-    for buffer in (0, 101):
-        with pytest.raises(ValueError, match=f"{buffer} tokens"):
-            losses.overlong_penalty(torch.ones(1), 100, buffer, 1.0)
 
 
 def test_running_moments_and_score_normalisation():
@@ -166,8 +161,9 @@ def test_running_moments_and_score_normalisation():
     assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
     close(losses.normalize_scores(torch.tensor([3.0, 3.0]), resumed), [0, 0])
     assert resumed.state_dict()["count"] == 7
-    close(losses.normalize_scores(torch.tensor([3.0]), resumed, subtract_mean=False), [3 / resumed.std])
-    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments(), subtract_mean=False), [0.1] * 4)
+    close(losses.normalize_scores(torch.tensor([4.0]), resumed, update=False), [1 / resumed.std])
+    assert resumed.state_dict()["count"] == 7
+    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments()), [0] * 4)             # not 0 / 0
 
 
 def test_kl_controller():
@@ -183,16 +179,14 @@ def test_kl_controller():
     resumed.load_state_dict(adaptive.state_dict())
     resumed.update(0.0, 100)
     assert resumed.value == pytest.approx(0.101 * 1.02 * 0.98)
-    with pytest.raises(ValueError, match="5000 samples"):
-        resumed.update(0.0, 5000)
 
 
 def test_explained_variance():
-    returns, mask = torch.tensor([[1.0, 2, 9], [3, 4, 9]]), torch.tensor([[1, 1, 0], [1, 1, 0]])
-    assert losses.explained_variance(returns, returns, mask) == 1
-    close(losses.explained_variance(torch.zeros(2, 3), returns, mask), 0)
-    close(losses.explained_variance(returns / 2, returns, mask), 0.75)
-    assert losses.explained_variance(returns, torch.ones(2, 3), mask) == 0
+    returns = torch.tensor([1.0, 2, 3, 4])
+    assert losses.explained_variance(returns, returns) == 1
+    close(losses.explained_variance(torch.zeros(4), returns), 0)
+    close(losses.explained_variance(returns / 2, returns), 0.75)
+    assert losses.explained_variance(returns, torch.ones(4)) == losses.explained_variance(returns[:1], returns[:1]) == 0
 
 
 # Losses
@@ -244,6 +238,9 @@ def test_policy_loss_golden():
     loss, stats = packed_loss("ppo", mask=keep)
     close(loss, -.60326535)
     assert int(stats["clipped_high"]) == 1 and int(stats["clipped_low"]) == 0
+    logp, old = torch.tensor([-60, -0.5]), torch.tensor([-60, -0.5000036])         # gspo: one ratio, not rounded like logp
+    _, stats = losses.policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
+    close(stats["ratio"], 2 * math.exp(1.8e-6), 3e-7)
 
 
 @pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
@@ -298,8 +295,6 @@ def test_policy_loss_clips_and_refusals():
     assert ppo(-1.0, dual_clip=3.0) == (3.0, 1)
     assert ppo(-1.0) == ppo(-1.0, dual_clip=0) == (pytest.approx(math.exp(2)), 0)
     assert ppo(1.0, dual_clip=3.0) == (pytest.approx(-1.28), 0)                                     # clip-higher
-    with pytest.raises(ValueError, match="must exceed 1"):
-        ppo(-1.0, dual_clip=0.5)
     with pytest.raises(ValueError, match="unknown policy loss 'other'"):
         losses.policy_loss("other", LOGP, OLD, ADV, SEQ, 2, 0.2, 0.2)
 
@@ -367,8 +362,6 @@ def test_kl_golden_and_straight_through_gradients():
         straight = losses.kl_penalty(kind + "+", logp, OLD)
         close(straight, values)
         close(torch.autograd.grad(straight.sum(), logp)[0], LOGP - OLD)                # the gradient of k2
-    for alias, kind in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("low_var_kl+", "k3+")):
-        assert torch.equal(losses.kl_penalty(alias, LOGP, OLD), losses.kl_penalty(kind, LOGP, OLD))
     small = losses.kl_penalty("k3", torch.tensor([1e-4]), torch.zeros(1))
     torch.testing.assert_close(small, torch.tensor([5e-9]), rtol=2e-3, atol=0)     # the literal form gives 0 or 1e-8
     assert losses.kl_penalty("k3", torch.tensor([-90.0]), torch.zeros(1)) == 10
@@ -381,16 +374,15 @@ def test_kl_golden_and_straight_through_gradients():
 
 def head_case(n=13, vocab=17, dim=5, dtype=torch.float64, seed=0):
     g = generator(seed)
-    hidden, weight, bias = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
-                            for s in ((n, dim), (vocab, dim), (vocab,)))
+    hidden, weight = (torch.randn(*s, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+                      for s in ((n, dim), (vocab, dim)))
     banned = torch.zeros(vocab, dtype=torch.bool)
     banned[[3, 8]] = True
-    return hidden, weight, bias, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
+    return hidden, weight, 9 + torch.randint(vocab - 9, (n,), generator=g), banned, torch.arange(n) < 4
 
 
-def naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids):
-    logits = hidden.double() @ weight.double().t()
-    logits = (logits if bias is None else logits + bias.double()) / temperature
+def naive_distribution(hidden, weight, temperature, banned, row_banned, ids):
+    logits = hidden.double() @ weight.double().t() / temperature
     out = torch.zeros_like(logits, dtype=torch.bool) if banned is None else banned.expand_as(logits).clone()
     if row_banned is not None:
         for row in row_banned.nonzero()[:, 0].tolist():
@@ -399,20 +391,18 @@ def naive_distribution(hidden, weight, bias, temperature, banned, row_banned, id
     return torch.where(out, -math.inf, logp), out
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True}, {"bias": True},
-                                     {"temperature": 1.3, "banned": True, "row_banned": True, "bias": True}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True},
+                                     {"temperature": 1.3, "banned": True, "row_banned": True}])
 @pytest.mark.parametrize("chunk", [1, 5, 100])
 def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
-    hidden, weight, bias, targets, banned, row_banned = head_case()
-    bias, banned = bias if "bias" in options else None, banned if "banned" in options else None
+    hidden, weight, targets, banned, row_banned = head_case()
+    banned = banned if "banned" in options else None
     row_banned, ids = (row_banned, torch.tensor([1, 2])) if "row_banned" in options else (None, None)
     temperature = options.get("temperature", 1.0)
-    inputs = [x for x in (hidden, weight, bias) if x is not None]
-    logp, out = naive_distribution(hidden, weight, bias, temperature, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, temperature, banned, row_banned, ids)
     entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], entropy
-    head = dict(bias=bias, temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids,
-                chunk=chunk)
+    head = dict(temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
     actual = losses.linear_logprobs(hidden, weight, targets, entropy=True, **head)
     only, no_entropy = losses.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
@@ -421,20 +411,20 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     for ours, theirs in zip(actual, expected):
         close(ours, theirs, 1e-12)
     for loss in (lambda a, b: (a * g1 + b * g2).sum(), lambda a, b: (a * g1).sum(), lambda a, b: (b * g2).sum()):
-        for ours, theirs in zip(torch.autograd.grad(loss(*actual), inputs, retain_graph=True),
-                                torch.autograd.grad(loss(*expected), inputs, retain_graph=True)):
+        for ours, theirs in zip(torch.autograd.grad(loss(*actual), (hidden, weight), retain_graph=True),
+                                torch.autograd.grad(loss(*expected), (hidden, weight), retain_graph=True)):
             close(ours, theirs, 1e-11)
 
 
 def test_linear_logprobs_gradcheck():
-    hidden, weight, bias, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
-    assert torch.autograd.gradcheck(lambda h, w, b: losses.linear_logprobs(
-        h, w, targets, bias=b, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
-        entropy=True, chunk=3), (hidden, weight, bias))
+    hidden, weight, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
+    assert torch.autograd.gradcheck(lambda h, w: losses.linear_logprobs(
+        h, w, targets, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
+        entropy=True, chunk=3), (hidden, weight))
 
 
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
-    hidden, weight, _, targets, banned, _ = head_case(dtype=torch.float32)
+    hidden, weight, targets, banned, _ = head_case(dtype=torch.float32)
     targets[2] = 8
     logp, entropy = losses.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
@@ -450,9 +440,9 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
 
 
 def test_linear_logprobs_from_bf16_are_not_rounded():
-    hidden, weight, _, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
+    hidden, weight, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
     logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=1)      # 200 terms of the weight's gradient to add
-    expected, _ = naive_distribution(hidden, weight, None, 1.0, None, None, None)
+    expected, _ = naive_distribution(hidden, weight, 1.0, None, None, None)
     assert logp.dtype == torch.float32
     close(logp, expected.gather(1, targets[:, None])[:, 0], 2e-5)
     ours = torch.autograd.grad(logp.sum(), (hidden, weight))
@@ -479,9 +469,8 @@ class LargestTensor(TorchDispatchMode):
 def test_full_logits_never_exist(function):
     chunk, vocab = 8, 1000
     for n in (64, 256):
-        hidden, weight, bias, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
-        options = dict(bias=bias, temperature=0.7, banned=banned, row_banned=row_banned,
-                       row_banned_ids=torch.tensor([1]), chunk=chunk)
+        hidden, weight, targets, banned, row_banned = head_case(n, vocab, 4, torch.float32)
+        options = dict(temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
         with LargestTensor() as forward:
             if function == "full_kl":
                 result = losses.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
@@ -494,17 +483,17 @@ def test_full_logits_never_exist(function):
 
 @pytest.mark.parametrize("chunk", [3, 100])
 def test_full_kl_equals_naive(chunk):
-    hidden, weight, bias, _, banned, row_banned = head_case()
-    ref_hidden, ref_weight, ref_bias, *_ = head_case(seed=1)
+    hidden, weight, _, banned, row_banned = head_case()
+    ref_hidden, ref_weight, *_ = head_case(seed=1)
     ids = torch.tensor([1, 2])
-    logp, out = naive_distribution(hidden, weight, bias, 0.7, banned, row_banned, ids)
-    ref, _ = naive_distribution(ref_hidden, ref_weight, ref_bias, 0.7, banned, row_banned, ids)
+    logp, out = naive_distribution(hidden, weight, 0.7, banned, row_banned, ids)
+    ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, row_banned, ids)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
-    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, bias=bias, ref_bias=ref_bias, temperature=0.7,
-                            banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
+    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
+                            row_banned_ids=ids, chunk=chunk)
     close(actual, expected, 1e-12)
     g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight, bias)) for kl in (actual, expected))
+    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight)) for kl in (actual, expected))
     for a, b in zip(ours, theirs):
         close(a, b, 1e-11)
     assert not losses.full_kl(hidden, hidden, weight, weight, banned=banned).any()
@@ -512,7 +501,7 @@ def test_full_kl_equals_naive(chunk):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_log_probs_and_draws_on_a_gpu():
-    hidden, weight, _, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
+    hidden, weight, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
     on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
     expected, _ = losses.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
     actual, _ = losses.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
