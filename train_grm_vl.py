@@ -48,8 +48,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from common import losses
-from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features, fail_together,
-                            make_blocks, make_packs, mix, parse_datasets, take_rows)
+from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
+                            failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
                             draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags,
                             run_main, stop_requested, training_state, write_durably)
@@ -414,8 +414,8 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     Raises:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
-    args, problem, loaded = run.args, None, {"data": [], "eval_data": []}
-    try:
+    args, loaded = run.args, {"data": [], "eval_data": []}
+    with failing_together():
         folder = resolve_folder(args.model.model, weights=not run.args.run.dry_run)
         processor = Processor(str(folder), args.data.min_pixels, args.data.max_pixels, args.data.video_frames,
                               args.data.video_fps, args.data.video_max_pixels)
@@ -432,9 +432,6 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
         bare = lambda example: example.text == fill(judge["answer"], verdict=example.verdict)  # noqa: E731
         count_judgements(judge, [(example.kind, example.verdict, bare(example))
                                  for part in loaded["data"] for example in part if example.kind in JUDGEMENTS])
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
     datasets = []
     for part in loaded["data"]:
         groups: dict[tuple, list[Example]] = {}
@@ -460,8 +457,8 @@ class Judge(nn.Module):
 
 def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
-    problem, args = None, run.args.model
-    try:
+    args = run.args.model
+    with failing_together():
         model = skeleton(processor.config, sees_pixels=args.train_vision)
         if not args.train_vision:
             freeze(vision_parameters(model), run.dtype)
@@ -470,9 +467,6 @@ def build_judge(run: Run, processor: Processor) -> Judge:
         judge = Judge(model, run.args.update.head_chunk)
         folder = resolve_folder(args.model, weights=not run.args.run.dry_run)
         judge.spelled = load_sharded(run, judge, folder)
-    except ValueError as error:
-        problem = str(error)
-    fail_together(problem)
     for part in trained_parts(judge.model) if args.gradient_checkpointing else ():
         part.gradient_checkpointing_enable({"use_reentrant": False})
     return judge

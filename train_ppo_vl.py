@@ -57,8 +57,8 @@ from torch.distributed.tensor import DTensor
 
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
-                            exchange_features, fail_together, gather_samples, label_text, make_blocks, make_packs, minibatches,
-                            mix, parse_datasets, take_rows)
+                            exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
+                            minibatches, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
                             absolute, catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due,
                             fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags, run_main, stop_requested,
@@ -594,17 +594,6 @@ def start_run(args: Args) -> Run:
     shape = (world // args.run.hsdp, args.run.hsdp) if args.run.hsdp and not args.run.dry_run else (world,)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("copies", "shards")[-len(shape):])
     return Run(args, rank, world, device, dtype, backend, mesh, StageTimer())
-
-
-@contextmanager
-def failing_together(what: str = ""):
-    """A ValueError inside, on any rank, is a UserError on every rank, with ``what`` before its message."""
-    problem = None
-    try:
-        yield
-    except ValueError as error:
-        problem = f"{what}{error}"
-    fail_together(problem)
 
 
 def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], list[Prompt]]:

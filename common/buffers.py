@@ -14,6 +14,7 @@ M image tokens, P prompt tokens. Pictures and their features stay on the rank th
 import heapq
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -143,10 +144,16 @@ def all_gather_json(value) -> list:
     return [json.loads(bytes(part.numpy())) for part in all_gather_ragged(data)]
 
 
-def fail_together(problem: str | None) -> None:
-    """Raise UserError on every rank if any rank has a problem; one rank raising alone would leave the others waiting."""
-    problems = [p for p in all_gather_json(problem) if p]
-    if problems:
+@contextmanager
+def failing_together(what: str = ""):
+    """A ValueError inside, on any rank, is a UserError on every rank, with ``what`` before its message: one rank raising alone
+    would leave the others waiting."""
+    problem = None
+    try:
+        yield
+    except ValueError as error:
+        problem = f"{what}{error}"
+    if problems := [p for p in all_gather_json(problem) if p]:
         raise UserError("\n".join(dict.fromkeys(problems)))
 
 

@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from common.buffers import UserError, all_gather_json, fail_together
+from common.buffers import UserError, all_gather_json, failing_together
 from common.vlm import as_in_files
 
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
@@ -467,30 +467,28 @@ class Checkpoints:
         self.first_step = 0                                                 # from which this life goes on
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
         self.pending: tuple[int, Path, Any] | None = None
-        problem = None
-        if self.rank == 0:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                problem = self.take_lock()
-                stale = [*self.folder.glob(".tmp-*"), *out.glob("export*/.step-*")]
-                for path in [] if problem else stale:                       # of a life that died while it was writing
-                    shutil.rmtree(path)
-            except OSError as error:
-                problem = f"--out {out}: {error}"
-        fail_together(problem)
+        with failing_together(f"--out {out}"):
+            if self.rank == 0:
+                self.take_folder()
 
-    def take_lock(self) -> str | None:
-        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only."""
-        self.lock = open(self.out / ".lock", "a+")
+    def take_folder(self) -> None:
+        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only.
+        Raises ValueError."""
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.out / ".lock", "a+")
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self.lock.truncate(0)
+            self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(),
+                                        "job": os.environ.get("SLURM_JOB_ID")}))
+            self.lock.flush()
+            for path in [*self.folder.glob(".tmp-*"), *self.out.glob("export*/.step-*")]:   # of a life that died in writing
+                shutil.rmtree(path)
+        except BlockingIOError as error:
             self.lock.seek(0)
-            return f"--out {self.out} is in use by a live run: {self.lock.read().strip()}"
-        self.lock.truncate(0)
-        self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID")}))
-        self.lock.flush()
-        return None
+            raise ValueError(f" is in use by a live run: {self.lock.read().strip()}") from error
+        except OSError as error:
+            raise ValueError(f": {error}") from error
 
     def close(self) -> None:
         """Release the folder."""
@@ -513,20 +511,19 @@ class Checkpoints:
             # With a path of another run, what --out already has goes first: a requeued job must not start over.
             found = [(step, path) for step, path in complete_checkpoints(parent) if path.name == Path(choice).name]
         path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
-        problem = None
-        if choice == "never" and (path or (self.out / "metrics.jsonl").exists()):
-            problem = f"--resume never: {self.out} already holds a run; choose another --out"
-        elif choice not in ("auto", "never") and path is None:
-            problem = f"--resume {choice}: no complete checkpoint in {self.folder if choice == 'must' else choice}"
-        elif path is not None:
-            state = json.loads((Path(path) / "state.json").read_text())
-            changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
-                       if state["arguments"].get(name) != value]
-            altering = [text for text in changed if text[2:].split()[0] not in neutral]
-            if altering and self.args.resume_changed_args == "refuse":
-                problem = (f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
-                           + ". Choose another --out, or --resume_changed_args allow")
-        fail_together(problem)
+        with failing_together():
+            if choice == "never" and (path or (self.out / "metrics.jsonl").exists()):
+                raise ValueError(f"--resume never: {self.out} already holds a run; choose another --out")
+            if choice not in ("auto", "never") and path is None:
+                raise ValueError(f"--resume {choice}: no complete checkpoint in {self.folder if choice == 'must' else choice}")
+            if path is not None:
+                state = json.loads((Path(path) / "state.json").read_text())
+                changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
+                           if state["arguments"].get(name) != value]
+                altering = [text for text in changed if text[2:].split()[0] not in neutral]
+                if altering and self.args.resume_changed_args == "refuse":
+                    raise ValueError(f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
+                                     + ". Choose another --out, or --resume_changed_args allow")
         self.first_step = state["step"]
         if path is not None:
             load_training_state(Path(path), models)
