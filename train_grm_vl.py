@@ -475,7 +475,9 @@ def build_judge(run: Run, processor: Processor) -> Judge:
 def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    # Inputs keep their type: a tower's angles are float32, and torch 2.11 casts them only until it computes a layer again.
+    policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None,
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
     if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
         return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)

@@ -769,7 +769,9 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
 def load_sharded(run: Run, module: nn.Module, folder: Path) -> dict[str, str]:
     """Shard a module that is on meta (ZeRO-3, FSDP2), allocate the shards and stream the weights into them."""
     full = MixedPrecisionPolicy(param_dtype=None, reduce_dtype=torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    # Inputs keep their type: a tower's angles are float32, and torch 2.11 casts them only until it computes a layer again.
+    policy = MixedPrecisionPolicy(param_dtype=run.dtype if run.dtype != torch.float32 else None,
+                                  reduce_dtype=torch.float32, cast_forward_inputs=False)
     if run.args.run.dry_run:                                   # parameters stay on meta, and the files are believed
         return dict.fromkeys(VALUE_HEADS, "")
     use_attention(module.model, run.backend)
@@ -2399,7 +2401,8 @@ class RolloutEngine:
         place = self.rows[slots], count
         self.out_tokens[place], self.out_logprobs[place] = ids, logprobs
         self.last[slots] = ids
-        self.done[slots] = self.done[slots] | torch.isin(ids, actor.stop_ids) | (count + 1 >= args.max_new_tokens)
+        stopped = (ids[:, None] == actor.stop_ids).any(dim=1)          # isin sorts from ten ids on, which no graph can capture
+        self.done[slots] = self.done[slots] | stopped | (count + 1 >= args.max_new_tokens)
 
     def harvest(self, results: dict) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the device."""

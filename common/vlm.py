@@ -1070,10 +1070,8 @@ def varlen_attention(q, k, v, cu_q, cu_k, max_q: int, max_k: int, scale: float, 
                                       window_size=(left, -1))
     from torch.nn.attention.varlen import varlen_attn          # a second of import
     options: dict[str, Any] = {"scale": scale, "window_size": (left, 0 if causal else -1)}
-    if "enable_gqa" in varlen_attn.__kwdefaults__:
+    if "enable_gqa" in varlen_attn.__kwdefaults__:             # torch 2.11 has no such flag, and does not compare the heads
         options["enable_gqa"] = True
-    elif q.shape[1] != k.shape[1]:                             # torch 2.11
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, **options)
 
 
@@ -1101,9 +1099,11 @@ class SlotCache:
         self.slots, self.capacity = slots, capacity
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
-        """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint lists)."""
-        for cache in (self.keys, self.values):
-            cache[:, target, :longest] = cache[:, source, :longest]
+        """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint lists), by layers: of half the
+        cache at once there would be no room for a copy."""
+        source, target = (torch.tensor(slots, device=self.keys.device) for slots in (source, target))
+        for cache in (*self.keys, *self.values):                                                 # (slots, capacity, Hkv, D)
+            cache[target, :longest] = cache[source, :longest]
 
 
 class PackedAttention:
@@ -1762,10 +1762,8 @@ def unsharded(module: nn.Module):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different amounts of work."""
     parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
     module._get_fsdp_state()._lazy_init()      # a first unshard() below would otherwise initialise each part as a root
-    for handle in [part.unshard(async_op=True) for part in parts]:
-        if handle is not None:
-            handle.wait()
-    for part in parts:
+    for part in parts:                         # one after the other: what is gathered exists twice until it is in its place
+        part.unshard()
         part.set_reshard_after_forward(False, recurse=False)
     try:
         yield

@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
 from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_pixels,
-                        load_prompts, load_weights, materialize, prompt_positions, skeleton, use_attention)
+                        load_prompts, load_weights, materialize, prompt_positions, skeleton, unsharded, use_attention)
 
 
 def random_samples(counts: list[int], vocabulary: int) -> Samples:
@@ -113,6 +113,9 @@ def test_prompts_are_not_masked_for_the_sake_of_short_responses():
 
 def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
     """Rounded to bfloat16, the tower's frequencies are off by 0.2 rad at patch 100; only its weights may be cast."""
-    actor = start(qwen25, picture_rows, "--dtype", "bfloat16").actor
-    assert {p.dtype for p in actor.model.model.visual.parameters()} == {torch.bfloat16}
-    assert {b.dtype for name, b in actor.named_buffers() if "inv_freq" in name} == {torch.float32}
+    env, trained = (start(qwen25, picture_rows, "--dtype", "bfloat16", *flags) for flags in ((), ("--train_vision",)))
+    assert {p.dtype for p in env.actor.model.model.visual.parameters()} == {torch.bfloat16}
+    assert {b.dtype for name, b in env.actor.named_buffers() if "inv_freq" in name} == {torch.float32}
+    with torch.no_grad(), unsharded(trained.actor):        # nor may FSDP2 cast the angles in front of a tower that is trained
+        features = [image_features(e.actor.model, *load_pixels(env.prompts[2], env.processor)) for e in (env, trained)]
+    assert torch.equal(*features)
