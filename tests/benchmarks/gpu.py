@@ -56,6 +56,13 @@ def timed(program, repeats: int = 1) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def release() -> None:
+    """Give back the memory of what is no longer used: cached, it would count as taken."""
+    gc.collect()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def limits(dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
     """Bytes/s of the memory and FLOP/s of matrix products; both are printed."""
     source = torch.zeros(2**26 if tiny else 2**31, dtype=torch.uint8, device=DEVICE)
@@ -176,7 +183,7 @@ def decode_table(run, folder: Path, size: str, batches, contexts, steps: int, ba
                     else:
                         seconds = decoding_seconds(run, model, batch, context, mode, steps)
                     cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
-                gc.collect()
+                release()
             print(f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |", flush=True)
 
 
@@ -256,12 +263,13 @@ def main() -> None:
     bandwidth, peak = limits(run.dtype, tiny)
     attention_table()
     for size in sizes:
+        release()
         decode_table(run, folders[size], size, batches, contexts, steps, bandwidth)
-        gc.collect()
+        release()
         prefill_table(run, folders[size], size, (256,) if tiny else (4096, 16384), peak)
-        gc.collect()
+    release()
     update_table(run, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak)
-    gc.collect()
+    release()
     whole_step(flags)
     print(f"\n{time.perf_counter() - begun:.0f} s in all")
 
