@@ -219,7 +219,7 @@ class UpdateArgs:
     max_grad_norm: float = flag(1.0, "bound on the global gradient norm; 0: off", low=0)
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update; more rows accumulate")
     share_prompts: bool = flag(True, "let the targets of a prompt share one copy of it in a packed row")
-    head_chunk: int = flag(256, "tokens whose logits exist at the same time", low=1)
+    head_chunk: int = flag(0, "tokens whose logits exist at the same time; 0: 1024 on a GPU, 256 on a CPU", low=0)
 
 
 @dataclass(frozen=True)
@@ -528,7 +528,7 @@ def dry_run(run: Run, datasets: list[list[list[Example]]], weights: list[float],
     cached = (asked + args.eval.eval_batch * args.eval.eval_max_new_tokens) * cache_bytes(text, itemsize)
 
     def table(checkpointing: bool) -> tuple[list[str], float]:
-        work = backward_bytes(judge, update.max_tokens_per_pack, itemsize, checkpointing, update.head_chunk)
+        work = backward_bytes(judge, update.max_tokens_per_pack, itemsize, checkpointing, update.head_chunk or 1024)
         phases = {"update": held | {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2} | work,
                   "evaluate": held | {"gathered weights": root + layers, "KV cache": cached, "forward": asked * own}}
         return memory_plan(phases, args.run.plan_gpu_gib)

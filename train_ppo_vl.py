@@ -368,7 +368,7 @@ class UpdateArgs:
     offload_frozen: bool = flag(False, "keep reference and reward models in host memory, but for the stages that ask them")
     max_tokens_per_pack: int = flag(16384, "tokens per packed row: the memory of an update")
     share_prompts: bool = flag(True, "let the samples of a prompt share one copy of it in a packed row")
-    head_chunk: int = flag(256, "tokens whose logits exist at the same time", low=1)
+    head_chunk: int = flag(0, "tokens whose logits exist at the same time; 0: 1024 on a GPU, 256 on a CPU", low=0)
 
 
 @dataclass(frozen=True)
@@ -896,7 +896,7 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
         held["actor average"] = held["actor Adam"] // 2
     away = [part for part in held if (args.update.offload_optimizer and part.endswith((" Adam", " average")))
             or (args.update.offload_frozen and part.split()[0] not in ("actor", "critic"))]
-    tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk, models["actor"]
+    tokens, chunk, actor = args.update.max_tokens_per_pack, args.update.head_chunk or 1024, models["actor"]
 
     def at_hand_of(*busy: str) -> dict[str, float]:
         """What lies on the GPU; of what is offloaded, the parts of these models: in training, or frozen and asked."""
@@ -907,9 +907,10 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
         text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
         room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(stay.values())
         slot = length * cache_bytes(text, itemsize)
-        wanted = -(-args.rollout.prompts_per_step // args.run.plan_world) * args.rollout.samples_per_prompt
-        slots = min(wanted, args.rollout.slots or max(1, min(256, int(0.8 * (room - root - layers) // slot))))
-        work = max(args.rollout.prefill_tokens * layer_activations(module, itemsize), 16 * slots * text.vocab_size)
+        wanted = min(args.rollout.slots or 256, -(-args.rollout.prompts_per_step // args.run.plan_world)
+                     * args.rollout.samples_per_prompt)
+        work = rollout_work(module, args.rollout, itemsize)
+        slots = wanted if args.rollout.slots else max(1, min(wanted, int(0.9 * (room - root - layers - work) // slot)))
         return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
 
     def score(name: str) -> dict[str, float]:
@@ -2280,14 +2281,14 @@ class RolloutEngine:
         self.searched = [0] * slots                                   # host side: tokens already searched for stop strings
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many as fit into 80 % of the free memory, at most 256."""
-        if self.args.slots:
-            return min(self.args.slots, wanted)
-        if self.run.device.type != "cuda":
-            return min(256, wanted)
-        per_slot = capacity * cache_bytes(self.actor.model.config.get_text_config(), self.run.dtype.itemsize)
+        """--slots, or as many as fit into 90 % of the memory that is free beside a prefill, at most 256."""
+        wanted, itemsize = min(wanted, self.args.slots or 256), self.run.dtype.itemsize
+        if self.args.slots or self.run.device.type != "cuda":
+            return wanted
         torch.cuda.empty_cache()
-        return max(1, min(256, wanted, int(0.8 * torch.cuda.mem_get_info()[0]) // per_slot))
+        room = torch.cuda.mem_get_info()[0] - rollout_work(self.actor, self.args, itemsize)
+        slot = capacity * cache_bytes(self.actor.model.config.get_text_config(), itemsize)
+        return max(1, min(wanted, int(0.9 * room) // slot))
 
     def generate(self, groups: list[int], count: int) -> dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, bool]]:
         """``count`` samples of every prompt: (group, number) -> tokens (n,), log-probs (n,), truncated."""
@@ -2452,6 +2453,12 @@ class RolloutEngine:
                 self.owner[s] = None
             self.done[source] = True
         return list(range(len(active)))
+
+
+def rollout_work(actor: Policy, args: RolloutArgs, itemsize: int) -> int:
+    """Bytes that a rollout needs beside weights and cache: for a layer of a prefill, or the logits of all slots."""
+    return max(args.prefill_tokens * layer_activations(actor, itemsize),
+               16 * (args.slots or 256) * actor.model.config.get_text_config().vocab_size)
 
 
 def truncate_distribution(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

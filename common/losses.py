@@ -375,7 +375,8 @@ VOCABULARY_SLICE = 16384  # ids whose rows of the weight's gradient are added at
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Functions of each row of the logits, of which ``chunk`` rows exist at a time; the backward computes them again.
+    """Functions of each row of the logits, of which ``chunk`` rows (0: 1,024 on a GPU, 256 on a CPU) exist at a time; the
+    backward computes them again.
 
     ``values(logits, rows)`` returns (n,) tensors for a slice of the N rows, ``dlogits(logits, rows, outputs, grads)``
     the gradient (n, V) for the logits given those for the outputs. Both may overwrite the logits. ``head``: keyword
@@ -389,6 +390,8 @@ class _ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, head, chunk, values, dlogits):
+        # On a GPU every chunk costs a pass over the gradient of the weight, on a CPU little: there memory decides.
+        chunk = chunk or (1024 if hidden.is_cuda else 256)
         # At least one chunk, if an empty one: a rank without responses (N = 0) must get gradients too, of zero.
         ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
         parts = [values(_ChunkedHead.logits(hidden, weight, head, rows), rows) for rows in ctx.rows]
@@ -425,7 +428,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, entropy: bool = False,
-                    chunk: int = 1024, **head) -> tuple[torch.Tensor, torch.Tensor | None]:
+                    chunk: int = 0, **head) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`; its entropy (N,) in nats if asked.
 
     Both are float32 (float64 for float64 inputs), differentiable for hidden and weight. A banned target gets -inf.
@@ -453,7 +456,7 @@ def linear_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 
 def full_kl(hidden: torch.Tensor, ref_hidden: torch.Tensor, weight: torch.Tensor, ref_weight: torch.Tensor, *,
-            chunk: int = 1024, **head) -> torch.Tensor:
+            chunk: int = 0, **head) -> torch.Tensor:
     """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and weight (V, H).
 
     ``head``: arguments of `logits_fp32`, for both.
