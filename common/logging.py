@@ -32,7 +32,7 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -171,6 +171,16 @@ def list_flags(args) -> dict[str, Any]:
 def absolute(path: str) -> str:
     """The path as seen from any folder; what is no existing path (empty, a hub name) stays."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def contents(paths: Iterable[str], rows: int) -> str:
+    """The number of rows in use and a digest of each of their files: rows that were edited make another run."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
+    return f"{rows} rows, sha256 {' '.join(digests)}"
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics and progress
@@ -444,7 +454,7 @@ class CheckpointArgs:
     max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
     export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
     resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
-                               "never: --out must be new; or the path of a checkpoint, "
+                               "never: --out must be new; or the path of a checkpoint (or its latest), "
                                "from which an --out without checkpoints starts")
     resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
                                     ("refuse", "allow"))
@@ -506,6 +516,8 @@ class Checkpoints:
             UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
         """
         choice, found = self.args.resume, complete_checkpoints(self.folder)
+        if Path(choice).name == "latest" and Path(choice).is_file():
+            choice = str(Path(choice).with_name(Path(choice).read_text().strip()))
         parent = Path(choice).resolve().parent
         if choice not in ("auto", "must", "never") and (not found or parent == self.folder.resolve()):
             # With a path of another run, what --out already has goes first: a requeued job must not start over.

@@ -190,6 +190,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     (lambda f: edit(f / "config.json", model_type="nonsense"), "nonsense"),
     (lambda f: (f / "config.json").write_text('{"model_type": "mllama"}'), "family 'mllama' is not one of qwen2_vl, "),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "no vocabulary: tokenizer.json"),
     (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
     (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
     (lambda f: (f / "preprocessor_config.json").write_text("{"), "property name"),
@@ -197,7 +198,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
 ])
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=f"(?s)^--model {tmp_path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
 
