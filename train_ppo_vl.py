@@ -529,7 +529,7 @@ def flags_of(args: Args) -> dict[str, Any]:
 
 def absolute_source(spec: str) -> str:
     """A source of rewards as seen from any folder."""
-    kind, colon, rest = spec.partition(":")
+    kind, colon, rest = (spec := spec.strip()).partition(":")
     program, _, function = spec.rpartition(":")
     return f"{kind}:{absolute(rest)}" if kind in ("grm", "rm") else f"{absolute(program)}:{function}" if colon else spec
 
@@ -1285,7 +1285,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
 def load_reward(args: RewardArgs) -> Reward:
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     recipe = read_recipe(args.reward_recipe) if args.reward_recipe else {
-        "*": dict.fromkeys(filter(None, args.reward.split(",")), 1.0)}
+        "*": dict.fromkeys(filter(None, map(str.strip, args.reward.split(","))), 1.0)}
     specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
     if not specs:
         raise UserError("--reward is empty: no source of rewards")

@@ -127,6 +127,8 @@ def read_flags(groups: dict[str, type], description: str, argv: list[str] | None
     given = vars(build_parser(groups, description).parse_args(argv))
     config = given.pop("config", None)
     if config is None and "model" not in given:
+        if given.keys() & {"data", "eval_data"}:
+            raise UserError("--model and --data are needed together; without both, the toy's model learns from its own rows")
         config = str(embedded_toy(toy))
     return (read_config(config, groups) if config else {}) | given, set(given)
 

@@ -157,7 +157,7 @@ def test_refused_before_the_process_group(monkeypatch, line):
     assert REFUSED[line] in str(refusal.value)
 
 
-@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
+@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
 def test_model_and_data_are_needed_together(line):
     with pytest.raises(ppo.UserError, match="--model and --data are needed together"):
         ppo.parse_args(line.split())

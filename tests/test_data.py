@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from common.vlm import Processor, image_size, load_pixels, load_prompts, materialize, read_image, skeleton
+from common.vlm import Processor, image_size, load_pixels, load_prompts, materialize, read_image, resolve_folder, skeleton
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<|box_start|>"]
@@ -200,6 +200,12 @@ def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
     with pytest.raises(ValueError, match=f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
+
+
+def test_folders_that_are_no_model(tmp_path):
+    """A run, its exports and its checkpoints are what people name in place of <out>/export/step-N."""
+    with pytest.raises(ValueError, match=f"{tmp_path}: no config.json.*<out>/export/step-N"):
+        resolve_folder(str(tmp_path))
 
 
 def two_pixels(mode, left, right, palette=None):
