@@ -79,10 +79,12 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
         assert r"\boxed{}" in args.data.system_prompt and args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
-@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm")])
+@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm"),
+                                          ("grm_rl.sh", "ppo")])
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
-    (call,) = launch(name, "--steps", "3", MODEL="small model", OUT="runs/small", DATA="d", EVAL_DATA="e",
+    (call,) = launch(name, "--steps", "3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
+                     EVAL_DATA="e",
                      LAUNCH=f"sbatch --nodes 2 --gpus-per-node 8 launch/{script}.slurm")
     assert call[:5] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8"] and call[5] == f"launch/{script}.slurm"
     (step,) = launch(f"{script}.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="ppo",
