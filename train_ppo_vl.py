@@ -490,6 +490,7 @@ def check_args(args: Args) -> None:
         "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
+        f"--profile {args.run.profile} exceeds --steps {update.steps}": args.run.profile <= update.steps,
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":

@@ -140,7 +140,8 @@ def embedded_toy(name: str) -> Path:
     if not config.exists() and not program.exists():
         raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        subprocess.run([sys.executable, str(program), "--out", str(config.parent)], check=True)
+        if subprocess.run([sys.executable, str(program), "--out", str(config.parent)]).returncode:
+            raise UserError(f"no --model given, and {program} did not write the embedded toy, for the reason above")
     while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
         time.sleep(0.2)
     return config
