@@ -51,8 +51,8 @@ from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
-                            draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags,
-                            run_main, stop_requested, training_state, write_durably)
+                            contents, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds,
+                            read_flags, run_main, stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return dry_run(run, datasets, weights, judge)
     models = {"judge": (judge, build_optimizer(judge, args.update.lr, args))}
     fresh = {"step": 0, "metrics": {}, "loss_mean": None, "dropped_prompts": 0}
-    state = checkpoints.resume(flags_of(args) | {"data (rows)": rows}, neutral_flags(args), fresh, models,
+    used = {"data (rows)": contents([path for path, _ in parse_datasets(args.data.data)], rows)}
+    state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
     log = open_log(run, rows, held_out, state["step"])
     evaluate_at = functools.partial(evaluate, run, processor, judge, held_out, log)
@@ -142,8 +143,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             f"done: metrics in {args.run.out}/metrics.jsonl, judgements in {args.run.out}/eval, weights in "
-             f"{args.run.out}/export")
+             f"done: metrics in {args.run.out}/metrics.jsonl" + f", judgements in {args.run.out}/eval" * bool(held_out)
+             + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
     log.close()
     checkpoints.close()
     if preempted:

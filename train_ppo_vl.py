@@ -32,6 +32,7 @@ import re
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -60,7 +61,7 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
-                            absolute, catch_signals, complete_checkpoints, describe_failure, draw_sample, falls_due,
+                            absolute, catch_signals, complete_checkpoints, contents, describe_failure, draw_sample, falls_due,
                             fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags, run_main, stop_requested,
                             training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
@@ -101,8 +102,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     running = {"kl_controller": kl_controller, "moments": losses.RunningMoments()}
     running_state = lambda: {name: part.state_dict() for name, part in running.items()}  # noqa: E731
     fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0} | running_state()
-    counts = {"data (rows)": rows, "ptx_data (rows)": len(text.rows) if text else 0}
-    state = checkpoints.resume(flags_of(args) | counts, neutral_flags(args), fresh, models,
+    used = {"data (rows)": contents([path for path, _ in parse_datasets(args.data.data)], rows),
+            "ptx_data (rows)": contents([args.data.ptx_data], len(text.rows)) if text else ""}
+    state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models,
                                keep_newer=args.eval.eval_only)
     for _, optimizer in models.values():
         put_away(run, optimizer)
@@ -195,7 +197,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
              f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
-             f"{args.run.out}/samples, weights in {args.run.out}/export")
+             f"{args.run.out}/samples" + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
     log.close()
     checkpoints.close()
     if preempted:
@@ -488,6 +490,7 @@ def check_args(args: Args) -> None:
         "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
+        f"--profile {args.run.profile} exceeds --steps {update.steps}": args.run.profile <= update.steps,
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
@@ -527,7 +530,7 @@ def flags_of(args: Args) -> dict[str, Any]:
 
 def absolute_source(spec: str) -> str:
     """A source of rewards as seen from any folder."""
-    kind, colon, rest = spec.partition(":")
+    kind, colon, rest = (spec := spec.strip()).partition(":")
     program, _, function = spec.rpartition(":")
     return f"{kind}:{absolute(rest)}" if kind in ("grm", "rm") else f"{absolute(program)}:{function}" if colon else spec
 
@@ -1254,10 +1257,17 @@ def load_function(flag_name: str, spec: str) -> Callable:
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(f"{flag_name} {spec}: {path} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{flag_name} {spec}: {path} raised {told(error)}") from error
     if not callable(getattr(module, name, None)):
         raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
     return getattr(module, name)
+
+
+def told(error: BaseException) -> str:
+    """What a program of the user's raised, and the lines that led there, the innermost first."""
+    lines = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(traceback.extract_tb(error.__traceback__))
+             if frame.filename != __file__ and frame.filename[:1] != "<"]
+    return f"{type(error).__name__}: {error}" + f" ({' < '.join(lines)})" * bool(lines)
 
 
 def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
@@ -1279,7 +1289,7 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
 def load_reward(args: RewardArgs) -> Reward:
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     recipe = read_recipe(args.reward_recipe) if args.reward_recipe else {
-        "*": dict.fromkeys(filter(None, args.reward.split(",")), 1.0)}
+        "*": dict.fromkeys(filter(None, map(str.strip, args.reward.split(","))), 1.0)}
     specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
     if not specs:
         raise UserError("--reward is empty: no source of rewards")
@@ -1456,7 +1466,7 @@ def score_samples(reward_fn: Callable, prompts: list, responses: list[str], refe
     for start in range(0, n, size):
         count, result = min(size, n - start), results.get(start, late)
         if isinstance(result, BaseException):
-            raise failure(start, f"{count} samples raised {type(result).__name__}: {result}") from result
+            raise failure(start, f"{count} samples raised {told(result)}") from result
         result = result if isinstance(result, dict) else {"reward": result}
         if not result or (columns and result.keys() != columns.keys()):
             raise failure(start, f"components {sorted(result)}, expected {sorted(columns) or 'at least one'}")
@@ -1547,7 +1557,7 @@ def combine_rewards(run: Run, reward: Reward, rewards: dict[str, torch.Tensor]) 
             try:
                 values = list(map(float, reward.combiner({name: column.tolist() for name, column in rewards.items()})))
             except Exception as error:                              # a program of the user's, which raises what it likes
-                raise ValueError(f"{type(error).__name__}: {error}") from error
+                raise ValueError(told(error)) from error
             if len(values) != count:
                 raise ValueError(f"{len(values)} values for {count} samples")
     return torch.tensor(all_gather_json(values)[0], dtype=torch.float64)
@@ -2039,7 +2049,8 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
                                       algorithm.dual_clip, correction, None if keep is None else pick(keep))
     loss = ((weight if keep is None else pick(kept_weights)) * terms).sum()
     stats |= {"policy_loss": loss.detach(), "entropy": entropy.detach().sum(), "tokens": len(row.targets),
-              "kept": len(row.targets) if keep is None else int(keep[row.flat].sum()), "gap": (logp.detach() - sampled).abs().sum()}
+              "kept": len(row.targets) if keep is None else int(keep[row.flat].sum()),
+              "gap": (logp.detach() - sampled).abs().sum()}
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
     if in_loss:
@@ -2182,6 +2193,9 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
         (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
     log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
+    if args.eval.eval_only:
+        log.line(f"{len(eval_prompts)} held-out rows; output: {folder}")
+        return log
     log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")

@@ -32,7 +32,7 @@ from datetime import timedelta
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -127,6 +127,8 @@ def read_flags(groups: dict[str, type], description: str, argv: list[str] | None
     given = vars(build_parser(groups, description).parse_args(argv))
     config = given.pop("config", None)
     if config is None and "model" not in given:
+        if given.keys() & {"data", "eval_data"}:
+            raise UserError("--model and --data are needed together; without both, the toy's model learns from its own rows")
         config = str(embedded_toy(toy))
     return (read_config(config, groups) if config else {}) | given, set(given)
 
@@ -138,7 +140,8 @@ def embedded_toy(name: str) -> Path:
     if not config.exists() and not program.exists():
         raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        subprocess.run([sys.executable, str(program), "--out", str(config.parent)], check=True)
+        if subprocess.run([sys.executable, str(program), "--out", str(config.parent)]).returncode:
+            raise UserError(f"no --model given, and {program} did not write the embedded toy, for the reason above")
     while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
         time.sleep(0.2)
     return config
@@ -171,6 +174,16 @@ def list_flags(args) -> dict[str, Any]:
 def absolute(path: str) -> str:
     """The path as seen from any folder; what is no existing path (empty, a hub name) stays."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def contents(paths: Iterable[str], rows: int) -> str:
+    """The number of rows in use and a digest of each of their files: rows that were edited make another run."""
+    digests = []
+    for path in paths:
+        with open(path, "rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest()[:12])
+    return f"{rows} rows, sha256 {' '.join(digests)}"
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Metrics and progress
@@ -444,7 +457,7 @@ class CheckpointArgs:
     max_failed_saves: int = flag(3, "failed saves in a row that stop the run", low=1)
     export_every: int = flag(-1, "steps between exports of the weights; -1: only the last step, 0: never", low=-1)
     resume: str = flag("auto", "auto: go on from the newest checkpoint in --out if there is one; must: there has to be one; "
-                               "never: --out must be new; or the path of a checkpoint, "
+                               "never: --out must be new; or the path of a checkpoint (or its latest), "
                                "from which an --out without checkpoints starts")
     resume_changed_args: str = flag("refuse", "what a resumed run does when flags that alter the result have changed",
                                     ("refuse", "allow"))
@@ -506,6 +519,8 @@ class Checkpoints:
             UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
         """
         choice, found = self.args.resume, complete_checkpoints(self.folder)
+        if Path(choice).name == "latest" and Path(choice).is_file():
+            choice = str(Path(choice).with_name(Path(choice).read_text().strip()))
         parent = Path(choice).resolve().parent
         if choice not in ("auto", "must", "never") and (not found or parent == self.folder.resolve()):
             # With a path of another run, what --out already has goes first: a requeued job must not start over.

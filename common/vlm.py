@@ -36,7 +36,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from PIL import Image, ImageOps, UnidentifiedImageError
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
@@ -260,7 +260,7 @@ class Processor:
                 self._set_image_processor(min_pixels, max_pixels)
             self._set_tokens()
         except (OSError, ValueError) as error:
-            raise ValueError(f"--model {folder}: {error}") from error
+            raise ValueError(f"checkpoint {folder}: {error}") from error
 
     def _set_image_processor(self, min_pixels: int, max_pixels: int) -> None:
         config, tower, self.call = self.config, self.config.vision_config, {}
@@ -314,6 +314,8 @@ class Processor:
 
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
+        if not tokenizer.encode("a", add_special_tokens=False):      # transformers makes one without words of no files
+            raise ValueError("no vocabulary: tokenizer.json, or the files in its place, are missing")
         # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:
@@ -689,7 +691,7 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
     """`build(index, "file.jsonl:12", row)` of every row of a JSONL file, in file order; see `load_prompts`, which has
     the meaning of the arguments, the second result and the errors. `build` raises ValueError for a bad row."""
     if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file")
+        raise ValueError(f"{path}: {'a folder, not a JSONL file' if os.path.isdir(path) else 'no such file'}")
     name = os.path.basename(path)
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
     lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -702,7 +704,7 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
         try:
             row = json.loads(line.decode("utf-8"))
         except (ValueError, RecursionError) as error:
-            return None, f"{source}: invalid JSON ({error})"
+            return None, f"{source}: invalid JSON ({error}); a row is one line"
         if not isinstance(row, dict):
             return None, f"{source}: a row must be a JSON object, not {row!r:.80}"
         try:
@@ -1495,18 +1497,21 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the downloaded snapshot of a
     hub name; without ``weights``, of its small files only. Raises ValueError: no folder, and nothing that the hub gives."""
     if Path(name).is_dir():
+        if not Path(name, "config.json").is_file():
+            raise ValueError(f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a run's models are "
+                             "<out>/export/step-N")
         return Path(name)
     if Path(name).name == "latest" and Path(name).is_file():
         return Path(name).with_name(Path(name).read_text().strip())
     if Path(name).exists() or name.startswith((".", "/")) or name.count("/") != 1:
-        raise ValueError(f"--model {name}: no such folder (a hub name looks like owner/name)")
+        raise ValueError(f"checkpoint {name}: no such folder (a hub name looks like owner/name)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     try:
         patterns = ["*.json", "*.txt", "*.jinja", "*.model"] + ["*.safetensors"] * weights
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ValueError(f"--model {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"checkpoint {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
 
 def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
@@ -1533,11 +1538,22 @@ def vision_tensors(folder: Path) -> dict[str, Any]:
     """name -> function that reads the weight, for the vision tower in a folder's safetensors files."""
     found = {}
     for path in sorted(folder.glob("*.safetensors")):
-        tensors = safe_open(path, "pt")
+        tensors = open_weights(path)
         for key in tensors.keys():
             if (name := key.removeprefix("model.")).startswith(VISION_KEYS):
                 found[name] = functools.partial(tensors.get_tensor, key)
     return found
+
+
+def open_weights(path: Path):
+    """A safetensors file, whose tensors are read when asked for. Raises ValueError: no such file, or only a part of one."""
+    if not path.exists():
+        raise ValueError(f"{path.parent}: {path.name} is missing (weights are read from safetensors files only)")
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: {path.stat().st_size} bytes are no whole safetensors file ({error}); fetch it again (a git "
+                         "clone without git-lfs leaves pointers of some 130 bytes)") from error
 
 
 def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False) -> nn.Module:
@@ -1683,9 +1699,7 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
     parameters = dict(model.named_parameters(remove_duplicate=False))
     spelled: dict[str, str] = {}
     for file in files:
-        if not (folder / file).exists():
-            raise ValueError(f"{folder}: {file} is missing (weights are read from safetensors files only)")
-        with safe_open(folder / file, "pt") as tensors:
+        with open_weights(folder / file) as tensors:
             for key in tensors.keys():
                 name = next((n for n in (re.sub(old, new, key) for old, new in KEY_SPELLINGS) if n in parameters), None)
                 target = parameters[name] if name else optional.get(key)

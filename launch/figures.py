@@ -69,6 +69,8 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
     run, folder = Path(sys.argv[1]), Path(sys.argv[2])
     folder.mkdir(parents=True, exist_ok=True)
     if sys.argv[3:] == ["--judged"]:

@@ -682,9 +682,10 @@ def test_going_back(flags, copy, tmp_path, capfd):
 
 def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
     """The same command once more, as a requeued job gives it, goes on from where it was."""
-    argv = flags(tmp_path / "new", f"--resume {finished}/checkpoints/step-1")
+    (copy / "checkpoints" / "latest").write_text("step-1\n")
+    argv = flags(tmp_path / "new", f"--resume {copy}/checkpoints/latest")
     train([*argv, "--steps", "2"])
-    assert f"resuming from {finished}/checkpoints/step-1" in capfd.readouterr().out
+    assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
     train([*argv, "--steps", "3"])
     assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
 
@@ -695,7 +696,9 @@ def test_changed_rows(flags, task, tmp_path):
     argv = flags(tmp_path / "run") + ["--data", str(data)]
     train([*argv, "--steps", "1"])
     data.write_text((task / "more.jsonl").read_text())
-    refused(argv, "--data (rows)", "4 -> 5")
+    refused(argv, "--data (rows)", "'4 rows, sha256", "'5 rows, sha256")
+    data.write_text((task / "rows.jsonl").read_text().replace("how many", "so how many", 1))
+    refused(argv, "--data (rows)", "-> '4 rows, sha256")
 
 
 def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):

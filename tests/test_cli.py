@@ -126,6 +126,7 @@ REFUSED = {
     "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
     "--max_tokens_per_pack 5119": "--max_prompt_tokens + --max_new_tokens = 5120",
     "--prefill_tokens 4095": "--prefill_tokens 4095 must hold one prompt: --max_prompt_tokens 4096",
+    "--profile 5 --steps 4": "--profile 5 exceeds --steps 4",
     "--min_pixels 9 --max_pixels 8": "--min_pixels exceeds --max_pixels",
     "--eval_only": "--eval_only needs --eval_data",
     "--eval_ema": "--eval_ema and --export_ema need an average: --ema_beta above 0",
@@ -157,10 +158,16 @@ def test_refused_before_the_process_group(monkeypatch, line):
     assert REFUSED[line] in str(refusal.value)
 
 
-@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
+@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
 def test_model_and_data_are_needed_together(line):
     with pytest.raises(ppo.UserError, match="--model and --data are needed together"):
         ppo.parse_args(line.split())
+
+
+def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
+    monkeypatch.setattr(common.logging.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
+    with pytest.raises(ppo.UserError, match="toy.py did not write the embedded toy"):
+        common.logging.embedded_toy("none.json")
 
 
 def test_all_problems_are_told_at_once():

@@ -17,7 +17,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from common.vlm import Processor, image_size, load_pixels, load_prompts, materialize, read_image, skeleton
+from common.vlm import Processor, image_size, load_pixels, load_prompts, materialize, read_image, resolve_folder, skeleton
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<|box_start|>"]
@@ -190,6 +190,7 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     (lambda f: edit(f / "config.json", model_type="nonsense"), "nonsense"),
     (lambda f: (f / "config.json").write_text('{"model_type": "mllama"}'), "family 'mllama' is not one of qwen2_vl, "),
     (lambda f: (f / "tokenizer.json").unlink(), "tokenizer"),
+    (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "no vocabulary: tokenizer.json"),
     (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
     (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
     (lambda f: (f / "preprocessor_config.json").write_text("{"), "property name"),
@@ -197,8 +198,14 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
 ])
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=f"(?s)^--model {tmp_path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
+
+
+def test_folders_that_are_no_model(tmp_path):
+    """A run, its exports and its checkpoints are what people name in place of <out>/export/step-N."""
+    with pytest.raises(ValueError, match=f"{tmp_path}: no config.json.*<out>/export/step-N"):
+        resolve_folder(str(tmp_path))
 
 
 def two_pixels(mode, left, right, palette=None):

@@ -90,6 +90,18 @@ def test_a_wrong_segment_is_noticed(qwen25):
     assert (right - wrong)[start:].abs().max() > 1e-2
 
 
+def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
+    """A download cut short, a pointer of git-lfs, a checkpoint of pickles alone."""
+    model = skeleton(Processor(str(qwen25)).config)
+    for data in ((qwen25 / "model.safetensors").read_bytes()[:9000], b"version https://git-lfs.github.com/spec/v1\n"):
+        (tmp_path / "model.safetensors").write_bytes(data)
+        with pytest.raises(ValueError, match=f"model.safetensors: {len(data)} bytes are no whole safetensors file .*git-lfs"):
+            load_weights(model, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="model.safetensors is missing .*from safetensors files only"):
+        load_weights(model, tmp_path)
+
+
 def test_buckets_cover_every_segment_once():
     rng = np.random.default_rng(0)
     for _ in range(50):

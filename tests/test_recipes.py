@@ -79,10 +79,12 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
         assert r"\boxed{}" in args.data.system_prompt and args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
-@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm")])
+@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm"),
+                                          ("grm_rl.sh", "ppo")])
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
-    (call,) = launch(name, "--steps", "3", MODEL="small model", OUT="runs/small", DATA="d", EVAL_DATA="e",
+    (call,) = launch(name, "--steps", "3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
+                     EVAL_DATA="e",
                      LAUNCH=f"sbatch --nodes 2 --gpus-per-node 8 launch/{script}.slurm")
     assert call[:5] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8"] and call[5] == f"launch/{script}.slurm"
     (step,) = launch(f"{script}.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="ppo",
@@ -115,6 +117,21 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
+
+
+def test_the_readme_names_what_is_there():
+    """Every file, every flag but those of other programs, and in the table of parity every test."""
+    text, known = (ROOT / "README.md").read_text(), {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend",
+                                                     "rdzv_endpoint", "rdzv_id"}
+    for script in (ppo, grm):
+        known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
+    ours = "\n".join(line for line in text[:text.index("## Benchmarks")].splitlines() if "sbatch" not in line)
+    assert set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]+[a-z0-9])(?![\w-])", ours.replace("--remote_*", ""))) <= known
+    assert all((ROOT / path).exists() for path in re.findall(r"\b(?:launch|tests|common)/[\w/]+\.\w+", text))
+    parity = text[text.index("**LightRFT `PPOTrainerVL`**"):text.index("## Benchmarks")]
+    tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    named = re.findall(r"\b(\w+)::(\w+)", parity)
+    assert len(named) > 80 and [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []
 
 
 # ------------------------------------------------------------------------------------------------ launch/geo3k.py

@@ -165,6 +165,13 @@ def test_load_user_function(tmp_path):
         assert info.value.__cause__ is not None
 
 
+def test_the_lines_of_a_failing_function_are_told(tmp_path):
+    (tmp_path / "mine.py").write_text("def parse(text):\n    return int(text)\n\n\ndef f(prompts, responses, *_):\n"
+                                      "    return [parse(r) for r in responses]\n")
+    with pytest.raises(RewardError, match=r"samples raised ValueError: .* \(mine.py:2 < mine.py:6"):
+        score(load_source(f"{tmp_path}/mine.py:f").function)
+
+
 @pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, dtype=np.float32),
                                      lambda v: list(torch.tensor(v)), lambda v: [np.float32(x) for x in v]])
 def test_result_types(convert):
