@@ -6,6 +6,7 @@ list of flags in the JSON file RUNS, one after the other in one process group: a
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -202,6 +203,22 @@ def test_aggregation_modes_differ(env):
         found, _ = gradient(with_flags(env.run, loss_aggregation=mode), env.actor, env.step, env.samples)
         norms.append(round(float(found["model.lm_head.weight"].norm()), 6))
     assert len(set(norms)) == 4
+
+
+def test_weights_of_a_minibatch_equal_a_loop(env):
+    """Its own tokens, and its own sequences that have any, count; also where only some tokens take part."""
+    keep, parts = torch.arange(len(env.samples.tokens)) % 3 == 0, env.samples.split(torch.arange(len(env.samples.tokens)))
+    assert [len(part) for part in parts][1] == 0 and not keep[parts[3]].any()                   # nothing, and nothing kept
+    for mode, kept in itertools.product(AGGREGATIONS, (None, keep)):
+        run, expected = with_flags(env.run, loss_aggregation=mode), torch.zeros(len(keep))
+        chosen = [[t for t in part.tolist() if kept is None or kept[t]] for part, group in zip(parts, env.samples.group)
+                  if group in (0, 2)]
+        tokens, sequences = sum(map(len, chosen)), sum(map(bool, chosen))
+        for own in chosen:
+            expected[own] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
+                             "seq-mean-token-mean": 1 / (sequences * max(1, len(own))),
+                             "seq-mean-token-sum-norm": 1 / (sequences * run.args.rollout.max_new_tokens)}[mode]
+        assert torch.allclose(ppo.minibatch_weights(run, env.samples, [0, 2], kept), expected, rtol=1e-6, atol=0), mode
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
