@@ -233,6 +233,23 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
+@pytest.mark.parametrize("changes", [{"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3+"}])
+def test_entropy_bonus_and_kl_are_of_all_tokens(env, changes):
+    """What they add to the gradient does not depend on which tokens are in the policy term."""
+    keep, added = torch.arange(len(env.samples.tokens)) % 3 == 0, []
+    for mask in (None, keep):
+        heads = []
+        for own in ({"kl_in": "reward"}, {"kl_in": "reward"} | changes):
+            run = with_flags(env.run, loss_aggregation="seq-mean-token-mean", **own)
+            weights, kept = (ppo.minibatch_weights(run, env.samples, range(4), part) for part in (None, mask))
+            for row, attention in ppo.packed_rows(run, env.actor.model, env.step, env.samples):
+                ppo.actor_loss(run, env.actor, row, attention, env.samples, weights, 0.5, None, mask, kept)[0].backward()
+            heads.append(env.actor.model.lm_head.weight.grad.full_tensor())
+            env.actor.zero_grad(set_to_none=True)
+        added.append(heads[1] - heads[0])
+    assert added[0].norm() > 1e-2 and (added[1] - added[0]).norm() < 1e-4 * added[0].norm()
+
+
 def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):
     """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of the tokens take part."""
     metrics = ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--steps", "1", "--advantage", "grpo",

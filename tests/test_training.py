@@ -297,6 +297,9 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(env):
     far = [dataclasses.replace(env.samples, logprobs=env.samples.logprobs - shift) for shift in (50.0, 100.0)]
     first, second = (gradient(run, env.actor, env.step, samples)[0] for samples in far)
     assert distance(second, first) == 0                                                         # both at the cap of 2
+    alone = with_flags(run, kl_in="reward", entropy_coef=0.0)
+    first, second = (gradient(with_flags(alone, importance_cap=cap), env.actor, env.step, far[0])[0] for cap in (2.0, 3.0))
+    assert distance({name: value / 1.5 for name, value in second.items()}, first) < 1e-6
 
 
 # ------------------------------------------------------------------------------------------------ optimizer, schedule
@@ -350,6 +353,42 @@ def fresh(qwen25, picture_rows, *more: str):
 
 def weights_of(module) -> dict[str, torch.Tensor]:
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in module.named_parameters()}
+
+
+def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
+    """Two steps with gradients far beyond the bound on their global norm, and one below it."""
+    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--adam_beta1", "0.8", "--adam_beta2", "0.7", "--weight_decay", "0.1")
+    trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
+    value = {name: p.full_tensor().double() for name, p in trained.items()}
+    first, second = ({name: torch.zeros_like(x) for name, x in value.items()} for _ in range(2))
+    for step, size in enumerate((3.0, 1.0, 1e-4), 1):
+        for parameter in trained.values():
+            parameter.grad = (size * parameter + 0.1 * size).detach()
+        grads = {name: (p.grad.full_tensor().double()) for name, p in trained.items()}
+        norm = sum(float(g.square().sum()) for g in grads.values()) ** 0.5
+        assert (norm > 0.5) == (step < 3)
+        assert ppo.apply_gradients(env.run, env.actor, env.optimizer, 0.01) == (pytest.approx(norm, rel=1e-5), True)
+        for name, grad in grads.items():
+            grad = grad * min(1.0, 0.5 / norm)
+            first[name] = 0.8 * first[name] + 0.2 * grad
+            second[name] = 0.7 * second[name] + 0.3 * grad ** 2
+            value[name] = value[name] * (1 - 0.01 * (0.1 if grad.ndim >= 2 else 0.0)) - 0.01 * (
+                first[name] / (1 - 0.8 ** step)) / ((second[name] / (1 - 0.7 ** step)).sqrt() + 1e-8)
+            assert torch.allclose(trained[name].full_tensor().double(), value[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
+    env, seen, true = fresh(qwen25, picture_rows), [], ppo.minibatch_weights
+    run = with_flags(env.run, minibatches=4, epochs=3)
+    monkeypatch.setattr(ppo, "minibatch_weights", lambda run, samples, groups: seen.extend(groups) or true(run, samples, groups))
+    for module, update in ((env.actor, lambda *args: ppo.update_actor(*args, 0.0)), (env.critic, ppo.update_critic)):
+        optimizer, orders = ppo.build_optimizer(module, 0.0, env.args), {}
+        for step in (1, 2):
+            seen.clear()
+            update(run, module, optimizer, env.step, env.samples, step)
+            orders |= {(step, epoch): tuple(map(int, seen[4 * epoch:4 * epoch + 4])) for epoch in range(3)}
+        assert len(seen) == 12 and all(sorted(order) == [0, 1, 2, 3] for order in orders.values())
+        assert len({orders[1, epoch] for epoch in range(3)}) == 3 and len({orders[step, 0] for step in (1, 2)}) == 2
 
 
 def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
@@ -475,6 +514,10 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     assert metrics["eval/pass@2"] == pytest.approx(np.mean(solved)) and metrics["eval/num_samples"] == 14
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert not (out / "export").exists()
+    env = start(qwen25, str(task / "eval.jsonl"), "--max_new_tokens", "6")
+    drawn = ppo.rollout(env.run, env.processor, env.actor, take(env), 2, ppo.EVAL)                # noise of its own stream
+    assert [row["response"] for row in rows] == env.processor.tokenizer.batch_decode(
+        [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
     greedy = ppo.main(flags(qwen25, task, tmp_path / "b", *held_out[:3]))
     again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9",
                            "--slots", "1"))
