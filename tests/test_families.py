@@ -449,6 +449,22 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     env.actor.zero_grad()
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
+    """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
+    (tmp_path / "ptx.jsonl").write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
+    env, found = start(family.folder, family.data, "--ptx_data", str(tmp_path / "ptx.jsonl"), "--ptx_coef", "1"), {}
+    text = ppo.load_text(env.run, env.processor)
+    for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
+        update = dataclasses.replace(env.args.update, ptx_coef=ptx, aux_loss_coef=aux)
+        run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
+        ppo.backward_text(run, env.actor, text, text.loader.collect(*text.loader.submit([row for row, _ in text.rows], [0, 1])))
+        found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
+        env.actor.zero_grad(set_to_none=True)
+    whole = found[1.0, 0.5]
+    assert (found[0.5, 0.5] - whole / 2).norm() < 1e-5 * whole.norm() and (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
+
+
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_dense_model_has_no_experts_to_balance(family):
     with pytest.raises(ppo.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):

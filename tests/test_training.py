@@ -399,6 +399,8 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
         counts.append(metrics["train/actor_updates"])
         assert metrics["train/sampler_gap"] < 1e-5
     assert counts == [4, 1, 4]
+    rows = [{"approx_kl": torch.tensor(kl), "kept": kept, "tokens": 9} for kl, kept in ((0.3, 2), (0.1, 2))]      # 0.1 per token
+    assert ppo.exceeds(rows, 0.09) and not ppo.exceeds(rows, 0.11)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
