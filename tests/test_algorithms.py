@@ -205,7 +205,10 @@ def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip):
 def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     run = with_flags(env.run, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
     samples = env.samples.select(torch.arange(16))
-    ppo.score_logprobs_and_values(run, env.actor, None, None, env.step, samples)
+    samples.logprobs = env.samples.logprobs - 1
+    for recompute in (True, False):
+        ppo.score_logprobs_and_values(with_flags(run, recompute_old_logprobs=recompute), env.actor, None, None, env.step, samples)
+        assert torch.allclose(samples.old_logprobs, samples.logprobs + recompute, atol=1e-5)
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     keep = []
     for group, tokens, found in zip(samples.group.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):

@@ -465,6 +465,21 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     assert (found[0.5, 0.5] - whole / 2).norm() < 1e-5 * whole.norm() and (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_the_critic_is_balanced_too(family):
+    """While its head is zero, nothing but the balance moves its routers."""
+    for coef in (0.0, 0.5):
+        env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
+        prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
+        with torch.no_grad():
+            ppo.compute_features(env.run, env.actor, prompts)
+        samples.values = samples.returns = torch.zeros(len(samples.tokens))
+        before = [router.weight.full_tensor().clone() for router in vlm.routers(env.critic.model)]
+        ppo.update_critic(env.run, env.critic, ppo.build_optimizer(env.critic, 1e-3, env.args), prompts, samples, 1)
+        moved = [not torch.equal(router.weight.full_tensor(), old) for router, old in zip(vlm.routers(env.critic.model), before)]
+        assert moved == [coef > 0] * len(before) and before
+
+
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_dense_model_has_no_experts_to_balance(family):
     with pytest.raises(ppo.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
