@@ -207,7 +207,8 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     samples = env.samples.select(torch.arange(16))
     samples.logprobs = env.samples.logprobs - 1
     for recompute in (True, False):
-        ppo.score_logprobs_and_values(with_flags(run, recompute_old_logprobs=recompute), env.actor, None, None, env.step, samples)
+        flagged = with_flags(run, recompute_old_logprobs=recompute)
+        ppo.score_logprobs_and_values(flagged, env.actor, None, None, env.step, samples)
         assert torch.allclose(samples.old_logprobs, samples.logprobs + recompute, atol=1e-5)
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     keep = []

@@ -305,8 +305,9 @@ def check_rollouts(family, inputs_of) -> None:
 
 def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     """The reward model's evaluation, which pads prompts of several lengths into one batch, generates the same."""
-    run = grm.start_run(grm.parse_args(["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out",
-                                        str(data.parent / "judge"), "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags]))
+    run = grm.start_run(grm.parse_args(
+        ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
+         "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags]))
     processor, _, _, examples = grm.load_data(run)
     judge = grm.build_judge(run, processor)
     with grm.PromptLoader(processor, 1, "error") as loader:
@@ -452,17 +453,20 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
-    (tmp_path / "ptx.jsonl").write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
-    env, found = start(family.folder, family.data, "--ptx_data", str(tmp_path / "ptx.jsonl"), "--ptx_coef", "1"), {}
+    data = tmp_path / "ptx.jsonl"
+    data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
+    env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef", "1"), {}
     text = ppo.load_text(env.run, env.processor)
+    drawn = [row for row, _ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
         update = dataclasses.replace(env.args.update, ptx_coef=ptx, aux_loss_coef=aux)
         run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
-        ppo.backward_text(run, env.actor, text, text.loader.collect(*text.loader.submit([row for row, _ in text.rows], [0, 1])))
+        ppo.backward_text(run, env.actor, text, text.loader.collect(*text.loader.submit(*drawn)))
         found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
         env.actor.zero_grad(set_to_none=True)
     whole = found[1.0, 0.5]
-    assert (found[0.5, 0.5] - whole / 2).norm() < 1e-5 * whole.norm() and (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
+    assert (found[0.5, 0.5] - whole / 2).norm() < 1e-5 * whole.norm()
+    assert (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
@@ -476,8 +480,8 @@ def test_the_critic_is_balanced_too(family):
         samples.values = samples.returns = torch.zeros(len(samples.tokens))
         before = [router.weight.full_tensor().clone() for router in vlm.routers(env.critic.model)]
         ppo.update_critic(env.run, env.critic, ppo.build_optimizer(env.critic, 1e-3, env.args), prompts, samples, 1)
-        moved = [not torch.equal(router.weight.full_tensor(), old) for router, old in zip(vlm.routers(env.critic.model), before)]
-        assert moved == [coef > 0] * len(before) and before
+        for router, old in zip(vlm.routers(env.critic.model), before, strict=True):
+            assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)

@@ -435,9 +435,10 @@ def test_evaluation_has_every_example_once(one_rank, env):
 
 def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedProcess:
     """The script under torchrun."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(ROOT / "train_grm_vl.py"), *argv], env=clean | environment, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               str(ROOT / "train_grm_vl.py"), *argv]
+    return subprocess.run(command, env=clean | environment, cwd=ROOT, timeout=120, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

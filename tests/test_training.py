@@ -1,5 +1,5 @@
 """Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
-2 and 8, export, schedules, and what a run does when something goes wrong.
+2 and 5, export, schedules, and what a run does when something goes wrong.
 
 Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every
 list of flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
@@ -29,7 +29,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
 from common import logging, losses, vlm
-from common.buffers import Samples, all_gather_json, all_gather_ragged, exchange_features
+from common.buffers import Samples, all_gather_json, all_gather_ragged, exchange_features, failing_together
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REWARD = '''
@@ -357,7 +357,8 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
     """Two steps with gradients far beyond the bound on their global norm, and one below it."""
-    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--adam_beta1", "0.8", "--adam_beta2", "0.7", "--weight_decay", "0.1")
+    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--adam_beta1", "0.8", "--adam_beta2", "0.7",
+                "--weight_decay", "0.1")
     trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
     value = {name: p.full_tensor().double() for name, p in trained.items()}
     first, second = ({name: torch.zeros_like(x) for name, x in value.items()} for _ in range(2))
@@ -380,7 +381,7 @@ def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
     env, seen, true = fresh(qwen25, picture_rows), [], ppo.minibatch_weights
     run = with_flags(env.run, minibatches=4, epochs=3)
-    monkeypatch.setattr(ppo, "minibatch_weights", lambda run, samples, groups: seen.extend(groups) or true(run, samples, groups))
+    monkeypatch.setattr(ppo, "minibatch_weights", lambda *args: seen.extend(args[2]) or true(*args))
     for module, update in ((env.actor, lambda *args: ppo.update_actor(*args, 0.0)), (env.critic, ppo.update_critic)):
         optimizer, orders = ppo.build_optimizer(module, 0.0, env.args), {}
         for step in (1, 2):
@@ -399,7 +400,7 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
         counts.append(metrics["train/actor_updates"])
         assert metrics["train/sampler_gap"] < 1e-5
     assert counts == [4, 1, 4]
-    rows = [{"approx_kl": torch.tensor(kl), "kept": kept, "tokens": 9} for kl, kept in ((0.3, 2), (0.1, 2))]      # 0.1 per token
+    rows = [{"approx_kl": torch.tensor(kl), "kept": kept, "tokens": 9} for kl, kept in ((0.3, 2), (0.1, 2))]      # 0.1 a token
     assert ppo.exceeds(rows, 0.09) and not ppo.exceeds(rows, 0.11)
 
 
@@ -904,15 +905,15 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
     assert [record["rollout/dropped_prompts"] for record in records(two_ranks[1] / "skip")] == [1, 2]
 
 
-def test_eight_ranks(qwen25, task, tmp_path):
-    """More ranks than prompts, and shards without rows: the same run as on one rank."""
-    eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
+def test_more_ranks_than_prompts(qwen25, task, tmp_path):
+    """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
+    five, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
                         "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
-                  for name in ("eight", "one"))
-    (tmp_path / "plan.json").write_text(json.dumps([eight]))
-    launch(8, tmp_path / "plan.json")
+                  for name in ("five", "one"))
+    (tmp_path / "plan.json").write_text(json.dumps([five]))
+    launch(5, tmp_path / "plan.json")
     ppo.main(one)
-    assert_same_run(tmp_path / "one", tmp_path / "eight")
+    assert_same_run(tmp_path / "one", tmp_path / "five")
 
 
 def check_exchange() -> None:
@@ -932,6 +933,10 @@ def check_exchange() -> None:
     parts = all_gather_ragged(torch.arange(6 * rank).view(-1, 3) + rank)
     assert [part.tolist() for part in parts] == [(torch.arange(6 * r).view(-1, 3) + r).tolist() for r in range(world)]
     assert all_gather_json({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
+    for text, told in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
+        with pytest.raises(ppo.UserError) as error, failing_together("what: "):
+            raise ValueError(text)
+        assert str(error.value) == told
 
 
 def program(plan: Path) -> None:

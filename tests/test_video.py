@@ -174,8 +174,8 @@ def test_greedy_rollouts_equal_generate(family):
 def test_the_judge_generates_what_generate_does(family, rows):
     """Batches of prompts with clips, pictures and neither."""
     data = rows.with_name("judge.jsonl")
-    lines = [{name: value for name, value in json.loads(row).items() if name != "answer"} for row in rows.read_text().splitlines()]
-    data.write_text("".join(json.dumps(line | {"response": "a circle"}) + "\n" for line in lines))
+    lines = [json.loads(row) | {"response": "a circle"} for row in rows.read_text().splitlines()]
+    data.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "answer"}) + "\n" for line in lines))
     check_judgements(family, data, hf_inputs, "--video_frames", str(FRAMES), "--video_fps", "3")
 
 
