@@ -260,8 +260,8 @@ class Lives:
 def lives(tmp_path_factory):
     lives = Lives(tmp_path_factory.mktemp("lives"))
     yield lives
-    lives.server.stdin.close()
-    lives.server.wait(10)
+    lives.server.kill()                          # between two orders it holds nothing; to end by itself it takes seconds
+    lives.server.wait()
 
 
 @pytest.fixture(scope="module")
