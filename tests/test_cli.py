@@ -237,7 +237,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     inherited = {key: value for key, value in os.environ.items()
                  if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.run([sys.executable, *command], env=inherited | environment, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=300)
 
 
 def torchrun(ranks: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:

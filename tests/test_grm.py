@@ -438,7 +438,7 @@ def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedPr
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                str(ROOT / "train_grm_vl.py"), *argv]
-    return subprocess.run(command, env=clean | environment, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    return subprocess.run(command, env=clean | environment, cwd=ROOT, timeout=300, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
