@@ -917,7 +917,7 @@ def test_more_ranks_than_prompts(qwen25, task, tmp_path):
 
 
 def check_exchange() -> None:
-    """Features and ragged tensors arrive where they are needed, bit by bit."""
+    """Features and ragged tensors arrive where they are needed, bit by bit; failures and decisions are everyone's."""
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = np.random.default_rng(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -937,6 +937,8 @@ def check_exchange() -> None:
         with pytest.raises(ppo.UserError) as error, failing_together("what: "):
             raise ValueError(text)
         assert str(error.value) == told
+    rows = [{"approx_kl": torch.tensor(float(rank == 0)), "kept": 1}]                      # all ranks stop together, or none
+    assert ppo.exceeds(rows, 0.9 / world) and not ppo.exceeds(rows, 1.1 / world)
 
 
 def program(plan: Path) -> None:
