@@ -424,8 +424,11 @@ def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, t
 
 
 def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undisturbed, tmp_path):
-    """Training goes on while the writer sleeps; what it then writes is what it was given."""
-    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, [["change_writes", 0, [], 1.5]])
+    """Training goes on while the writer sleeps for four seconds; what it then writes is what it was given."""
+    hooks = [["change_writes", 0, [], 4], ["time_saves", str(tmp_path / "waited")]]
+    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, hooks)
+    waited = [json.loads(line) for line in (tmp_path / "waited").read_text().splitlines()]
+    assert 0 < sum(seconds for step, seconds in waited if step == 3) < 3                     # until the next save begins
     ours, theirs = (folder / "checkpoints" / "step-3" for folder in (tmp_path / "run", undisturbed("gae", 1)))
     assert_equal_tensors(ours, theirs)
 
