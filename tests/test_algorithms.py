@@ -108,6 +108,23 @@ def test_estimators(env, name, kl_in):
     assert any(abs(x) > 0.1 for row in found for x in row)
 
 
+def test_gae(env):
+    """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
+    samples, raw, targets = env.samples.select(torch.arange(16)), [], []
+    run = with_flags(env.run, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
+    ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
+    columns = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
+    for score, kl, values in zip(SCORES, *columns, strict=True):
+        rewards, row = [-0.1 * k for k in kl], []
+        rewards[-1:] = [reward + score for reward in rewards[-1:]]
+        for reward, value, following in list(zip(rewards, values, [*values[1:], 0.0]))[::-1]:
+            row.insert(0, reward + 0.9 * following - value + 0.9 * 0.8 * (row[0] if row else 0.0))
+        raw.append(row)
+        targets += [a + value for a, value in zip(row, values)]
+    assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=1e-5)
+    assert samples.returns.tolist() == pytest.approx(targets, abs=1e-5)
+
+
 def test_shaping_comes_before_the_group(env):
     """Normalised, clipped, less the length penalty, in this order; then dr_grpo's mean of the group."""
     moments = losses.RunningMoments()
