@@ -261,6 +261,22 @@ def test_gradient_equals_naive_oracle(env, qwen25):
         assert distance(found, reference) < 1e-5
 
 
+def test_an_update_has_that_gradient(env, monkeypatch):
+    """`gradient` above repeats what the updates do with their rows: both clip, weigh and scale alike."""
+    caught, run = {}, with_flags(env.run, max_tokens_per_pack=110)
+
+    def catch(run, module, optimizer, lr):
+        caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
+        module.zero_grad(set_to_none=True)
+        return 0.0, True
+
+    monkeypatch.setattr(ppo, "apply_gradients", catch)
+    for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.1,))):
+        caught.clear()
+        update(run, module, None, env.step, env.samples, 1, *more)
+        assert distance(caught, gradient(env.run, module, env.step, env.samples)[0]) < 1e-6
+
+
 def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_rows):
     other = start(qwen25, picture_rows, "--gradient_checkpointing", *HAND_FLAGS)
     assert other.actor.model.model.language_model.is_gradient_checkpointing
