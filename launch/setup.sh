@@ -12,7 +12,7 @@ find_python() {
 }
 # The stamp holds what was installed, so a second run installs nothing and a changed requirements.txt is noticed.
 wanted="$(cat requirements.txt) $*"
-if [ "$(cat .venv/installed 2>/dev/null)" != "$wanted" ]; then
+if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then    # further packages of another run do no harm
     python="$(find_python)" || exit 1
     echo "installing into .venv with $($python --version): once, some minutes"
     [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; exit 1; }

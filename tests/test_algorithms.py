@@ -108,6 +108,23 @@ def test_estimators(env, name, kl_in):
     assert any(abs(x) > 0.1 for row in found for x in row)
 
 
+def test_gae(env):
+    """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
+    samples, raw, targets = env.samples.select(torch.arange(16)), [], []
+    run = with_flags(env.run, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
+    ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
+    columns = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
+    for score, kl, values in zip(SCORES, *columns, strict=True):
+        rewards, row = [-0.1 * k for k in kl], []
+        rewards[-1:] = [reward + score for reward in rewards[-1:]]
+        for reward, value, following in list(zip(rewards, values, [*values[1:], 0.0]))[::-1]:
+            row.insert(0, reward + 0.9 * following - value + 0.9 * 0.8 * (row[0] if row else 0.0))
+        raw.append(row)
+        targets += [a + value for a, value in zip(row, values)]
+    assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=1e-5)
+    assert samples.returns.tolist() == pytest.approx(targets, abs=1e-5)
+
+
 def test_shaping_comes_before_the_group(env):
     """Normalised, clipped, less the length penalty, in this order; then dr_grpo's mean of the group."""
     moments = losses.RunningMoments()
@@ -205,7 +222,11 @@ def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip):
 def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     run = with_flags(env.run, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
     samples = env.samples.select(torch.arange(16))
-    ppo.score_logprobs_and_values(run, env.actor, None, None, env.step, samples)
+    samples.logprobs = env.samples.logprobs - 1
+    for recompute in (True, False):
+        flagged = with_flags(run, recompute_old_logprobs=recompute)
+        ppo.score_logprobs_and_values(flagged, env.actor, None, None, env.step, samples)
+        assert torch.allclose(samples.old_logprobs, samples.logprobs + recompute, atol=1e-5)
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     keep = []
     for group, tokens, found in zip(samples.group.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):
@@ -231,6 +252,23 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     env.actor.zero_grad(set_to_none=True)
     wanted = oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep)
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize("changes", [{"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3+"}])
+def test_entropy_bonus_and_kl_are_of_all_tokens(env, changes):
+    """What they add to the gradient does not depend on which tokens are in the policy term."""
+    keep, added = torch.arange(len(env.samples.tokens)) % 3 == 0, []
+    for mask in (None, keep):
+        heads = []
+        for own in ({"kl_in": "reward"}, {"kl_in": "reward"} | changes):
+            run = with_flags(env.run, loss_aggregation="seq-mean-token-mean", **own)
+            weights, kept = (ppo.minibatch_weights(run, env.samples, range(4), part) for part in (None, mask))
+            for row, attention in ppo.packed_rows(run, env.actor.model, env.step, env.samples):
+                ppo.actor_loss(run, env.actor, row, attention, env.samples, weights, 0.5, None, mask, kept)[0].backward()
+            heads.append(env.actor.model.lm_head.weight.grad.full_tensor())
+            env.actor.zero_grad(set_to_none=True)
+        added.append(heads[1] - heads[0])
+    assert added[0].norm() > 1e-2 and (added[1] - added[0]).norm() < 1e-4 * added[0].norm()
 
 
 def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
+from common.buffers import (PER_TOKEN, Samples, as_samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, ragged_index, take_rows)
 
 SEEDS = range(20)
@@ -310,6 +310,16 @@ def test_packs_are_even_and_as_few_as_that_allows(seed, world):
     assert count == 1 or any(total / (count - 1) + most > budget for total, most in zip(totals, largest))
 
 
+def test_long_rows_cost_more_than_their_tokens():
+    """Of 100 tokens in one row and 120 in twelve, a narrow model spends most on the one; a wide one shares by tokens."""
+    lengths, prompts = [10] + [5] * 12, [90] + [5] * 12
+    samples = as_samples([[torch.ones(n, dtype=torch.int64)] for n in lengths])
+    for hidden, beside in ((1, 0), (10**6, 1)):
+        packs = make_packs(samples, prompts, make_blocks(samples, prompts, 200), 2, 200, hidden)
+        first, = [rank for rank in packs if any(group == 0 for pack in rank for group, _ in pack)]
+        assert sum(len(pack) for pack in first) == 1 + beside
+
+
 def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
     samples = random_samples(np.random.default_rng(0), shortest=1)
     blocks = make_blocks(samples, [30] * 6, 10)
@@ -389,7 +399,7 @@ def test_rows_equal_loops(seed, share):
 def test_an_empty_pack_is_one_token_that_predicts_nothing():
     row = build_row(random_samples(np.random.default_rng(0)), [], {}, {}, {}, IMAGE)
     assert row.input_ids.shape == (1, 1) and row.positions.shape == (3, 1, 1) and row.segments == [(0, 1, 0, 0)]
-    assert row.features is None and not len(row.image_rows)
+    assert row.features is None and not len(row.image_rows) and row.copies.tolist() == [0]
     for name in ("predict", "targets", "flat", "sample", "step"):
         assert getattr(row, name).shape == (0,) and getattr(row, name).dtype == torch.int64, name
 
@@ -400,3 +410,4 @@ def test_a_block_of_an_empty_response_alone():
                       tokens=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
     row = build_row(samples, [(0, (0,))], {0: torch.arange(5, 9)}, {0: torch.arange(4).expand(3, -1)}, {}, IMAGE)
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
+    assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains

@@ -239,12 +239,26 @@ def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
     assert ppo.parse_args(["--config", str(config), "--advantage", "grpo"]).algorithm.advantage == "grpo"
 
 
+def test_flags_that_alter_the_result():
+    """A resumed run refuses them changed. The others by group, and where it is shown that they alter nothing."""
+    neutral = ppo.neutral_flags(ppo.parse_args([*NEEDED, "--lr_schedule", "linear"]))
+    found = {group.name: {field.name for field in dataclasses.fields(group.type)} for group in dataclasses.fields(ppo.Args)}
+    assert {name: fields & neutral for name, fields in found.items() if name not in ("eval", "checkpoint", "run")} == {
+        "model": {"attention", "gradient_checkpointing"},                                           # test_gpu, test_training
+        "data": {"eval_data", "max_eval_rows", "data_threads", "verify_images"},                    # test_training, test_data
+        "rollout": {"slots", "prefill_tokens", "poll_every", "cuda_graphs"},                        # test_rollout, test_gpu
+        "reward": {"reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries"},      # test_rewards
+        "algorithm": set(), "update": {"max_tokens_per_pack", "share_prompts", "head_chunk",                    # test_training
+                                       "ema_device", "export_ema", "offload_optimizer", "offload_frozen"}}       # test_memory
+    assert neutral >= found["eval"] | found["checkpoint"] | found["run"] - {"seed"} and "seed" not in neutral
+
+
 # ------------------------------------------------------------------------------------------------ real launches
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
     inherited = {key: value for key, value in os.environ.items()
                  if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return subprocess.run([sys.executable, *command], env=inherited | environment, capture_output=True, text=True,
-                          timeout=120)
+                          timeout=300)
 
 
 def torchrun(ranks: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:

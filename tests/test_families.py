@@ -264,15 +264,15 @@ def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
                 processor.grid(width, height)
 
 
-def test_packed_logprobs_equal_one_forward_per_sample(family):
+def check_logprobs(family, counts: list[int], inputs_of) -> None:
+    """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it."""
     env, prompts = family.env, take(family.env)
-    vocabulary = family.oracle.config.get_text_config().vocab_size
-    samples = gather_samples(random_samples([3, 2, 2, 3], vocabulary))
+    samples = gather_samples(random_samples(counts, family.oracle.config.get_text_config().vocab_size))
     with torch.no_grad():
         ppo.compute_features(env.run, env.actor, prompts)
         expected = []
         for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
-            inputs = hf_inputs(family, env.prompts[group])
+            inputs = inputs_of(family, env.prompts[group])
             start_row = inputs["input_ids"].shape[1] - 1
             for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
                 more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}.get(name, torch.zeros_like(tokens))
@@ -280,22 +280,50 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
             logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-    ours = ppo.score_tokens(env.run, env.actor, prompts, samples)
-    finite = torch.cat(expected).isfinite()                                # a drawn token may be a banned one
+    expected, ours = torch.cat(expected), ppo.score_tokens(env.run, env.actor, prompts, samples)
+    finite = expected.isfinite()                                           # a drawn token may be a banned one
     assert finite.sum() > 0.9 * len(finite)
-    error = (ours - torch.cat(expected))[finite].abs().max()
-    assert error < 1e-5 * torch.cat(expected)[finite].abs().max(), float(error)
+    assert (ours - expected)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
 
 
-def test_greedy_rollouts_equal_generate(family):
+def generated(family, prompt, inputs_of, count: int) -> list[int]:
+    """Hugging Face's greedy tokens."""
+    inputs = inputs_of(family, prompt)
+    out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=count,
+                                 suppress_tokens=list(family.env.processor.banned_ids))
+    return out[0, inputs["input_ids"].shape[1]:].tolist()
+
+
+def check_rollouts(family, inputs_of) -> None:
+    """Greedy rollouts = `generate`."""
     env = family.env
     samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
     for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
-        inputs = hf_inputs(family, prompt)
-        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=12,
-                                     suppress_tokens=list(env.processor.banned_ids))
-        assert tokens.tolist() == out[0, inputs["input_ids"].shape[1]:].tolist()
+        assert tokens.tolist() == generated(family, prompt, inputs_of, 12)
     assert samples.lengths.max() > 3
+
+
+def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
+    """The reward model's evaluation, which pads prompts of several lengths into one batch, generates the same."""
+    run = grm.start_run(grm.parse_args(
+        ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
+         "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags]))
+    processor, _, _, examples = grm.load_data(run)
+    judge = grm.build_judge(run, processor)
+    with grm.PromptLoader(processor, 1, "error") as loader:
+        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+    texts = grm.generate(run, processor, judge, prompts)
+    for i, example in enumerate(examples):
+        said = generated(family, example.prompt, inputs_of, 5)
+        assert texts[i] == processor.tokenizer.decode(said, skip_special_tokens=True)
+
+
+def test_packed_logprobs_equal_one_forward_per_sample(family):
+    check_logprobs(family, [3, 2, 2, 3], hf_inputs)
+
+
+def test_greedy_rollouts_equal_generate(family):
+    check_rollouts(family, hf_inputs)
 
 
 def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
@@ -353,23 +381,10 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
 
 
 def test_the_judge_generates_what_generate_does(family, tmp_path):
-    """The reward model's evaluation pads prompts of several lengths into one batch."""
     rows = [json.loads(line) for line in family.data.read_text().splitlines()]
-    data = tmp_path / "judge.jsonl"
-    data.write_text("".join(json.dumps({"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n"
-                            for row in rows))
-    run = grm.start_run(grm.parse_args(["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out",
-                                        str(tmp_path / "judge"), "--eval_max_new_tokens", "5", "--eval_batch", "4"]))
-    processor, _, _, examples = grm.load_data(run)
-    judge = grm.build_judge(run, processor)
-    with grm.PromptLoader(processor, 1, "error") as loader:
-        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
-    texts = grm.generate(run, processor, judge, prompts)
-    for i, example in enumerate(examples):
-        inputs = hf_inputs(family, example.prompt)
-        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
-                                     suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
-        assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
+    (tmp_path / "judge.jsonl").write_text("".join(json.dumps(
+        {"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n" for row in rows))
+    check_judgements(family, tmp_path / "judge.jsonl", hf_inputs)
 
 
 def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
@@ -433,6 +448,40 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
             assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
     family.oracle.zero_grad()
     env.actor.zero_grad()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
+    """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
+    data = tmp_path / "ptx.jsonl"
+    data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
+    env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef", "1"), {}
+    text = ppo.load_text(env.run, env.processor)
+    drawn = [row for row, _ in text.rows], [0, 1]
+    for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
+        update = dataclasses.replace(env.args.update, ptx_coef=ptx, aux_loss_coef=aux)
+        run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
+        ppo.backward_text(run, env.actor, text, text.loader.collect(*text.loader.submit(*drawn)))
+        found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
+        env.actor.zero_grad(set_to_none=True)
+    whole = found[1.0, 0.5]
+    assert (found[0.5, 0.5] - whole / 2).norm() < 1e-5 * whole.norm()
+    assert (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_the_critic_is_balanced_too(family):
+    """While its head is zero, nothing but the balance moves its routers."""
+    for coef in (0.0, 0.5):
+        env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
+        prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
+        with torch.no_grad():
+            ppo.compute_features(env.run, env.actor, prompts)
+        samples.values = samples.returns = torch.zeros(len(samples.tokens))
+        before = [router.weight.full_tensor().clone() for router in vlm.routers(env.critic.model)]
+        ppo.update_critic(env.run, env.critic, ppo.build_optimizer(env.critic, 1e-3, env.args), prompts, samples, 1)
+        for router, old in zip(vlm.routers(env.critic.model), before, strict=True):
+            assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)

@@ -1,8 +1,5 @@
 """The generative reward model: what it learns from which row, that its loss is Hugging Face's, and that its evaluation counts
 every judgement once and only what was said.
-
-Run as a program under torchrun (`torchrun ... test_grm.py RUNS`), this file calls the script's `main` for every list of
-flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
 """
 
 import gc
@@ -262,11 +259,12 @@ def test_sampled_judgements(env, tmp_path):
     run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_temperature=2.0), run=replace(args.run, out=tmp_path),
                                         update=replace(args.update, prompts_per_step=1)))
     said = []
-    for _ in range(2):
+    for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
         log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None)
-        grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, 1)
-        said.append([entry["generated_text"] for entry in evaluation(tmp_path, 1)["records"]])
-    assert said[0] == said[1] and len(set(said[0])) == 4
+        run.args = replace(run.args, run=replace(run.args.run, seed=seed))
+        grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, step)
+        said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
+    assert said[0] == said[1] and len(set(said[0])) == 4 and said[0] != said[2] and said[0] != said[3]
 
 
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
@@ -435,19 +433,30 @@ def test_evaluation_has_every_example_once(one_rank, env):
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
 
 
-def test_two_ranks_are_one_rank(one_rank, qwen25, task, tmp_path):
-    runs = [flags(qwen25, task, tmp_path / "two", "--steps", "4", "--eval_every", "2", "--save_every", "0")]
-    (tmp_path / "runs.json").write_text(json.dumps(runs))
-    result = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0",
-                             "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", __file__, str(tmp_path / "runs.json")],
-                            capture_output=True, text=True, timeout=100, env=os.environ | {"PYTHONPATH": str(ROOT)})
+def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedProcess:
+    """The script under torchrun."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+               str(ROOT / "train_grm_vl.py"), *argv]
+    return subprocess.run(command, env=clean | environment, cwd=ROOT, timeout=300, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(qwen25, task, tmp_path_factory) -> Path:
+    """The run of ``one_rank`` on two."""
+    out = tmp_path_factory.mktemp("two") / "run"
+    result = two_processes(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "0"))
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    for one, two in zip(records(one_rank), records(tmp_path / "two"), strict=True):
+    return out
+
+
+def test_two_ranks_are_one_rank(one_rank, two_ranks):
+    for one, two in zip(records(one_rank), records(two_ranks), strict=True):
         assert reproducible(one).keys() == reproducible(two).keys()
         for name, value in reproducible(one).items():
             assert two[name] == pytest.approx(value, rel=2e-4, abs=1e-5), (name, one["step"])
     for step in (0, 4):
-        one, two = evaluation(one_rank, step)["records"], evaluation(tmp_path / "two", step)["records"]
+        one, two = evaluation(one_rank, step)["records"], evaluation(two_ranks, step)["records"]
         assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
 
 
@@ -470,23 +479,14 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_sigkill_and_resume_are_bitwise(qwen25, task, tmp_path, world):
+def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
-    def launch(folder: Path, **environment: str) -> int:
-        argv = flags(qwen25, task, folder, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
-        clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-        return subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world),
-                               str(ROOT / "train_grm_vl.py"), *argv], env=clean | environment, cwd=ROOT, timeout=120,
-                              capture_output=True).returncode
-
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    assert launch(whole) == 0
-    assert launch(killed, KILL_AT="before-rotation") != 0
-    assert [path.name for path in (killed / "checkpoints").glob("step-*")] == ["step-2"]
-    assert launch(killed) == 0
-    assert list(map(reproducible, records(killed))) == list(map(reproducible, records(whole)))
-    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (killed, whole))
+    argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
+    assert two_processes(argv, KILL_AT="before-rotation").returncode != 0
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
+    assert two_processes(argv).returncode == 0
+    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(two_ranks)))
+    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, two_ranks))
     assert ours.read_bytes() == theirs.read_bytes()
 
 
@@ -558,9 +558,3 @@ def test_flags():
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
         with pytest.raises(grm.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())
-
-
-if __name__ == "__main__":
-    for argv in json.loads(Path(sys.argv[1]).read_text()):
-        grm.main(argv)
-    grm.dist.destroy_process_group()

@@ -44,8 +44,9 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
 
 
 def prepare(qwen25, picture_rows, *flags: str):
-    """An actor, its reward, one step of prompts, and two given responses to each of three prompts."""
-    env = start(qwen25, picture_rows, "--advantage", "grpo", *flags)
+    """An actor, its reward, one step of prompts, and two given responses to each of three prompts. How the actor samples is
+    nothing to its judge."""
+    env = start(qwen25, picture_rows, "--advantage", "grpo", "--temperature", "0.5", "--min_new_tokens", "3", *flags)
     reward = ppo.load_reward(env.args.reward)
     ppo.build_reward_models(env.run, reward, env.processor)
     step = take(env, 3)

@@ -60,7 +60,7 @@ def test_two_ranks(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [subprocess.Popen([sys.executable, "-c", RANK_PROGRAM, str(rank), str(tmp_path / "store")], env=environ,
                               stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
 
 

@@ -124,6 +124,9 @@ def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
     for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm.LoRALinear)):
         values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
         assert not layer.lora_B.full_tensor().any() and 0.9 * bound < values.abs().max() <= bound
+    again = start(qwen25, picture_rows, *LORA, "--seed", "1")
+    drawn = [weights_of(part.actor) for part in (fresh, again)]
+    assert all(torch.equal(value, drawn[1][name]) == ("lora_A" not in name) for name, value in drawn[0].items())
     assert {name for name, p in fresh.critic.named_parameters() if p.requires_grad and ".lora_" not in name} == {
         "value_head.weight"}
 
@@ -137,6 +140,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     ppo.score_logprobs_and_values(env.run, env.actor, env.reference, None, env.step, samples)
     expected = ppo.score_tokens(other.run, other.reference, env.step, samples)
     assert torch.equal(samples.ref_logprobs, expected) and samples.kl.abs().max() > 0.1
+    assert torch.equal(ppo.score_tokens(env.run, env.actor, env.step, samples), samples.logprobs)       # they act again
     for checkpointing in (False, True):
         if checkpointing:
             env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})

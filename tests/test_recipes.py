@@ -25,29 +25,33 @@ NOTE = f"""#!{sys.executable}
 import json, os, sys
 with open(os.environ["NOTED"], "a") as file:
     file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+if not os.path.isdir("launch"):
+    sys.exit("not the folder of the project: " + os.getcwd())
 """
 
 
 @pytest.fixture
 def launch(tmp_path):
-    """launch(name, *arguments, **environment): run a copy of a launch file and return what it called, as lists of words."""
+    """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a space in its name, and return
+    what it called, as lists of words. Job scripts start where they are submitted; the others, from anywhere, in their project."""
+    project = tmp_path / "a project"
     for folder in ("bin", "launch", "toy"):
-        (tmp_path / folder).mkdir()
+        (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
-        (tmp_path / "bin" / program).write_text(NOTE)
-        (tmp_path / "bin" / program).chmod(0o755)
+        (project / "bin" / program).write_text(NOTE)
+        (project / "bin" / program).chmod(0o755)
     for name in RECIPES:
-        (tmp_path / "launch" / name).write_text((ROOT / "launch" / name).read_text())
-    (tmp_path / "launch" / "setup.sh").write_text("# installs nothing here\n")
+        (project / "launch" / name).write_text((ROOT / "launch" / name).read_text())
+    (project / "launch" / "setup.sh").write_text("# installs nothing here\n")
     for config in ("args.json", "grm_args.json"):
-        (tmp_path / "toy" / config).write_text(json.dumps({"model": "toy/model", "data": "toy/train.jsonl"}))
+        (project / "toy" / config).write_text(json.dumps({"model": "toy/model", "data": "toy/train.jsonl"}))
 
     def launch(name, *arguments, **environment):
         noted = tmp_path / "noted"
         noted.unlink(missing_ok=True)
-        environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "NOTED": str(noted), "HOME": str(tmp_path)}
-        result = subprocess.run(["bash", f"launch/{name}", *arguments], env=environment, cwd=tmp_path, capture_output=True,
-                                text=True, timeout=60)
+        environment |= {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "NOTED": str(noted), "HOME": str(tmp_path)}
+        result = subprocess.run(["bash", str(project / "launch" / name), *arguments], env=environment, capture_output=True,
+                                cwd=project if name.endswith(".slurm") else "/", text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         return [json.loads(line) for line in noted.read_text().splitlines()]
 
@@ -65,13 +69,13 @@ def parsed(call: list[str], monkeypatch, folder: Path):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name != "setup.sh"])
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {"DATA": "pairs.jsonl:2,more.jsonl:1", "EVAL_DATA": "held.jsonl", "JUDGE": "judge"} if name.startswith("grm") else {}
-    *before, call = launch(name, "--seed", "7", **environment)
+    *before, call = launch(name, "--seed", "7", "--out", "two words", **environment)
     assert len(before) == (name == "quickstart_grm.sh")                                  # the judge that rewards
     for other in before:
-        parsed(other, monkeypatch, tmp_path)
+        parsed(other, monkeypatch, tmp_path / "a project")
     assert call[0] == "torchrun" and "--nproc_per_node" in call
-    script, args = parsed(call, monkeypatch, tmp_path)
-    assert args.run.seed == 7
+    script, args = parsed(call, monkeypatch, tmp_path / "a project")
+    assert args.run.seed == 7 and str(args.run.out) == "two words"
     if script is ppo:
         ppo.load_reward(args.reward)
     if name.startswith("geo3k"):
@@ -90,16 +94,16 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
     (step,) = launch(f"{script}.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="ppo",
                      SLURM_GPUS_ON_NODE="8", MASTER_ADDR="node")
     assert step[0] == "srun" and step[step.index("--nnodes") + 1] == "2" and step[step.index("--nproc_per_node") + 1] == "8"
-    trainer, args = parsed(step, monkeypatch, tmp_path)
+    trainer, args = parsed(step, monkeypatch, tmp_path / "a project")
     assert trainer.__name__ == f"train_{script}_vl" and args.update.steps == 3 and args.model.model == "small model"
     assert str(args.run.out) == "runs/small"
 
 
 def test_the_recipes_are_the_baselines(launch, monkeypatch, tmp_path):
     """Numbers of the sources named in the headers that follow from several flags."""
-    _, args = parsed(launch("geo3k_grpo.sh")[0], monkeypatch, tmp_path)
+    _, args = parsed(launch("geo3k_grpo.sh")[0], monkeypatch, tmp_path / "a project")
     assert args.rollout.prompts_per_step // args.update.minibatches == 128 and args.update.steps == 15 * (2101 // 512)
-    _, args = parsed(launch("geo3k_ppo.sh")[0], monkeypatch, tmp_path)
+    _, args = parsed(launch("geo3k_ppo.sh")[0], monkeypatch, tmp_path / "a project")
     samples = args.rollout.prompts_per_step * args.rollout.samples_per_prompt
     assert samples // args.update.minibatches == 128 and args.update.steps == 30 * 2101 // 128
     assert args.update.warmup_steps == round(0.03 * args.update.steps) and args.whiten

@@ -120,9 +120,9 @@ def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--max_new_tokens", "64")
     samples, tokens = generate(env, take(env), 4)
     text = env.processor.tokenizer.decode(tokens[0][:6], skip_special_tokens=True)
-    stop = text[-1]
-    for poll in (1, 8):
-        again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]', "--poll_every", str(poll))
+    for poll, slots, stop in ((1, 0, text[-1]), (8, 0, text[-1]), (1, 6, "e")):            # in few slots the last ones move
+        again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]',
+                      "--poll_every", str(poll), "--slots", str(slots))
         shorter, cut = generate(again, take(again), 4)
         for short, full, truncated in zip(cut, tokens, shorter.truncated):
             assert short == full[:len(short)]
@@ -140,6 +140,8 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not():
     assert torch.isfinite(ppo.truncate_distribution(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
     kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
     assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
+    equal = torch.tensor([[0.0, -torch.inf, 0.0]])                                    # the smallest set: one half is enough
+    assert ppo.truncate_distribution(equal, 0, 0.5).isfinite().sum() == 1
     assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
 
 

@@ -1,6 +1,5 @@
 """launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
 
-import importlib.util
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -11,9 +10,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-SPEC = importlib.util.spec_from_file_location("toy", Path(__file__).resolve().parent.parent / "launch" / "toy.py")
-toy = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(toy)
+import toy
 
 KINDS = ("qwen2_5_vl", "qwen3_vl")
 

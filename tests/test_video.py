@@ -13,18 +13,17 @@ import torch
 from conftest import start, take, write_checkpoint
 from PIL import Image
 from test_data import write_checkpoint as write_processor
-from test_families import REWARD, make_config, make_image_processor, make_tokenizer
-from test_packed import random_samples
+from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
+                           make_tokenizer)
 from test_training import assert_same_run, launch
 from transformers import AutoModelForImageTextToText, AutoTokenizer, Qwen2_5_VLProcessor, Qwen2VLProcessor, Qwen3VLProcessor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_video
 from transformers.video_utils import VideoMetadata
 
-import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import vlm
-from common.buffers import as_samples, gather_samples
+from common.buffers import as_samples
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FRAMES = 5                                                                                  # --video_frames of all tests
@@ -165,55 +164,19 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
 
 
 def test_packed_logprobs_equal_one_forward_per_sample(family):
-    env, prompts = family.env, take(family.env)
-    samples = gather_samples(random_samples([2, 3, 1, 2, 2, 3], family.oracle.config.text_config.vocab_size))
-    with torch.no_grad():
-        ppo.compute_features(env.run, env.actor, prompts)
-        expected = []
-        for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
-            inputs = hf_inputs(family, env.prompts[group])
-            first = inputs["input_ids"].shape[1] - 1
-            for name, more in (("input_ids", tokens), ("attention_mask", torch.ones_like(tokens)),
-                               ("mm_token_type_ids", torch.zeros_like(tokens))):
-                inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
-            logits = family.oracle(**inputs, use_cache=False).logits[0, first:-1].float()
-            logits[:, list(env.processor.banned_ids)] = -torch.inf
-            expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-    expected, ours = torch.cat(expected), ppo.score_tokens(env.run, env.actor, prompts, samples)
-    finite = expected.isfinite()                                           # a drawn token may be a banned one
-    assert finite.sum() > 0.9 * len(finite)
-    assert (ours - expected)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
+    check_logprobs(family, [2, 3, 1, 2, 2, 3], hf_inputs)
 
 
 def test_greedy_rollouts_equal_generate(family):
-    env = family.env
-    samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
-    for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
-        inputs = hf_inputs(family, prompt)
-        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=12,
-                                     suppress_tokens=list(env.processor.banned_ids))
-        assert tokens.tolist() == out[0, inputs["input_ids"].shape[1]:].tolist()
-    assert samples.lengths.max() > 3
+    check_rollouts(family, hf_inputs)
 
 
-def test_the_judge_generates_what_generate_does(family, rows, tmp_path):
-    """Batches of prompts with clips, pictures and neither, padded."""
+def test_the_judge_generates_what_generate_does(family, rows):
+    """Batches of prompts with clips, pictures and neither."""
     data = rows.with_name("judge.jsonl")
-    data.write_text("".join(json.dumps({**json.loads(row), "response": "a circle"} | {"answer": None}) + "\n"
-                            for row in rows.read_text().splitlines()).replace(', "answer": null', ""))
-    run = grm.start_run(grm.parse_args(
-        ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(tmp_path / "judge"),
-         "--eval_max_new_tokens", "5", "--eval_batch", "4", "--video_frames", str(FRAMES), "--video_fps", "3"]))
-    processor, _, _, examples = grm.load_data(run)
-    judge = grm.build_judge(run, processor)
-    with grm.PromptLoader(processor, 1, "error") as loader:
-        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
-    texts = grm.generate(run, processor, judge, prompts)
-    for i, example in enumerate(examples):
-        inputs = hf_inputs(family, example.prompt)
-        out = family.oracle.generate(**inputs, do_sample=False, max_new_tokens=5,
-                                     suppress_tokens=list(processor.banned_ids))[0, inputs["input_ids"].shape[1]:]
-        assert texts[i] == processor.tokenizer.decode(out, skip_special_tokens=True)
+    lines = [json.loads(row) | {"response": "a circle"} for row in rows.read_text().splitlines()]
+    data.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "answer"}) + "\n" for line in lines))
+    check_judgements(family, data, hf_inputs, "--video_frames", str(FRAMES), "--video_fps", "3")
 
 
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
