@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
-                            minibatches, mix, parse_datasets, ragged_index, take_rows)
+from common.buffers import (PER_TOKEN, Samples, as_samples, balanced_partition, build_row, data_order, make_blocks,
+                            make_packs, minibatches, mix, parse_datasets, ragged_index, take_rows)
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
@@ -315,6 +315,14 @@ def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
     blocks = make_blocks(samples, [30] * 6, 10)
     packs = make_packs(samples, [30] * 6, blocks, 1, 10, 8)[0]
     assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
+
+
+def test_many_packs_are_found_in_few_tries(monkeypatch):
+    """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more per try took minutes."""
+    samples, tries, partition = as_samples([[torch.zeros(1, dtype=torch.int64)]] * 1000), [], buffers.balanced_partition
+    monkeypatch.setattr(buffers, "balanced_partition", lambda costs, bins: tries.append(bins) or partition(costs, bins))
+    packs = make_packs(samples, [50] * 1000, make_blocks(samples, [50] * 1000, 101), 1, 101, 8)[0]
+    assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
 
 
 def test_no_blocks_give_no_packs():
