@@ -2076,7 +2076,7 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
 
 def evaluation_due(args: Args, step: int, rows: int) -> bool:
     """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.rollout.prompts_per_step // rows for done in (step - 1, step)]
+    passes = [done * args.rollout.prompts_per_step // rows if rows else 0 for done in (step - 1, step)]
     return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
                                           or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 

@@ -57,6 +57,7 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
     assert len({tuple(t) for t in expected}) == len(expected)
+    assert (step := take(env)).lengths is step.lengths                           # not counted anew for each of thousands
     for changes in ({"slots": 1}, {"slots": 3}, {"slots": 7, "poll_every": 4}, {"prefill_tokens": 64}, {"poll_every": 8}):
         env.run = with_rollout(env, **changes)
         assert generate(env, take(env), 5)[1] == expected, changes

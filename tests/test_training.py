@@ -589,6 +589,11 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     line = flags(qwen25, task, tmp_path, "--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_every", "0")
     at = line.index("--data")
     assert ppo.main(line[:at] + line[at + 2:])["eval/num_samples"] == 7
+    train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
+    line = flags(qwen25, task, tmp_path / "trained", "--advantage", "grpo", "--eval_data", str(task / "eval.jsonl"), "--eval_only",
+                 "--resume_changed_args", "allow")
+    at = line.index("--data")
+    assert ppo.main(line[:at] + line[at + 2:])["eval/train_step"] == 1
 
 
 def test_profile_writes_a_trace(qwen25, task, tmp_path):
