@@ -2445,9 +2445,13 @@ class RolloutEngine:
         window = 8 + 2 * max(len(stop.encode()) for stop in self.stop_strings)        # a token holds at least one byte
         first = max(0, self.searched[slot] + 1 - window)
         recent = tokens[first:].tolist()                                  # not all of them again at every look
-        for n in range(self.searched[slot] + 1, len(tokens) + 1):
-            text = self.tokenizer.decode(recent[max(0, n - window - first):n - first], skip_special_tokens=True)
-            if any(stop in text for stop in self.stop_strings):
+
+        def shows(part: list[int]) -> bool:
+            text = self.tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return any(stop in text for stop in self.stop_strings)
+
+        for n in range(self.searched[slot] + 1, len(tokens) + 1) if shows(recent) else ():
+            if shows(recent[max(0, n - window - first):n - first]):
                 return max(n, self.args.min_new_tokens)
         self.searched[slot] = len(tokens)
         return None

@@ -37,7 +37,7 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     The value after the last token is 0, of a truncated response too. The sum passes a gap undecayed.
     """
     mask = mask.bool()
-    steps = [x.t().contiguous() for x in (rewards, values, mask)]         # (T, B): columns of the others are far apart in memory
+    steps = [x.t().contiguous() for x in (rewards, values, mask)]                              # (T, B): a step lies together
     advantages = torch.zeros_like(steps[0], dtype=torch.float64)
     following = carry = advantages.new_zeros(len(rewards))                                              # (B,)
     for t in reversed(range(len(advantages))):
