@@ -418,8 +418,8 @@ def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ru
     steps = dynamic(qwen25, ruled, tmp_path, "--data", str(ruled / "bad.jsonl"), "--on_bad_row", "skip", "--dynamic_sampling",
                     "2", "--steps", "3", "--minibatches", "4", "--eval_data", str(ruled / "rows.jsonl"), "--eval_every", "3")
     for step in steps[1:]:
-        assert (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"]) == (8, 3, 1)
-        assert step["train/actor_updates"] == 4
+        found = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
+        assert found == (8, 3, 1) and step["train/actor_updates"] == 4
     assert steps[3]["eval/episode"] == steps[3]["rollout/episode"] == 3
 
 

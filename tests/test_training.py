@@ -520,8 +520,8 @@ def on_a_gpu(monkeypatch, run: ppo.Run) -> ppo.Run:
 
 @pytest.mark.parametrize("updates, with_critic", [(0, True), (4, True), (1, False), (4, False)])
 def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
-    """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor has
-    anybody seen the prompt that was dropped."""
+    """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor
+    has anybody seen the prompt that was dropped."""
     run = with_flags(on_a_gpu(monkeypatch, env.run), epochs=2, minibatches=2)
     told = {"rollout/generated_tokens": 123} | ({"train/actor_updates": updates} if updates else {})
     step = dataclasses.replace(env.step, dropped=[2])
@@ -590,8 +590,8 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     at = line.index("--data")
     assert ppo.main(line[:at] + line[at + 2:])["eval/num_samples"] == 7
     train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
-    line = flags(qwen25, task, tmp_path / "trained", "--advantage", "grpo", "--eval_data", str(task / "eval.jsonl"), "--eval_only",
-                 "--resume_changed_args", "allow")
+    line = flags(qwen25, task, tmp_path / "trained", "--advantage", "grpo", "--eval_data", str(task / "eval.jsonl"),
+                 "--eval_only", "--resume_changed_args", "allow")
     at = line.index("--data")
     assert ppo.main(line[:at] + line[at + 2:])["eval/train_step"] == 1
 
