@@ -116,7 +116,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     def evaluate_at(step: int) -> dict[str, float]:
         with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
-            return evaluate(run, processor, actor, reward, eval_prompts, log, step, data_rows=rows)
+            return evaluate(run, processor, actor, reward, eval_prompts, log, step, data_rows=rows,
+                            taken=state["batches_taken"])
 
     def export_at(step: int) -> None:
         checkpoints.export_if_due(actor, processor, step, args.update.steps)
@@ -177,7 +178,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
             metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
-            metrics |= {"rollout/dropped_prompts": loader.dropped} | perf_metrics(run, actor, critic, prompts, samples)
+            metrics["rollout/dropped_prompts"] = loader.dropped
+            metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
             taken, lengths = state["batches_taken"] + rolled["rollouts"], torch.tensor(prompts.lengths)[samples.group]
             metrics |= {"rollout/episode": taken * args.rollout.prompts_per_step / rows,
                         "rollout/total_length": float((lengths + samples.lengths).double().mean())}
@@ -264,7 +266,7 @@ class RolloutArgs:
     prompts_per_step: int = flag(128, "prompts per step, over all ranks", low=1)
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(1024, "longest response, tokens", low=1)
-    min_new_tokens: int = flag(0, "shortest response, tokens: stop tokens are impossible before", low=0)
+    min_new_tokens: int = flag(0, "shortest response, tokens: before, stop tokens are impossible and stop strings wait", low=0)
     temperature: float = flag(1.0, "sampling temperature; log-probs are taken at the same temperature everywhere", low=1e-6)
     top_k: int = flag(0, "sample from the k likeliest tokens; 0: off. Biases the gradient: training cannot undo it", low=0)
     top_p: float = flag(1.0, "keep the smallest set with this probability; 1: off. Biases the gradient too", low=1e-6, high=1)
@@ -376,7 +378,8 @@ class UpdateArgs:
 @dataclass(frozen=True)
 class EvalArgs:
     """evaluation"""
-    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, 0: never", low=-1)
+    eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, were --dynamic_sampling "
+                                "off, 0: never", low=-1)
     eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
     eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
@@ -1008,7 +1011,7 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
 
     Where the limit comes first, prompts without spread fill the step. Returns counts for the metrics, too.
     """
-    args, limit, parts, kept = run.args, max(1, run.args.algorithm.dynamic_sampling), [], 0
+    args, limit, parts, kept, generated = run.args, max(1, run.args.algorithm.dynamic_sampling), [], 0, 0
     while len(parts) < limit and kept < args.rollout.prompts_per_step:
         with run.timer("data"):
             prompts = loader.take(batch + len(parts))
@@ -1023,16 +1026,20 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
                 greedy = score_rewards(run, processor, reward, prompts, greedy)                # one per group, in order
                 own = torch.searchsorted(greedy.group, samples.group)
                 samples.greedy_scores, samples.greedy_lengths = greedy.scores[own], greedy.lengths[own]
+        generated += len(samples.tokens) + (0 if greedy is None else len(greedy.tokens))
         parts.append((prompts, samples, groups_with_spread(samples) if limit > 1 else list(range(len(prompts.prompts)))))
         kept += len(parts[-1][2])
     if limit == 1:
-        return prompts, samples, {"rollouts": 1}
+        return prompts, samples, {"rollouts": 1, "generated_tokens": generated}
     room = max(0, args.rollout.prompts_per_step - kept)
     dull = [(i, group) for i, (prompts, _, spread) in enumerate(parts) for group in range(len(prompts.prompts))
-            if group not in spread][::-1]
-    chosen = [sorted([*spread, *(group for k, group in dull[:room] if k == i)]) for i, (*_, spread) in enumerate(parts)]
+            if group not in spread and group not in prompts.dropped][::-1]
+    lost = [(i, group) for i, (prompts, *_) in enumerate(parts) for group in prompts.dropped]        # have no samples: last
+    chosen = [sorted([*spread, *(group for k, group in (dull + lost)[:room] if k == i)])
+              for i, (*_, spread) in enumerate(parts)]
     prompts, samples = merge_steps([part[:2] for part in parts], chosen, args.rollout.prompts_per_step)
-    return prompts, samples, {"rollouts": len(parts), "groups_without_spread": len(dull), "groups_not_replaced": room}
+    return prompts, samples, {"rollouts": len(parts), "generated_tokens": generated, "groups_without_spread": len(dull),
+                              "groups_not_replaced": room}
 
 
 def groups_with_spread(samples: Samples) -> list[int]:
@@ -2083,15 +2090,15 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
 
 def evaluation_due(args: Args, step: int, rows: int) -> bool:
     """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.rollout.prompts_per_step // rows for done in (step - 1, step)]
+    passes = [done * args.rollout.prompts_per_step // rows if rows else 0 for done in (step - 1, step)]
     return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
                                           or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
-             step: int, *, data_rows: int) -> dict[str, float]:
+             step: int, *, data_rows: int, taken: int) -> dict[str, float]:
     """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics, of which index counts
-    the evaluations after the one at the start, and episode the passes over the ``data_rows`` training prompts."""
+    the evaluations after the one at the start, and episode the passes of ``taken`` batches over ``data_rows`` prompts."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
@@ -2116,7 +2123,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
     metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
                                "eval/seconds": time.perf_counter() - started, "eval/train_step": step,
                                "eval/index": sum(evaluation_due(run.args, k, data_rows) for k in range(1, step + 1)),
-                               "eval/episode": step * size / max(1, data_rows)}
+                               "eval/episode": taken * size / max(1, data_rows)}
     if count > 1 and any("accuracy" in record["components"] for record in records):
         solved: dict[int, float] = {}
         for record in (record for record in records if "accuracy" in record["components"]):
@@ -2155,24 +2162,30 @@ def sample_pictures(records: list[dict]) -> list:
             for record in records]
 
 
-def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples) -> dict[str, float]:
-    """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates."""
-    seconds = run.timer.seconds()
+def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPrompts, samples: Samples,
+                 metrics: dict[str, float]) -> dict[str, float]:
+    """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates that ``metrics`` tells of."""
+    seconds, told, args = run.timer.seconds(), metrics, run.args.update
     metrics = {f"perf/{name}_seconds": value for name, value in seconds.items()}
     metrics["perf/step_seconds"] = sum(seconds.values())
-    response, prompt = len(samples.tokens), sum(prompts.lengths)
+    response = len(samples.tokens)
+    both = response + sum(length for group, length in enumerate(prompts.lengths) if group not in prompts.dropped)
     update = seconds["update_actor"] + seconds["update_critic"]
-    metrics["perf/rollout_tokens_per_second"] = response / seconds["rollout"]
-    metrics["perf/update_tokens_per_second"] = (response + prompt) * run.args.update.epochs / update
+    actor_passes = told.get("train/actor_updates", 0) / args.minibatches        # frozen: 0; fewer than epochs by --target_kl
+    critic_passes = args.epochs * (critic is not None)
+    metrics["perf/rollout_tokens_per_second"] = told["rollout/generated_tokens"] / seconds["rollout"]
+    metrics["perf/update_tokens_per_second"] = both * max(actor_passes, critic_passes) / update
     if run.device.type == "cuda":
         metrics["perf/peak_memory_gib"] = torch.cuda.max_memory_allocated() / 2 ** 30
         peak = next((flops for name, flops in PEAK_FLOPS.items() if name in torch.cuda.get_device_name()), None)
-        layers = sum(p.numel() for p in language_model(actor.model).layers.parameters())
+        text = actor.model.config.get_text_config()
+        used = text.num_experts_per_tok / text.num_experts if routers(actor.model) else 1        # of stacked experts, 3-d
+        layers = sum(p.numel() * (used if p.ndim == 3 else 1) for p in language_model(actor.model).layers.parameters())
         head = actor.model.lm_head.weight.numel()
-        trained = (1 + (critic is not None)) * layers * (response + prompt) + head * response
+        trained = (actor_passes + critic_passes) * layers * both + actor_passes * head * response
         if peak:
             per_weight = 4 if run.args.model.lora_rank else 6             # frozen weights need no gradient of their own
-            metrics["perf/update_mfu"] = per_weight * trained * run.args.update.epochs / (update * peak * run.world)
+            metrics["perf/update_mfu"] = per_weight * trained / (update * peak * run.world)
     else:
         with open("/proc/self/statm") as statm:
             metrics["perf/resident_memory_gib"] = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2 ** 30
@@ -2428,10 +2441,11 @@ class RolloutEngine:
         ready = [slot for slot in active if done[slot] or self.stop_strings]
         if not ready:
             return
-        tokens, logprobs, counts = self.out_tokens[ready].cpu(), self.out_logprobs[ready].cpu(), self.count[ready].tolist()
+        counts = self.count[ready].tolist()
+        tokens, logprobs = (x[ready, :max(counts)].cpu() for x in (self.out_tokens, self.out_logprobs))
         stop_ids, freed = set(self.actor.stop_ids.tolist()), []
         for slot, row_tokens, row_logprobs, n in zip(ready, tokens, logprobs, counts):
-            end = self.stop_string_end(slot, row_tokens[:n].tolist())
+            end = self.stop_string_end(slot, row_tokens[:n])
             if end is None and not done[slot]:
                 continue
             n = end or n
@@ -2442,15 +2456,21 @@ class RolloutEngine:
         self.done[freed] = True
         self.length[freed] = 0                       # a free slot decodes along; it need not read an old sequence for that
 
-    def stop_string_end(self, slot: int, tokens: list[int]) -> int | None:
-        """Number of tokens up to the one that completes a stop string, or None."""
-        if not self.stop_strings:
+    def stop_string_end(self, slot: int, tokens: torch.Tensor) -> int | None:
+        """Number of tokens up to the one that completes a stop string, --min_new_tokens at least, or None."""
+        if not self.stop_strings or len(tokens) < self.args.min_new_tokens:
             return None
         window = 8 + 2 * max(len(stop.encode()) for stop in self.stop_strings)        # a token holds at least one byte
-        for n in range(self.searched[slot] + 1, len(tokens) + 1):
-            text = self.tokenizer.decode(tokens[max(0, n - window):n], skip_special_tokens=True)
-            if any(stop in text for stop in self.stop_strings):
-                return n
+        first = max(0, self.searched[slot] + 1 - window)
+        recent = tokens[first:].tolist()                                  # not all of them again at every look
+
+        def shows(part: list[int]) -> bool:
+            text = self.tokenizer.decode(part, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return any(stop in text for stop in self.stop_strings)
+
+        for n in range(self.searched[slot] + 1, len(tokens) + 1) if shows(recent) else ():
+            if shows(recent[max(0, n - window - first):n - first]):
+                return max(n, self.args.min_new_tokens)
         self.searched[slot] = len(tokens)
         return None
 

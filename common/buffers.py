@@ -323,7 +323,7 @@ def make_packs(samples: Samples, prompt_lengths: list[int], blocks: list[Block],
         packs = [[[part[k] for k in pack] for pack in balanced_partition([sizes[i] for i in part], count)] for part in parts]
         if all(len(pack) < 2 or sum(sizes[i] for i in pack) <= max_tokens for own in packs for pack in own):
             break
-        count += 1
+        count = min(count + 1 + count // 32, max(map(len, parts)))      # not one by one: of thousands it would take minutes
     costly_first = [sorted(own, key=lambda pack: -sum(costs[i] for i in pack)) for own in packs]
     return [[[blocks[i] for i in pack] for pack in own] for own in costly_first]
 

@@ -37,15 +37,16 @@ def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: 
     The value after the last token is 0, of a truncated response too. The sum passes a gap undecayed.
     """
     mask = mask.bool()
-    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    steps = [x.t().contiguous() for x in (rewards, values, mask)]                              # (T, B): a step lies together
+    advantages = torch.zeros_like(steps[0], dtype=torch.float64)
     following = carry = advantages.new_zeros(len(rewards))                                              # (B,)
-    for t in reversed(range(rewards.shape[1])):
-        valid, value = mask[:, t], values[:, t].double()
-        delta = rewards[:, t].double() + gamma * following - value
+    for t in reversed(range(len(advantages))):
+        reward, value, valid = steps[0][t].double(), steps[1][t].double(), steps[2][t]
+        delta = reward + gamma * following - value
         carry = torch.where(valid, delta + gamma * lam * carry, carry)
         following = torch.where(valid, value, following)
-        advantages[:, t] = carry
-    advantages = torch.where(mask, advantages, 0.0)
+        advantages[t] = carry
+    advantages = torch.where(mask, advantages.t(), 0.0)
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages.to(rewards.dtype), returns.to(rewards.dtype)
 

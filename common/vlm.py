@@ -786,7 +786,7 @@ class StepPrompts:
     features: dict[int, torch.Tensor]              # own features, (K, M, H) on the CPU
     dropped: list[int]                             # prompts whose pictures do not decode (--on_bad_row skip)
 
-    @property
+    @functools.cached_property                                 # read for every prompt of thousands
     def lengths(self) -> list[int]:
         return [len(prompt.input_ids) for prompt in self.prompts]
 

@@ -446,6 +446,21 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert state["batches_taken"] == batch
 
 
+def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
+    """Each step sees all eight rows: three of spread, two whose picture does not decode, and three flat ones, of which one
+    fills the step. An evaluation counts the passes by what was drawn."""
+    whole = (Path(ruled) / "rows.jsonl").read_text().splitlines()
+    (ruled / "damaged.png").write_bytes(Path(json.loads(whole[1])["images"][0]).read_bytes()[:-40])
+    rows = [json.loads(line) | ({"images": ["damaged.png"]} if i in (3, 5) else {}) for i, line in enumerate(whole)]
+    (ruled / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = dynamic(qwen25, ruled, tmp_path, "--data", str(ruled / "bad.jsonl"), "--on_bad_row", "skip", "--dynamic_sampling",
+                    "2", "--steps", "3", "--minibatches", "4", "--eval_data", str(ruled / "rows.jsonl"), "--eval_every", "3")
+    for step in steps[1:]:
+        found = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
+        assert found == (8, 3, 1) and step["train/actor_updates"] == 4
+    assert steps[3]["eval/episode"] == steps[3]["rollout/episode"] == 3
+
+
 @pytest.mark.parametrize("limit", [0, 2])
 def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""

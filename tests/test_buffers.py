@@ -327,6 +327,14 @@ def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
     assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
 
 
+def test_many_packs_are_found_in_few_tries(monkeypatch):
+    """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more per try took minutes."""
+    samples, tries, partition = as_samples([[torch.zeros(1, dtype=torch.int64)]] * 1000), [], buffers.balanced_partition
+    monkeypatch.setattr(buffers, "balanced_partition", lambda costs, bins: tries.append(bins) or partition(costs, bins))
+    packs = make_packs(samples, [50] * 1000, make_blocks(samples, [50] * 1000, 101), 1, 101, 8)[0]
+    assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
+
+
 def test_no_blocks_give_no_packs():
     samples = random_samples(np.random.default_rng(0))
     assert make_packs(samples, [3] * 6, [], 2, 100, 8) == [[], []]

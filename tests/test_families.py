@@ -17,7 +17,7 @@ from conftest import start, take
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import random_samples
-from test_training import assert_same_run, launch
+from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
                           GenerationConfig, PreTrainedTokenizerFast)
@@ -482,6 +482,21 @@ def test_the_critic_is_balanced_too(family):
         ppo.update_critic(env.run, env.critic, ppo.build_optimizer(env.critic, 1e-3, env.args), prompts, samples, 1)
         for router, old in zip(vlm.routers(env.critic.model), before, strict=True):
             assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
+    """Two of six: the other four multiply nothing."""
+    env, prompts = family.env, take(family.env)
+    samples = gather_samples(random_samples([3, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    told = {"rollout/generated_tokens": 1, "train/actor_updates": 1}
+    found = ppo.perf_metrics(on_a_gpu(monkeypatch, env.run), env.actor, None, prompts, samples, told)["perf/update_mfu"]
+    sizes = {name: p.numel() for name, p in vlm.language_model(env.actor.model).layers.named_parameters()}
+    used = sum(size / 3 if ".experts." in name else size for name, size in sizes.items())
+    assert used < 0.8 * sum(sizes.values())
+    tokens = len(samples.tokens)
+    operations = 6 * (used * (tokens + sum(prompts.lengths)) + env.actor.model.lm_head.weight.numel() * tokens)
+    assert found == pytest.approx(operations / (2 * 989e12))
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)

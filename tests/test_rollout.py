@@ -57,6 +57,7 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
     assert len({tuple(t) for t in expected}) == len(expected)
+    assert (step := take(env)).lengths is step.lengths                           # not counted anew for each of thousands
     for changes in ({"slots": 1}, {"slots": 3}, {"slots": 7, "poll_every": 4}, {"prefill_tokens": 64}, {"poll_every": 8}):
         env.run = with_rollout(env, **changes)
         assert generate(env, take(env), 5)[1] == expected, changes
@@ -119,8 +120,10 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
 def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--max_new_tokens", "64")
     samples, tokens = generate(env, take(env), 4)
-    text = env.processor.tokenizer.decode(tokens[0][:6], skip_special_tokens=True)
-    for poll, slots, stop in ((1, 0, text[-1]), (8, 0, text[-1]), (1, 6, "e")):            # in few slots the last ones move
+    text = lambda tokens: env.processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
+    joints = [text([x])[-1:] + text([y])[:1] for t in tokens for x, y in zip(t, t[1:])]
+    stop = max((joint for joint in joints if joint.isascii() and len(joint) == 2), key=joints.count)      # across two tokens
+    for poll, slots in ((1, 0), (8, 0), (1, 6)):                                          # in few slots the last ones move
         again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]',
                       "--poll_every", str(poll), "--slots", str(slots))
         shorter, cut = generate(again, take(again), 4)
@@ -130,6 +133,12 @@ def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
             assert stop not in env.processor.tokenizer.decode(short[:-1], skip_special_tokens=True)
             assert (stop in decoded) or len(short) == len(full)
             assert not (stop in decoded and truncated)
+    least = ("--max_new_tokens", "64", "--min_new_tokens", "3")                                # a stop string waits for that
+    env, again = start(qwen25, picture_rows, *least), start(qwen25, picture_rows, *least, "--stop_strings", f'["{stop}"]',
+                                                            "--poll_every", "8")
+    (_, tokens), (_, cut) = generate(env, take(env), 4), generate(again, take(again), 4)
+    assert cut == [next((t[:max(n, 3)] for n in range(1, len(t)) if stop in text(t[:n])), t) for t in tokens]
+    assert {3} < {*map(len, cut)}
     again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_tokens", env.processor.tokenizer.decode([tokens[0][2]]))
     cut = generate(again, take(again), 4)[1]
     assert all(t[:-1].count(tokens[0][2]) == 0 for t in cut) and cut[0] == tokens[0][:tokens[0].index(tokens[0][2]) + 1]

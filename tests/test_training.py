@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -589,6 +590,32 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     assert "mode: one update per rollout" in told and "warning: step" not in told and " -> '" not in told
 
 
+def on_a_gpu(monkeypatch, run: ppo.Run) -> ppo.Run:
+    """The same run as one on an H100 that has taken 1 s per stage, for what `perf_metrics` says of it."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    seconds = dict.fromkeys(("rollout", "update_actor", "update_critic"), 1.0)
+    return dataclasses.replace(run, device=torch.device("cuda"), timer=SimpleNamespace(seconds=lambda: seconds))
+
+
+@pytest.mark.parametrize("updates, with_critic", [(0, True), (4, True), (1, False), (4, False)])
+def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
+    """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor
+    has anybody seen the prompt that was dropped."""
+    run = with_flags(on_a_gpu(monkeypatch, env.run), epochs=2, minibatches=2)
+    told = {"rollout/generated_tokens": 123} | ({"train/actor_updates": updates} if updates else {})
+    step = dataclasses.replace(env.step, dropped=[2])
+    found = ppo.perf_metrics(run, env.actor, env.critic if with_critic else None, step, env.samples, told)
+    response = len(env.samples.tokens)
+    tokens = response + sum(len(prompt.input_ids) for i, prompt in enumerate(env.prompts) if i != 2)
+    layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)
+    head = env.actor.model.lm_head.weight.numel()
+    operations = 12 * with_critic * layers * tokens + 3 * updates * (layers * tokens + head * response)
+    assert found["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12)) and found["perf/step_seconds"] == 3
+    assert found["perf/update_tokens_per_second"] == tokens * (2 if with_critic else updates / 2) / 2
+    assert found["perf/rollout_tokens_per_second"] == 123
+
+
 MIXTURE = "train.jsonl:0.75,eval.jsonl:0.25"
 
 
@@ -642,6 +669,11 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     line = flags(qwen25, task, tmp_path, "--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_every", "0")
     at = line.index("--data")
     assert ppo.main(line[:at] + line[at + 2:])["eval/num_samples"] == 7
+    train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
+    line = flags(qwen25, task, tmp_path / "trained", "--advantage", "grpo", "--eval_data", str(task / "eval.jsonl"),
+                 "--eval_only", "--resume_changed_args", "allow")
+    at = line.index("--data")
+    assert ppo.main(line[:at] + line[at + 2:])["eval/train_step"] == 1
 
 
 def test_profile_writes_a_trace(qwen25, task, tmp_path):
