@@ -1011,8 +1011,9 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
 
     Where the limit comes first, prompts without spread fill the step. Returns counts for the metrics, too.
     """
-    args, limit, parts, kept, generated = run.args, max(1, run.args.algorithm.dynamic_sampling), [], 0, 0
-    while len(parts) < limit and kept < args.rollout.prompts_per_step:
+    args, size, limit = run.args, run.args.rollout.prompts_per_step, max(1, run.args.algorithm.dynamic_sampling)
+    parts, useful, generated = [], [], 0
+    while len(parts) < limit and len(useful) < size:
         with run.timer("data"):
             prompts = loader.take(batch + len(parts))
             loader.prefetch(batch + len(parts) + 1)
@@ -1027,17 +1028,15 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
                 own = torch.searchsorted(greedy.group, samples.group)
                 samples.greedy_scores, samples.greedy_lengths = greedy.scores[own], greedy.lengths[own]
         generated += len(samples.tokens) + (0 if greedy is None else len(greedy.tokens))
-        parts.append((prompts, samples, groups_with_spread(samples) if limit > 1 else list(range(len(prompts.prompts)))))
-        kept += len(parts[-1][2])
-    if limit == 1:
-        return prompts, samples, {"rollouts": 1, "generated_tokens": generated}
-    room = max(0, args.rollout.prompts_per_step - kept)
-    dull = [(i, group) for i, (prompts, _, spread) in enumerate(parts) for group in range(len(prompts.prompts))
-            if group not in spread and group not in prompts.dropped][::-1]
-    lost = [(i, group) for i, (prompts, *_) in enumerate(parts) for group in prompts.dropped]        # have no samples: last
-    chosen = [sorted([*spread, *(group for k, group in (dull + lost)[:room] if k == i)])
-              for i, (*_, spread) in enumerate(parts)]
-    prompts, samples = merge_steps([part[:2] for part in parts], chosen, args.rollout.prompts_per_step)
+        if limit == 1:
+            return prompts, samples, {"rollouts": 1, "generated_tokens": generated}
+        useful += [(len(parts), group) for group in groups_with_spread(samples)]
+        parts.append((prompts, samples))
+    lost = [(i, group) for i, (prompts, _) in enumerate(parts) for group in prompts.dropped]
+    groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}
+    dull = sorted(groups.difference(useful, lost), reverse=True)
+    room = max(0, size - len(useful))
+    prompts, samples = merge_steps(parts, sorted(useful + (dull + lost)[:room])[:size])      # what has no samples comes last
     return prompts, samples, {"rollouts": len(parts), "generated_tokens": generated, "groups_without_spread": len(dull),
                               "groups_not_replaced": room}
 
@@ -1050,9 +1049,8 @@ def groups_with_spread(samples: Samples) -> list[int]:
     return [group for group, earned in sorted(scores.items()) if max(earned) - min(earned) >= 1e-6]
 
 
-def merge_steps(parts: list[tuple[StepPrompts, Samples]], chosen: list[list[int]], count: int) -> tuple[StepPrompts, Samples]:
-    """One step of the first ``count`` ``chosen`` groups of several."""
-    picks = [(i, group) for i, groups in enumerate(chosen) for group in groups][:count]
+def merge_steps(parts: list[tuple[StepPrompts, Samples]], picks: list[tuple[int, int]]) -> tuple[StepPrompts, Samples]:
+    """One step of several: of the groups ``picks``, as (part, group) in ascending order."""
     place = {pick: k for k, pick in enumerate(picks)}
     steps = [prompts for prompts, _ in parts]
     renumber = lambda name: {place[i, group]: value for i, step in enumerate(steps)  # noqa: E731
