@@ -104,8 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0} | running_state()
     used = {"data (rows)": contents([path for path, _ in parse_datasets(args.data.data)], rows),
             "ptx_data (rows)": contents([args.data.ptx_data], len(text.rows)) if text else ""}
-    state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models,
-                               keep_newer=args.eval.eval_only)
+    state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models, keep_newer=args.eval.eval_only)
     for _, optimizer in models.values():
         put_away(run, optimizer)
     if args.model.init_critic_from and not state["step"]:
@@ -177,15 +176,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if "train/kl" in metrics and not frozen:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
-            metrics |= {f"rollout/{name}": value for name, value in rolled.items()}
-            metrics["rollout/dropped_prompts"] = loader.dropped
+            taken = state["batches_taken"] + rolled["rollout/rollouts"]
+            metrics |= rolled | {"rollout/episode": taken * args.rollout.prompts_per_step / rows}
             metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
-            taken, lengths = state["batches_taken"] + rolled["rollouts"], torch.tensor(prompts.lengths)[samples.group]
-            metrics |= {"rollout/episode": taken * args.rollout.prompts_per_step / rows,
-                        "rollout/total_length": float((lengths + samples.lengths).double().mean())}
             log_samples(run, log, step, metrics, processor, prompts, samples)
-            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken}
-            state |= running_state()
+            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken} | running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -1005,11 +1000,11 @@ def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray
 
 
 def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Reward", loader: PromptLoader,
-                     batch: int) -> tuple[StepPrompts, Samples, dict[str, int]]:
+                     batch: int) -> tuple[StepPrompts, Samples, dict[str, float]]:
     """Roll out and score the prompts of a step, which begin at 0-based ``batch``; with --dynamic_sampling, go on with further
     batches until --prompts_per_step of them have samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
 
-    Where the limit comes first, prompts without spread fill the step. Returns counts for the metrics, too.
+    Where the limit comes first, prompts without spread fill the step. Returns metrics, too.
     """
     args, size, limit = run.args, run.args.rollout.prompts_per_step, max(1, run.args.algorithm.dynamic_sampling)
     parts, useful, generated = [], [], 0
@@ -1028,17 +1023,17 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
                 own = torch.searchsorted(greedy.group, samples.group)
                 samples.greedy_scores, samples.greedy_lengths = greedy.scores[own], greedy.lengths[own]
         generated += len(samples.tokens) + (0 if greedy is None else len(greedy.tokens))
-        if limit == 1:
-            return prompts, samples, {"rollouts": 1, "generated_tokens": generated}
         useful += [(len(parts), group) for group in groups_with_spread(samples)]
         parts.append((prompts, samples))
-    lost = [(i, group) for i, (prompts, _) in enumerate(parts) for group in prompts.dropped]
-    groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}
-    dull = sorted(groups.difference(useful, lost), reverse=True)
-    room = max(0, size - len(useful))
-    prompts, samples = merge_steps(parts, sorted(useful + (dull + lost)[:room])[:size])      # what has no samples comes last
-    return prompts, samples, {"rollouts": len(parts), "generated_tokens": generated, "groups_without_spread": len(dull),
-                              "groups_not_replaced": room}
+    metrics = {"rollout/rollouts": len(parts), "rollout/generated_tokens": generated, "rollout/dropped_prompts": loader.dropped}
+    if limit > 1:
+        lost = [(i, group) for i, (prompts, _) in enumerate(parts) for group in prompts.dropped]
+        groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}
+        dull, room = sorted(groups.difference(useful, lost), reverse=True), max(0, size - len(useful))
+        prompts, samples = merge_steps(parts, sorted(useful + (dull + lost)[:room])[:size])      # what has no samples, last
+        metrics |= {"rollout/groups_without_spread": len(dull), "rollout/groups_not_replaced": room}
+    lengths = torch.tensor(prompts.lengths)[samples.group] + samples.lengths                                             # (S,)
+    return prompts, samples, metrics | {"rollout/total_length": float(lengths.double().mean())}
 
 
 def groups_with_spread(samples: Samples) -> list[int]:

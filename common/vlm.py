@@ -1498,8 +1498,8 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     hub name; without ``weights``, of its small files only. Raises ValueError: no folder, and nothing that the hub gives."""
     if Path(name).is_dir():
         if not Path(name, "config.json").is_file():
-            raise ValueError(f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a run's models are "
-                             "<out>/export/step-N")
+            raise ValueError(f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a run's models "
+                             "are <out>/export/step-N")
         return Path(name)
     if Path(name).name == "latest" and Path(name).is_file():
         return Path(name).with_name(Path(name).read_text().strip())

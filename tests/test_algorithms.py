@@ -476,7 +476,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     texts = env.processor.tokenizer.batch_decode([t.tolist() for t in greedy.split(greedy.tokens)], skip_special_tokens=True)
     wanted = {prompt.source: sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(prompt.images)
               for prompt, text in zip(env.prompts, texts)}
-    assert len(set(wanted.values())) == 4 and len(samples) == 16 * rollouts and rolled["rollouts"] == rollouts
+    assert len(set(wanted.values())) == 4 and len(samples) == 16 * rollouts and rolled["rollout/rollouts"] == rollouts
     for group, baseline, score in zip(samples.group.tolist(), samples.greedy_scores.tolist(), samples.scores.tolist()):
         assert baseline == pytest.approx(wanted[step.prompts[group].source], abs=1e-6)
     ppo.compute_advantages(with_flags(run, kl_in="loss", advantages_norm="off"), samples, losses.KLController(0.0),
