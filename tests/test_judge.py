@@ -336,6 +336,23 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         ppo.judge_question(counts, "answers")
 
 
+def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
+    """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
+    write_family("qwen2", tmp_path / "text", picture_rows)
+    shutil.copy(judges["near"] / "judge.json", tmp_path / "text")
+    env, _, step, samples, _ = prepare(qwen25, picture_rows, "--reward", "exact")
+    source = lambda kind: ppo.load_reward(ppo.replace(env.args.reward, reward=f"{kind}:{tmp_path / 'text'}"))  # noqa: E731
+    for kind in ("grm", "rm"):
+        with pytest.raises(ppo.UserError, match=f"rows.jsonl:2, asked of {kind}: 1 images for qwen2, a model of text only"):
+            ppo.build_reward_models(env.run, source(kind), env.processor, env.prompts)
+    reward = source("grm")
+    ppo.build_reward_models(env.run, reward, env.processor, env.prompts[:1])
+    few = samples.select(torch.arange(3))
+    assert ppo.score_rewards(env.run, env.processor, reward, step, few).scores.isfinite().all()
+    with pytest.raises(ppo.UserError, match="rows.jsonl:2, asked of grm: 1 images"):
+        ppo.score_rewards(env.run, env.processor, reward, step, samples)
+
+
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     """A judge is trained by its script and exported; a policy is trained with it as its only reward; the rule measures."""
     pictures = sorted(Path(picture_rows).parent.glob("*.png"))
