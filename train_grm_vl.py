@@ -280,11 +280,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
         "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
+        f"--system_instruction {args.data.system_instruction}: no such file": not Path(args.data.system_instruction).suffix
+            or len(args.data.system_instruction.split()) > 1,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
     try:
-        parse_datasets(args.data.data), parse_datasets(args.data.eval_data)
+        parse_datasets(args.data.data)
+        if any(weight is not None for _, weight in parse_datasets(args.data.eval_data)):
+            problems.append(f"--eval_data {args.data.eval_data}: every row is judged once, so its files have no weights")
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -698,6 +702,9 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
+    if bad := [record for record in records if not math.isfinite(record["loss"] + sum(record["probabilities"].values()))]:
+        raise UserError(f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out examples is not "
+                        f"finite, the first of them {bad[0]['info']['row']}; are the weights?")
     summary = {"step": step, "dropped": dropped} | summarise(records)
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1684,6 +1684,7 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
     step = lend_pictures(run, source, prompts, groups, questions)
     if mode == "critique":
         written = rollout(source.run, processor, source.model, step, 1, JUDGE, greedy=True)
+        logprobs = written.logprobs
         notes = processor.tokenizer.batch_decode([t.tolist() for t in written.split(written.tokens)], skip_special_tokens=True)
         verdicts = [parse_verdict(note, settings["which_answer"], words) for note in notes]
         chances = torch.tensor([[float(word == verdict) for word in words] for verdict in verdicts], dtype=torch.float64)
@@ -1697,6 +1698,8 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
         notes = ["  ".join(f"{word} {chance:.3f}" for word, chance in zip(words, row)) for row in chances.tolist()]
         if mode == "verdict":
             chances = torch.nn.functional.one_hot(chances.argmax(dim=1), len(words)).double()
+    if not logprobs.isfinite().all():                   # the likeliest of NaN would be the first verdict
+        raise UserError(f"--reward {source.spec}: log-probs of what the judge says are not finite; are its weights?")
     points = (chances * values).sum(dim=1) + (1 - chances.sum(dim=1)) * values.min(dim=1).values     # (questions,)
     columns = {"reward": points[places].mean(dim=1)}
     if mode == "critique":

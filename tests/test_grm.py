@@ -267,6 +267,19 @@ def test_sampled_judgements(env, tmp_path):
     assert said[0] == said[1] and len(set(said[0])) == 4 and said[0] != said[2] and said[0] != said[3]
 
 
+def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
+    run = replace(env.run, args=replace(env.run.args, run=replace(env.run.args.run, out=tmp_path)))
+    weight = dict(env.judge.named_parameters())["model.model.language_model.norm.weight"].data.to_local()
+    kept = weight.clone()
+    weight[0] = torch.nan
+    try:
+        with pytest.raises(grm.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; are"):
+            grm.evaluate(run, env.processor, env.judge, env.held_out[:2], None, 3)
+    finally:
+        weight.copy_(kept)
+    assert not (tmp_path / "eval").exists()
+
+
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
     args, log, events = env.run.args, SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None), []
@@ -586,6 +599,8 @@ def test_the_toy_brings_judgements(tmp_path):
 def test_flags():
     for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
                           "--model m --data d --max_tokens 99999": "must hold one example", "--model m --data ,": "separated",
+                          "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
+                          "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
         with pytest.raises(grm.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -131,6 +131,11 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
         question = vlm.fill(template("score"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
         p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
         assert score == [-4, 1, 2.5][p.index(max(p))]
+    reward.sources[0].model.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
+    for mode in ("verdict", "critique"):
+        env.run.args = ppo.replace(env.args, reward=ppo.replace(env.args.reward, grm_mode=mode))
+        with pytest.raises(ppo.UserError, match="log-probs of what the judge says are not finite"):
+            ppo.score_rewards(env.run, env.processor, reward, step, samples)
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
