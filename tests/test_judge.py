@@ -341,6 +341,17 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         ppo.judge_question(counts, "answers")
 
 
+def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows, judges, tmp_path, capsys):
+    folder = tmp_path / "judge"
+    shutil.copytree(judges["near"], folder)
+    for bare, mode, warned in ((False, "probability", True), (False, "critique", False), (True, "probability", False)):
+        judge = vlm.judge_settings({})
+        vlm.count_judgements(judge, [("correct", "yes", False), ("correct", "no", bare)])
+        (folder / "judge.json").write_text(json.dumps(judge))
+        prepare(qwen25, picture_rows, "--reward", f"grm:{folder}", "--grm_mode", mode)
+        assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
+
+
 def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
     """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
     write_family("qwen2", tmp_path / "text", picture_rows)
