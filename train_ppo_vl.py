@@ -1604,8 +1604,8 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor, ro
                 learned = processor.files["judge"]["kinds"][source.question]
                 if args.reward.grm_mode != "critique" and learned.get("critiques") == learned["examples"] and not run.rank:
                     print(f"warning: --reward {source.spec}: a critique stood before each of the {learned['examples']} "
-                          "verdicts the judge learned, so what it says without one may mean little; --grm_mode critique lets it write",
-                          flush=True)
+                          "verdicts the judge learned, so what it says without one may mean little; --grm_mode critique lets "
+                          "it write", flush=True)
                 plain = replace(args.rollout, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop_tokens="",
                                 stop_strings="", max_new_tokens=args.reward.grm_max_new_tokens)
                 source.run = replace(run, args=replace(args, rollout=plain))
