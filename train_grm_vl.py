@@ -268,7 +268,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     values, _ = read_flags({field.name: field.type for field in fields(Args)}, __doc__, argv, "grm_args.json")
     for name in ("system_instruction", *(f"{kind}_template" for kind in JUDGEMENTS)):
         if os.path.isfile(values.get(name, "")):
-            values[name] = Path(values[name]).read_text(encoding="utf-8").strip("\n")
+            values[name] = Path(values[name]).read_text(encoding="utf-8-sig").strip("\n")
     args = fill_groups(Args, values)
     problems, update = out_of_bounds(args), args.update
     rules = {
@@ -280,11 +280,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
         "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
+        f"--system_instruction {args.data.system_instruction}: no such file": not Path(args.data.system_instruction).suffix
+            or len(args.data.system_instruction.split()) > 1,
         "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
     }
     problems += [message for message, holds in rules.items() if not holds]
     try:
-        parse_datasets(args.data.data), parse_datasets(args.data.eval_data)
+        parse_datasets(args.data.data)
+        if any(weight is not None for _, weight in parse_datasets(args.data.eval_data)):
+            problems.append(f"--eval_data {args.data.eval_data}: every row is judged once, so its files have no weights")
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -330,13 +334,15 @@ class Example:
     verdict: str | None          # None: a response without <answer>
     order: str                   # of a pair: given or swapped
     dataset: int
-    source: str                  # what evaluations tell apart: the row's own word, or its file
+    source: str                  # what evaluations tell apart: the row's own word, or its file (the path, if names are alike)
 
 
 def load_examples(path: str, dataset: int, args: Args, processor: Processor,
                   limit: int) -> tuple[list[Example], list[str]]:
     """Read one file: its examples, and what was wrong with the rows skipped. Raises ValueError with file and line."""
     judge, frame, folder = processor.files["judge"], answer_frame(processor), os.path.dirname(os.path.abspath(path))
+    files = [os.path.basename(other) for other, _ in parse_datasets(args.data.eval_data)]
+    name = path if files.count(os.path.basename(path)) > 1 else os.path.basename(path)
 
     def build(index: int, source: str, row: dict) -> list[Example]:
         examples = []
@@ -348,7 +354,7 @@ def load_examples(path: str, dataset: int, args: Args, processor: Processor,
                 raise ValueError(f"example too long: {size} tokens, {len(target)} of them target; the limit is "
                                  f"{args.data.max_tokens}")
             examples.append(Example(prompt, ask["kind"], target, ask["text"], ask["verdict"], ask["order"], dataset,
-                                    row.get("source") or os.path.basename(path)))
+                                    row.get("source") or name))
         return examples
 
     rows, skipped = load_rows(path, build, on_bad_row=args.data.on_bad_row, limit=limit)
@@ -680,10 +686,13 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
     torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
+    size = run.args.eval.eval_batch * run.world
+    chunks = [order[start:start + size] for start in range(0, len(order), size)]
     with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
-        for start in range(0, len(order), run.args.update.prompts_per_step):
-            chunk = order[start:start + run.args.update.prompts_per_step]
-            prompts = loader.collect(*loader.submit([examples[i].prompt for i in chunk], chunk))
+        submit = lambda chunk: loader.submit([examples[i].prompt for i in chunk], chunk)  # noqa: E731
+        pending = submit(chunks[0])
+        for chunk, following in zip(chunks, [*chunks[1:], []]):
+            prompts, pending = loader.collect(*pending), submit(following)     # decodes while the model judges
             own = generate(run, processor, judge, prompts)
             texts = {int(g): text for part in all_gather_json(own) for g, text in part.items()}
             scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)
@@ -693,6 +702,9 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
+    if bad := [record for record in records if not math.isfinite(record["loss"] + sum(record["probabilities"].values()))]:
+        raise UserError(f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out examples is not "
+                        f"finite, the first of them {bad[0]['info']['row']}; are the weights?")
     summary = {"step": step, "dropped": dropped} | summarise(records)
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -791,13 +803,16 @@ def judgement_record(judge: dict, index: int, example: Example, text: str, loss:
                      chances: dict[str, float]) -> dict:
     """One JSON-ready record of the evaluation."""
     # The right word too: of a judge that was trained on no scores, or on others, none is known.
-    words = None if example.kind == "response" else [*judge["kinds"][example.kind]["verdicts"], example.verdict]
+    free = example.kind == "response"                          # any text may be its verdict, spelled as numbers and words are
+    words = [] if free else judge["kinds"][example.kind]["verdicts"]
+    said = parse_verdict(text, judge["which_answer"], [*words, example.verdict or ""])
+    said = said or (parse_verdict(text, judge["which_answer"], None) if free else None)
     return {"info": {"row": example.prompt.source, "dataset": example.dataset, "source": example.source,
                      "kind": example.kind, "images": list(example.prompt.images),
                      "question": user_text(example.prompt.messages)},
             "generated_text": text, "response_text": example.text, "gt_answer": example.verdict,
-            "predicted_answer": parse_verdict(text, judge["which_answer"], words), "index": index,
-            "order": example.order, "loss": loss, "tokens": len(example.target), "probabilities": chances}
+            "predicted_answer": said, "index": index, "order": example.order, "loss": loss, "tokens": len(example.target),
+            "probabilities": chances}
 
 
 def summarise(records: list[dict]) -> dict[str, Any]:

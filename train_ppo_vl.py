@@ -66,13 +66,14 @@ from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkp
                             training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
-                        bare_forwards, cache_bytes, check_judgement, choose_attention, clear_forward_order, count_judgements,
-                        count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes, image_features,
-                        init_adapters, judge_prompt, judge_settings, language_hidden, language_model, layer_activations,
-                        load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize, move_module,
-                        move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes, resolve_folder,
-                        router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded, use_attention,
-                        user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower, without_adapters)
+                        bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
+                        count_judgements, count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes,
+                        image_features, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
+                        layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize,
+                        move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
+                        resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded,
+                        use_attention, user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower,
+                        without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     rows = sum(map(len, datasets))
     check_rows(args, reward, sum(datasets, []) + eval_prompts)
     actor, critic, reference = build_models(run, processor)
-    build_reward_models(run, reward, processor)
+    build_reward_models(run, reward, processor, sum(datasets, []) + eval_prompts)
     if args.run.dry_run:
         return dry_run(run, datasets, weights, actor, critic, reference, reward)
     models = {"actor": (actor, actor_optimizer := build_optimizer(actor, args.update.actor_lr, args))}
@@ -1568,11 +1569,13 @@ def combine_rewards(run: Run, reward: Reward, rewards: dict[str, torch.Tensor]) 
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) -> None:
-    """Load the grm: and rm: sources. A judge whose vision tower and image processor are the actor's has no tower of its own.
+def build_reward_models(run: Run, reward: Reward, actor_processor: Processor, rows: list[Prompt] = []) -> None:
+    """Load the grm: and rm: sources, which shall score ``rows``. A judge whose vision tower and image processor are the
+    actor's has no tower of its own.
 
     Raises:
-        UserError: on every rank alike: no such folder, no judge.json, no value head, a question it was not trained on.
+        UserError: on every rank alike: no such folder, no judge.json, no value head, a question it was not trained on, rows
+            with pictures or videos that its family cannot see.
     """
     args = run.args
     for source in (source for source in reward.sources if source.function is None):
@@ -1582,6 +1585,9 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             processor = source.processor = Processor(
                 str(folder), video_frames=args.data.video_frames, video_fps=args.data.video_fps,
                 video_max_pixels=args.data.video_max_pixels)
+            for row in (row for row in rows if row.images and source.name in reward.weights(row.label)):
+                with naming(source, row):                                        # not only when the first step asks
+                    check_media(processor, row.images)
             settings = [(p.config.model_type, [part and part.to_dict() for part in (p.image_processor, p.frame_processor)])
                         for p in (processor, actor_processor)]
             source.shares_tower = settings[0] == settings[1] and not args.model.train_vision \
@@ -1590,6 +1596,11 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor) ->
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
                 source.question = judge_question(processor.files["judge"], args.reward.grm_question)
+                learned = processor.files["judge"]["kinds"][source.question]
+                if args.reward.grm_mode != "critique" and learned.get("critiques") == learned["examples"] and not run.rank:
+                    print(f"warning: --reward {source.spec}: a critique stood before each of the {learned['examples']} "
+                          "verdicts the judge learned, so what it says without one may mean little; --grm_mode critique lets "
+                          "it write", flush=True)
                 plain = replace(args.rollout, temperature=1.0, top_k=0, top_p=1.0, min_new_tokens=0, stop_tokens="",
                                 stop_strings="", max_new_tokens=args.reward.grm_max_new_tokens)
                 source.run = replace(run, args=replace(args, rollout=plain))
@@ -1612,6 +1623,15 @@ def judge_question(judge: dict, wanted: str) -> str:
         raise ValueError(f"the judge was not trained on questions of the kind {kind} (--grm_question); judge.json counts "
                          f"{seen or 'nothing: there is none'}")
     return kind
+
+
+@contextmanager
+def naming(source: Source, row: Prompt):
+    """What a model cannot be asked about a row, every rank finds out alike: a UserError that names both."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{row.source}, asked of {source.name}: {error}") from error
 
 
 def lend_pictures(run: Run, source: Source, prompts: StepPrompts, groups: list[int], asked: list[Prompt]) -> StepPrompts:
@@ -1657,12 +1677,14 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
         first, second = (said, answer)[::order]
         ask = {"prompt": question, "images": list(row.images), "question": fill(
             template, prompt=question, response=said, response_a=first, response_b=second)}
-        questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
+        with naming(source, row):
+            questions.append(judge_prompt(processor, ask, row.index, row.source, folder="/", grids=grids.get(group)))
         grids[group] = questions[-1].grids                                           # headers are read once per prompt
     groups, values = [group for group, *_ in asked], torch.stack([orders[order] for *_, order in asked])   # (questions, words)
     step = lend_pictures(run, source, prompts, groups, questions)
     if mode == "critique":
         written = rollout(source.run, processor, source.model, step, 1, JUDGE, greedy=True)
+        logprobs = written.logprobs
         notes = processor.tokenizer.batch_decode([t.tolist() for t in written.split(written.tokens)], skip_special_tokens=True)
         verdicts = [parse_verdict(note, settings["which_answer"], words) for note in notes]
         chances = torch.tensor([[float(word == verdict) for word in words] for verdict in verdicts], dtype=torch.float64)
@@ -1676,6 +1698,8 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
         notes = ["  ".join(f"{word} {chance:.3f}" for word, chance in zip(words, row)) for row in chances.tolist()]
         if mode == "verdict":
             chances = torch.nn.functional.one_hot(chances.argmax(dim=1), len(words)).double()
+    if not logprobs.isfinite().all():                   # the likeliest of NaN would be the first verdict
+        raise UserError(f"--reward {source.spec}: log-probs of what the judge says are not finite; are its weights?")
     points = (chances * values).sum(dim=1) + (1 - chances.sum(dim=1)) * values.min(dim=1).values     # (questions,)
     columns = {"reward": points[places].mean(dim=1)}
     if mode == "critique":
@@ -1693,7 +1717,10 @@ def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Sa
         answer = torch.cat([answer, answer[-1:]])              # values stand at the rows that predict a token: one more
         answers.setdefault(int(samples.group[i]), []).append(answer)
     rows = [prompts.prompts[group] for group in answers]
-    asked = [make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/") for row in rows]
+    asked = []
+    for row in rows:
+        with naming(source, row):
+            asked.append(make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/"))
     candidates = as_samples(list(answers.values()))
     values = score_tokens(run, source.model, lend_pictures(run, source, prompts, list(answers), asked), candidates)
     return values[candidates.offsets[1:] - 1].double()

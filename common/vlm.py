@@ -663,11 +663,7 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
     messages, images = _chat(prompt, images, system_prompt)
     place = lambda path: os.path.normpath(os.path.join(folder, path))  # noqa: E731
     paths = tuple(place(image) if isinstance(image, str) else tuple(map(place, image)) for image in images)
-    if paths and processor.layout == "text":
-        raise ValueError(f"{len(paths)} images for {processor.config.model_type}, a model of text only")
-    if (clips := sum(not isinstance(path, str) for path in paths)) and processor.layout != "qwen":
-        raise ValueError(f"{clips} videos for {processor.config.model_type}; only "
-                         f"{', '.join(name for name, kind in FAMILIES.items() if kind == 'qwen')} take videos")
+    clips = check_media(processor, paths)
     if grids is None:
         grids = tuple(_item_grid(processor, path, verify_images) for path in paths)
     text, input_ids, image_tokens = processor.encode(messages, grids)
@@ -675,6 +671,17 @@ def make_prompt(processor: Processor, index: int, source: str, prompt: str | lis
         raise ValueError(f"prompt too long: {len(input_ids)} tokens with those of {len(grids)} images"
                          f"{' and videos' * (clips > 0)}; the limit is {max_prompt_tokens}")
     return Prompt(index, source, messages, text, paths, grids, input_ids, image_tokens, reference, label)
+
+
+def check_media(processor: Processor, items: tuple[str | tuple[str, ...], ...]) -> int:
+    """How many of a prompt's pictures and clips are clips. Raises ValueError: the family takes none such."""
+    clips, family = sum(not isinstance(item, str) for item in items), processor.config.model_type
+    if items and processor.layout == "text":
+        raise ValueError(f"{len(items)} images for {family}, a model of text only")
+    if clips and processor.layout != "qwen":
+        raise ValueError(f"{clips} videos for {family}; only "
+                         f"{', '.join(name for name, kind in FAMILIES.items() if kind == 'qwen')} take videos")
+    return clips
 
 
 def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) -> tuple:
@@ -981,9 +988,12 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
         said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
         question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
                         response_a=first, response_b=second)
-        examples.append(ask | {"order": order, "question": question, "verdict": verdict,
-                               "images": images[::turn] if kind == "pictures" else images,
-                               "text": said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)})
+        text = said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)
+        if parse_verdict(text, judge["which_answer"], [verdict]) is None:
+            raise ValueError(f"the critique has an <answer> of its own, and the {judge['which_answer']} of a judgement is its "
+                             f"verdict (--verdict): {critique!r:.120}")
+        examples.append(ask | {"order": order, "question": question, "verdict": verdict, "text": text,
+                               "images": images[::turn] if kind == "pictures" else images})
     return examples
 
 

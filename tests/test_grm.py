@@ -256,8 +256,8 @@ def test_generation_needs_no_pad_token(env):
 def test_sampled_judgements(env, tmp_path):
     """One question in four chunks gets noise of its own in each; the same evaluation says the same again."""
     args = env.run.args
-    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_temperature=2.0), run=replace(args.run, out=tmp_path),
-                                        update=replace(args.update, prompts_per_step=1)))
+    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_temperature=2.0, eval_batch=1),
+                                        run=replace(args.run, out=tmp_path)))
     said = []
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
         log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None)
@@ -265,6 +265,31 @@ def test_sampled_judgements(env, tmp_path):
         grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, step)
         said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
     assert said[0] == said[1] and len(set(said[0])) == 4 and said[0] != said[2] and said[0] != said[3]
+
+
+def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
+    run = replace(env.run, args=replace(env.run.args, run=replace(env.run.args.run, out=tmp_path)))
+    weight = dict(env.judge.named_parameters())["model.model.language_model.norm.weight"].data.to_local()
+    kept = weight.clone()
+    weight[0] = torch.nan
+    try:
+        with pytest.raises(grm.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; are"):
+            grm.evaluate(run, env.processor, env.judge, env.held_out[:2], None, 3)
+    finally:
+        weight.copy_(kept)
+    assert not (tmp_path / "eval").exists()
+
+
+def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
+    """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
+    args, log, events = env.run.args, SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None), []
+    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_batch=5), run=replace(args.run, out=tmp_path)))
+    generate, submit = grm.generate, grm.PromptLoader.submit
+    monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[-1].prompts)) or generate(*given))
+    monkeypatch.setattr(grm.PromptLoader, "submit", lambda self, prompts, draws:
+                        events.append(f"decode {len(prompts)}") or submit(self, prompts, draws))
+    assert grm.evaluate(run, env.processor, env.judge, env.held_out, log, 1)["eval/num_samples"] == 13
+    assert events == ["decode 5", "decode 5", 5, "decode 3", 5, "decode 0", 3]
 
 
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
@@ -301,6 +326,10 @@ def test_other_rows():
         "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
     assert vlm.read_judgement(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
     assert [vlm.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
+    row = ROWS[7] | {"critique": "not <answer>no</answer>"}
+    assert vlm.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
+    with pytest.raises(ValueError, match="the critique has an <answer> of its own, and the first of a judgement is its verdict"):
+        vlm.read_judgement(row, judge | {"which_answer": "first"}, "both")
 
 
 @pytest.mark.parametrize("row, message", {
@@ -383,6 +412,21 @@ def test_a_right_score_is_right_where_no_scores_are_known(env):
     assert example.verdict == "4" and read("<answer>4.0</answer>") == "4" and read("<answer>5</answer>") is None
 
 
+def test_a_response_says_the_verdict_however_it_is_spelled(env):
+    """As the rule `verdict` compares it in train_ppo_vl.py."""
+    example = replace(next(example for example in env.held_out if example.kind == "response"), verdict="Yes")
+    read = lambda text: grm.judgement_record(settings(), 0, example, text, 0.0, {})["predicted_answer"]  # noqa: E731
+    assert [read(f"<answer>{word}</answer>") for word in ("yes", "no", "")] == ["Yes", "no", None] and read("yes") is None
+    example = replace(example, verdict=None)
+    assert read("<answer>No</answer>") == "No" and read("No") is None
+
+
+def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
+    more = write(tmp_path / "eval.jsonl", ROWS[9:])
+    found = start(qwen25, task, tmp_path, "--eval_data", f"{task / 'eval.jsonl'},{more},{task / 'more.jsonl'}").held_out
+    assert {example.source for example in found} == {str(task / "eval.jsonl"), more, "more.jsonl", "chat", "texts"}
+
+
 def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
     return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
             "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3}
@@ -419,7 +463,7 @@ def one_rank(qwen25, task, tmp_path_factory) -> Path:
 
 
 def test_evaluation_has_every_example_once(one_rank, env):
-    """13 examples in batches of 2 and chunks of 4."""
+    """13 examples in batches of 2."""
     for step in (0, 2, 4):
         result = evaluation(one_rank, step)
         assert [entry["index"] for entry in result["records"]] == list(range(len(env.held_out))) and len(env.held_out) % 2
@@ -555,6 +599,8 @@ def test_the_toy_brings_judgements(tmp_path):
 def test_flags():
     for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
                           "--model m --data d --max_tokens 99999": "must hold one example", "--model m --data ,": "separated",
+                          "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
+                          "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
         with pytest.raises(grm.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -131,6 +131,11 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
         question = vlm.fill(template("score"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
         p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
         assert score == [-4, 1, 2.5][p.index(max(p))]
+    reward.sources[0].model.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
+    for mode in ("verdict", "critique"):
+        env.run.args = ppo.replace(env.args, reward=ppo.replace(env.args.reward, grm_mode=mode))
+        with pytest.raises(ppo.UserError, match="log-probs of what the judge says are not finite"):
+            ppo.score_rewards(env.run, env.processor, reward, step, samples)
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
@@ -334,6 +339,34 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
     assert ppo.judge_question(counts, "auto") == "score" and ppo.judge_question(counts, "correct") == "correct"
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
         ppo.judge_question(counts, "answers")
+
+
+def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows, judges, tmp_path, capsys):
+    folder = tmp_path / "judge"
+    shutil.copytree(judges["near"], folder)
+    for bare, mode, warned in ((False, "probability", True), (False, "critique", False), (True, "probability", False)):
+        judge = vlm.judge_settings({})
+        vlm.count_judgements(judge, [("correct", "yes", False), ("correct", "no", bare)])
+        (folder / "judge.json").write_text(json.dumps(judge))
+        prepare(qwen25, picture_rows, "--reward", f"grm:{folder}", "--grm_mode", mode)
+        assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
+
+
+def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
+    """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
+    write_family("qwen2", tmp_path / "text", picture_rows)
+    shutil.copy(judges["near"] / "judge.json", tmp_path / "text")
+    env, _, step, samples, _ = prepare(qwen25, picture_rows, "--reward", "exact")
+    source = lambda kind: ppo.load_reward(ppo.replace(env.args.reward, reward=f"{kind}:{tmp_path / 'text'}"))  # noqa: E731
+    for kind in ("grm", "rm"):
+        with pytest.raises(ppo.UserError, match=f"rows.jsonl:2, asked of {kind}: 1 images for qwen2, a model of text only"):
+            ppo.build_reward_models(env.run, source(kind), env.processor, env.prompts)
+    reward = source("grm")
+    ppo.build_reward_models(env.run, reward, env.processor, env.prompts[:1])
+    few = samples.select(torch.arange(3))
+    assert ppo.score_rewards(env.run, env.processor, reward, step, few).scores.isfinite().all()
+    with pytest.raises(ppo.UserError, match="rows.jsonl:2, asked of grm: 1 images"):
+        ppo.score_rewards(env.run, env.processor, reward, step, samples)
 
 
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
