@@ -5,6 +5,7 @@ life of a run, so that real processes get real SIGKILLs at a tenth of the price 
 suffer.
 """
 
+import errno
 import gc
 import json
 import os
@@ -117,6 +118,22 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
     logging.HuggingFaceStorageWriter.write_data = write
 
 
+def other_disk(rank: int, folder: str, call: int = 0) -> None:
+    """A relative --out is another folder for one rank: from the start, or (1-based) only for what it writes at a save."""
+    if call == 0:
+        os.chdir(folder) if int(os.environ["RANK"]) == rank else None
+        return
+    original, calls = logging.HuggingFaceStorageWriter.write_data, []
+
+    def write(self, plan, planner):
+        calls.append(plan)
+        if len(calls) == call and int(os.environ["RANK"]) == rank:
+            self.path = folder
+        return original(self, plan, planner)
+
+    logging.HuggingFaceStorageWriter.write_data = write
+
+
 def hang(call: int, rank: int) -> None:
     """One rank stops answering, as when its node is lost without a word."""
     stop_at("update_actor", call, rank, signal.SIGSTOP)
@@ -157,7 +174,8 @@ def tell_shards() -> None:
     ppo.build_optimizer = told
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang, time_saves, tell_shards)}
+HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, other_disk, hang, time_saves,
+                                              tell_shards)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -525,6 +543,30 @@ def test_too_many_write_errors(lives, flags, tmp_path):
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
+def test_nodes_that_share_no_disk(lives, flags, tmp_path):
+    """Refused at the start; where a shard goes astray later, no checkpoint is committed without it."""
+    (tmp_path / "node").mkdir()
+    hooks = [["other_disk", 1, str(tmp_path / "node")]]
+    output = lives(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
+    assert "is not the folder of rank 0: nodes need one file system" in output and socket.gethostname() in output
+    output = lives(flags(tmp_path / "late", "--save_blocking"), 2, [["other_disk", 1, str(tmp_path / "node"), 1]])
+    assert re.search(r"step 1 was not saved \(1 in a row\): .* shard-00002.*written by other ranks", output)
+    assert steps(tmp_path / "late") == [2] and list((tmp_path / "node").glob("shard-00002*"))
+
+
+def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
+    """Lustre without its mount option, say: a warning; other errors are errors."""
+    def locked(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(logging.fcntl, "flock", locked)
+    number = errno.EIO
+    refused(flags(copy), "Input/output error")
+    number = errno.ENOSYS
+    train(flags(copy))
+    assert f"warning: the file system of {copy} has no locks" in capfd.readouterr().out
+
+
 def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
     """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
     out = tmp_path / "run"
@@ -683,6 +725,26 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert [record["step"] for record in records(copy)] == [1, 2]
 
 
+def test_a_requeued_job_goes_back_once(lives, flags, copy, finished):
+    """Killed before the export, the same command goes on with what it saved, and the old export is not taken for its own."""
+    argv = flags(copy, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --resume_changed_args allow --save_blocking")
+    lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
+    assert f"resuming from {copy}/checkpoints/step-2" in lives(argv)
+    assert len(list((copy / "checkpoints").glob("replaced-*"))) == 1
+    ours, old = ((out / "export" / "step-2" / "model.safetensors").read_bytes() for out in (copy, finished))
+    assert ours != old
+    kept = [json.loads(line) for line in next(copy.glob("metrics.old-*.jsonl")).read_text().splitlines()]
+    assert [record["step"] for record in kept if "step" in record] == [1, 2]
+
+
+def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
+    """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
+    complete, calls = logging.complete_checkpoints, []
+    monkeypatch.setattr(logging, "complete_checkpoints", lambda folder: complete(folder) if calls else calls.append(1) or [])
+    train(flags(copy, "--steps 1 --keep_last 1"))
+    assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
+
+
 def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
     """The same command once more, as a requeued job gives it, goes on from where it was."""
     (copy / "checkpoints" / "latest").write_text("step-1\n")
@@ -691,6 +753,8 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
     assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
     train([*argv, "--steps", "3"])
     assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
+    (copy / "checkpoints" / "latest").write_text("")                                                  # a pointer to nothing
+    refused(flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"), "no complete checkpoint in")
 
 
 def test_changed_rows(flags, task, tmp_path):
