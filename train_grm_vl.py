@@ -97,6 +97,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         checkpoints.check_quality(metrics)
         if not recorded:
             log.log(first, metrics)
+        if args.eval.eval_only:
+            log.close()
+            checkpoints.close()
+            return metrics
     elif first and not recorded:                               # killed between the save of this step and its record
         metrics = end_step(first, metrics)
     if first:
@@ -112,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
         loader.prefetch(first)
-        for step in range(first + 1, 0 if args.eval.eval_only else last + 1):
+        for step in range(first + 1, last + 1):
             run.timer.reset()
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -139,7 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             metrics = end_step(step, metrics)
             checkpoints.export_if_due(judge, processor, step, last)
-    preempted = state["step"] < last and not args.eval.eval_only
+    preempted = state["step"] < last
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
@@ -676,8 +680,8 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Example], log: RunLogger,
              step: int) -> dict[str, float]:
     """Judge every held-out example once over all ranks, in words and by the likelihood of every verdict; write
-    <out>/eval/eval_result_{step}.json; return the eval/ metrics."""
-    started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
+    <log's folder>/eval/eval_result_{step}.json; return the eval/ metrics."""
+    started, records, folder = time.perf_counter(), [], log.out / "eval"
     torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
@@ -850,13 +854,17 @@ def perf_metrics(run: Run, prompts: StepPrompts, samples: Samples) -> dict[str, 
 
 def open_log(run: Run, rows: int, held_out: list[Example], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
-    args, flags, update = run.args, flags_of(run.args), run.args.update
-    if run.rank == 0:
-        (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    args, flags, update, folder = run.args, flags_of(run.args), run.args.update, run.args.run.out
+    if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
+        folder, first_step = folder / f"evaluation-step-{first_step}", 0
+    with failing_together():
+        if run.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of "
              f"{update.prompts_per_step} prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; "
-             f"output: {args.run.out}")
+             f"output: {folder}")
     return log
 
 

@@ -2199,10 +2199,11 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
     flags, folder = flags_of(args), args.run.out
     if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
         folder, first_step = folder / f"evaluation-step-{first_step}", 0
-    if run.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    with failing_together():
+        if run.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
     if args.eval.eval_only:
         log.line(f"{len(eval_prompts)} held-out rows; output: {folder}")
