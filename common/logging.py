@@ -288,6 +288,7 @@ class RunLogger:
         self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         records.append({"type": "header", "first_step": first_step, "environment": environment()} | header)
         _write(path.with_suffix(".tmp"), records)
+        sync_folder(path.with_suffix(".tmp"))  # or a power cut would leave an empty file in the place of all records
         os.replace(path.with_suffix(".tmp"), path)
         self._file = open(path, "a", buffering=1)  # lines
         self._writer = SummaryWriter(self.out / "tensorboard", purge_step=first_step + 1 if first_step else 0)
@@ -720,7 +721,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+    """Make renames and new names in a folder survive a power cut, or what a file holds."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

@@ -580,6 +580,14 @@ def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
     assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
 
 
+def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, tmp_path, monkeypatch):
+    """The save that is on its way when the evaluation of its step turns out so is committed."""
+    values = iter((1.0, float("nan")))
+    monkeypatch.setattr(ppo, "evaluate", lambda *arguments, **named: {"eval/reward_mean": next(values)})
+    refused(flags(tmp_path / "run", "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
+    assert steps(tmp_path / "run") == [2, 1] and [record["step"] for record in records(tmp_path / "run")] == [0, 1]
+
+
 @pytest.fixture
 def small_disk(tmp_path):
     """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
