@@ -481,7 +481,8 @@ class Checkpoints:
         self.out, self.folder, self.args, self.rank = out, out / "checkpoints", args, dist.get_rank()
         self.failed, self.waited = 0, 0.0                                   # saves in a row; seconds that training waited
         self.first_step, self.saved_at = 0, 0                # from which this life goes on; when its save began, ns (rank 0)
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
+        self.new_group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.group = self.new_group()                                                                   # of the background
         self.pending: tuple[int, Path, Any] | None = None
         mark = self.folder / all_gather_json(f".tmp-seen-{time.time_ns()}")[0]           # a name that no cache can know
         with failing_together(f"--out {out}"):
@@ -624,7 +625,8 @@ class Checkpoints:
             future.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
-        problem = next(filter(None, all_gather_json(problem)), None)
+        if problem := next(filter(None, all_gather_json(problem)), None):
+            self.group = self.new_group()                              # one that has timed out is of no use to any later save
         if self.rank == 0 and not problem:
             try:
                 self.commit(step, aside)

@@ -95,7 +95,7 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
-    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow, or finds its disk full."""
+    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
     original, calls = logging.HuggingFaceStorageWriter.write_data, []
 
     def write(self, plan, planner):
@@ -108,7 +108,7 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
         elif own and len(calls) in failing:
             raise OSError(5, "Input/output error")
         started = time.time()
-        time.sleep(seconds if own else 0)
+        time.sleep(seconds if own and len(calls) == 1 else 0)
         result = original(self, plan, planner)
         if log:
             with open(log, "a") as file:
@@ -533,6 +533,13 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
     assert [record.get("perf/failed_saves") for record in records(out)] == [0, 1, 0, 1, 0]
     assert not list((out / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_save_that_outlasts_the_timeout(lives, flags, tmp_path):
+    """Fails, and is the only one that does."""
+    output = lives(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [["change_writes", 1, [], 6]])
+    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "Timed out waiting" in output
+    assert steps(tmp_path / "run") == [2]
 
 
 def test_too_many_write_errors(lives, flags, tmp_path):
