@@ -50,9 +50,9 @@ from torch.nn.utils.rnn import pad_sequence
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
-from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
-                            contents, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds,
-                            read_flags, run_main, stop_requested, training_state, write_durably)
+from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model,
+                            catch_signals, check_same_flags, contents, draw_sample, falls_due, fill_groups, flag, list_flags,
+                            memory_plan, out_of_bounds, read_flags, run_main, stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -302,7 +302,7 @@ def flags_of(args: Args) -> dict[str, Any]:
     for name in ("data", "eval_data"):
         flags[name] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
                                for path, weight in parse_datasets(flags[name]))
-    return flags | {"model": absolute(flags["model"])}
+    return flags | {"model": absolute_model(flags["model"])}
 
 
 def neutral_flags(args: Args) -> set[str]:
@@ -401,6 +401,7 @@ def start_run(args: Args) -> Run:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
+    check_same_flags(list_flags(args))
     if rank == 0:
         install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
         print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)

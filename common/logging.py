@@ -51,7 +51,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common.buffers import UserError, all_gather_json, failing_together
-from common.vlm import as_in_files
+from common.vlm import as_in_files, resolve_folder
 
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
 
@@ -173,9 +173,22 @@ def list_flags(args) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
+def check_same_flags(flags: dict[str, Any]) -> None:
+    """Raises UserError on every rank if two ranks were started with different flags, as by hand on several nodes."""
+    (host, first), *others = all_gather_json([socket.gethostname(), flags])
+    for there, other in others:
+        if different := [f"--{name} {first[name]!r} and {other[name]!r}" for name in first if first[name] != other[name]]:
+            raise UserError(f"the ranks on {host} and on {there} were started with different flags: {'; '.join(different)}")
+
+
 def absolute(path: str) -> str:
     """The path as seen from any folder; what is no existing path (empty, a hub name) stays."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def absolute_model(name: str) -> str:
+    """The same of a checkpoint; of <out>/export/latest the folder that it names now, to which later lives are held."""
+    return absolute(str(resolve_folder(name)) if Path(name).name == "latest" and Path(name).is_file() else name)
 
 
 def contents(paths: Iterable[str], rows: int) -> str:

@@ -189,7 +189,7 @@ def live(order: dict, rank: int) -> None:
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]), GLOO_SOCKET_IFNAME="lo")
         for name, *arguments in order["hooks"]:
             HOOKS[name](*arguments)
-        ppo.run_main(lambda: ppo.main(order["argv"]))
+        ppo.run_main(lambda: ppo.main(order["argv"] + order["env"].get(f"FLAGS_OF_{rank}", "").split()))
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -758,6 +758,22 @@ def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
     monkeypatch.setattr(logging, "complete_checkpoints", lambda folder: complete(folder) if calls else calls.append(1) or [])
     train(flags(copy, "--steps 1 --keep_last 1"))
     assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
+
+
+def test_ranks_with_other_flags(lives, flags, tmp_path):
+    output = lives(flags(tmp_path / "run"), 2, codes=[2, 2], FLAGS_OF_1="--gamma 0.5")
+    assert "were started with different flags: --gamma 1.0 and 0.5" in output and not (tmp_path / "run").exists()
+
+
+def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
+    """A run from <out>/export/latest is held to the weights, of policy and reference, that it began with."""
+    shutil.copytree(copy / "export" / "step-2", copy / "export" / "step-3")
+    argv = flags(tmp_path / "other") + ["--model", str(copy / "export" / "latest")]
+    train([*argv, "--steps", "1"])
+    (copy / "export" / "latest").write_text("step-3\n")
+    refused(argv, f"--model '{copy}/export/step-2' -> '{copy}/export/step-3'")
+    train([*argv, "--model", str(copy / "export" / "step-2")])
+    assert steps(tmp_path / "other") == [2, 1]
 
 
 def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
