@@ -261,7 +261,7 @@ def test_sampled_judgements(env, tmp_path):
                                         update=replace(args.update, prompts_per_step=1)))
     said = []
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
-        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None)
+        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None, out=tmp_path)
         run.args = replace(run.args, run=replace(run.args.run, seed=seed))
         grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, step)
         said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
