@@ -50,9 +50,9 @@ from torch.nn.utils.rnn import pad_sequence
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
-from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, catch_signals,
-                            contents, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan, out_of_bounds,
-                            read_flags, run_main, stop_requested, training_state, write_durably)
+from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model,
+                            catch_signals, check_same_flags, contents, draw_sample, falls_due, fill_groups, flag, list_flags,
+                            memory_plan, out_of_bounds, read_flags, run_main, stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -97,6 +97,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         checkpoints.check_quality(metrics)
         if not recorded:
             log.log(first, metrics)
+        if args.eval.eval_only:
+            log.close()
+            checkpoints.close()
+            return metrics
     elif first and not recorded:                               # killed between the save of this step and its record
         metrics = end_step(first, metrics)
     if first:
@@ -112,7 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
         loader.prefetch(first)
-        for step in range(first + 1, 0 if args.eval.eval_only else last + 1):
+        for step in range(first + 1, last + 1):
             run.timer.reset()
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -139,7 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             metrics = end_step(step, metrics)
             checkpoints.export_if_due(judge, processor, step, last)
-    preempted = state["step"] < last and not args.eval.eval_only
+    preempted = state["step"] < last
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
@@ -302,7 +306,7 @@ def flags_of(args: Args) -> dict[str, Any]:
     for name in ("data", "eval_data"):
         flags[name] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
                                for path, weight in parse_datasets(flags[name]))
-    return flags | {"model": absolute(flags["model"])}
+    return flags | {"model": absolute_model(flags["model"])}
 
 
 def neutral_flags(args: Args) -> set[str]:
@@ -403,6 +407,7 @@ def start_run(args: Args) -> Run:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
+    check_same_flags(list_flags(args))
     if rank == 0:
         install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
         print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)
@@ -682,8 +687,8 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Example], log: RunLogger,
              step: int) -> dict[str, float]:
     """Judge every held-out example once over all ranks, in words and by the likelihood of every verdict; write
-    <out>/eval/eval_result_{step}.json; return the eval/ metrics."""
-    started, records, folder = time.perf_counter(), [], run.args.run.out / "eval"
+    <log's folder>/eval/eval_result_{step}.json; return the eval/ metrics."""
+    started, records, folder = time.perf_counter(), [], log.out / "eval"
     torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     size = run.args.eval.eval_batch * run.world
@@ -865,13 +870,17 @@ def perf_metrics(run: Run, prompts: StepPrompts, samples: Samples) -> dict[str, 
 
 def open_log(run: Run, rows: int, held_out: list[Example], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
-    args, flags, update = run.args, flags_of(run.args), run.args.update
-    if run.rank == 0:
-        (args.run.out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(args.run.out, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    args, flags, update, folder = run.args, flags_of(run.args), run.args.update, run.args.run.out
+    if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
+        folder, first_step = folder / f"evaluation-step-{first_step}", 0
+    with failing_together():
+        if run.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of "
              f"{update.prompts_per_step} prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; "
-             f"output: {args.run.out}")
+             f"output: {folder}")
     return log
 
 

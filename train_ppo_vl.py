@@ -61,9 +61,9 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
-                            absolute, catch_signals, complete_checkpoints, contents, describe_failure, draw_sample, falls_due,
-                            fill_groups, flag, list_flags, memory_plan, out_of_bounds, read_flags, run_main, stop_requested,
-                            training_state)
+                            absolute, absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents,
+                            describe_failure, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan,
+                            out_of_bounds, read_flags, run_main, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -514,7 +514,9 @@ def check_args(args: Args) -> None:
 def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = list_flags(args)
-    for name in ("model", "critic_model", "init_critic_from", "reference_model", "eval_data", "ptx_data"):
+    for name in ("model", "critic_model", "reference_model"):
+        flags[name] = absolute_model(flags[name])
+    for name in ("init_critic_from", "eval_data", "ptx_data"):
         flags[name] = absolute(flags[name])
     flags["data"] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
                              for path, weight in parse_datasets(flags["data"]))
@@ -531,7 +533,7 @@ def absolute_source(spec: str) -> str:
     """A source of rewards as seen from any folder."""
     kind, colon, rest = (spec := spec.strip()).partition(":")
     program, _, function = spec.rpartition(":")
-    return f"{kind}:{absolute(rest)}" if kind in ("grm", "rm") else f"{absolute(program)}:{function}" if colon else spec
+    return f"{kind}:{absolute_model(rest)}" if kind in ("grm", "rm") else f"{absolute(program)}:{function}" if colon else spec
 
 
 def neutral_flags(args: Args) -> set[str]:
@@ -587,6 +589,7 @@ def start_run(args: Args) -> Run:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=timedelta(seconds=args.run.timeout))
+    check_same_flags(list_flags(args))
     if rank == 0:
         install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})" if backend == "varlen" else ""
         print(f"{world} x {device.type}, attention: {backend}{install}, compute: {str(dtype)[6:]}", flush=True)
@@ -736,7 +739,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
     """Actor, critic (gae only) and reference (only if a KL is used), sharded, with their weights."""
     args = run.args
     critic = reference = None
-    adapt = functools.partial(add_adapters, base=absolute(args.model.model), rank=args.model.lora_rank,
+    adapt = functools.partial(add_adapters, base=absolute_model(args.model.model), rank=args.model.lora_rank,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     with failing_together():
         folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
@@ -2221,10 +2224,11 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
     flags, folder = flags_of(args), args.run.out
     if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
         folder, first_step = folder / f"evaluation-step-{first_step}", 0
-    if run.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-    log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    with failing_together():
+        if run.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
     per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
     if args.eval.eval_only:
         log.line(f"{len(eval_prompts)} held-out rows; output: {folder}")

@@ -14,6 +14,7 @@ Metric names carry their TensorBoard section: rollout/, train/, eval/, perf/. JS
 
 import argparse
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import json
@@ -44,12 +45,13 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from common.buffers import UserError, all_gather_json, failing_together
-from common.vlm import as_in_files
+from common.vlm import as_in_files, resolve_folder
 
 EXIT_PREEMPTED = 75  # of a worker that stopped after SIGTERM or SIGUSR1 with everything saved (EX_TEMPFAIL of sysexits.h)
 
@@ -171,9 +173,22 @@ def list_flags(args) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in flags.items()}
 
 
+def check_same_flags(flags: dict[str, Any]) -> None:
+    """Raises UserError on every rank if two ranks were started with different flags, as by hand on several nodes."""
+    (host, first), *others = all_gather_json([socket.gethostname(), flags])
+    for there, other in others:
+        if different := [f"--{name} {first[name]!r} and {other[name]!r}" for name in first if first[name] != other[name]]:
+            raise UserError(f"the ranks on {host} and on {there} were started with different flags: {'; '.join(different)}")
+
+
 def absolute(path: str) -> str:
     """The path as seen from any folder; what is no existing path (empty, a hub name) stays."""
     return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+def absolute_model(name: str) -> str:
+    """The same of a checkpoint; of <out>/export/latest the folder that it names now, to which later lives are held."""
+    return absolute(str(resolve_folder(name)) if Path(name).name == "latest" and Path(name).is_file() else name)
 
 
 def contents(paths: Iterable[str], rows: int) -> str:
@@ -286,16 +301,17 @@ class RunLogger:
         self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         records.append({"type": "header", "first_step": first_step, "environment": environment()} | header)
         _write(path.with_suffix(".tmp"), records)
+        sync_folder(path.with_suffix(".tmp"))  # or a power cut would leave an empty file in the place of all records
         os.replace(path.with_suffix(".tmp"), path)
         self._file = open(path, "a", buffering=1)  # lines
         self._writer = SummaryWriter(self.out / "tensorboard", purge_step=first_step + 1 if first_step else 0)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """One JSON object and one TensorBoard point per metric. Raises ValueError naming a non-finite metric."""
+        """One JSON object and one TensorBoard point per metric. Raises UserError naming a non-finite metric."""
         record = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
         for name, value in record.items():
             if not math.isfinite(value):  # checked on every rank: reduced metrics are equal, so all ranks stop together
-                raise ValueError(f"metric {name} is {value} at step {step}; all metrics must be finite")
+                raise UserError(f"metric {name} is {value} at step {step}; all metrics must be finite")
         if not self.is_main:
             return
         self.last_step = step
@@ -477,26 +493,39 @@ class Checkpoints:
     def __init__(self, out: Path, args: CheckpointArgs, timeout: float):
         self.out, self.folder, self.args, self.rank = out, out / "checkpoints", args, dist.get_rank()
         self.failed, self.waited = 0, 0.0                                   # saves in a row; seconds that training waited
-        self.first_step = 0                                                 # from which this life goes on
-        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))                 # of the background
+        self.first_step, self.saved_at = 0, 0                # from which this life goes on; when its save began, ns (rank 0)
+        self.new_group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+        self.group = self.new_group()                                                                   # of the background
         self.pending: tuple[int, Path, Any] | None = None
+        mark = self.folder / all_gather_json(f".tmp-seen-{time.time_ns()}")[0]           # a name that no cache can know
         with failing_together(f"--out {out}"):
             if self.rank == 0:
-                self.take_folder()
+                self.take_folder(mark)
+        with failing_together(f"--out {out}"):
+            if not os.path.exists(mark):                                            # each node would keep its own shards
+                raise ValueError(f" on {socket.gethostname()} is not the folder of rank 0: nodes need one file system")
+        if self.rank == 0:
+            mark.rmdir()
 
-    def take_folder(self) -> None:
-        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Rank 0 only.
-        Raises ValueError."""
+    def take_folder(self, mark: Path) -> None:
+        """Make this the only live run of the folder; the kernel drops the lock of a process that dies. Leaves ``mark`` for
+        the other ranks to see. Rank 0 only. Raises ValueError."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.out / ".lock", "a+")
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                    raise
+                print(f"warning: the file system of {self.out} has no locks: a second run would not be refused", flush=True)
             self.lock.truncate(0)
             self.lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(),
                                         "job": os.environ.get("SLURM_JOB_ID")}))
             self.lock.flush()
             for path in [*self.folder.glob(".tmp-*"), *self.out.glob("export*/.step-*")]:   # of a life that died in writing
                 shutil.rmtree(path)
+            mark.mkdir()
         except BlockingIOError as error:
             self.lock.seek(0)
             raise ValueError(f" is in use by a live run: {self.lock.read().strip()}") from error
@@ -518,38 +547,59 @@ class Checkpoints:
         Raises:
             UserError: no checkpoint where one must be, one where none may be, or changed flags that alter the result.
         """
-        choice, found = self.args.resume, complete_checkpoints(self.folder)
-        if Path(choice).name == "latest" and Path(choice).is_file():
-            choice = str(Path(choice).with_name(Path(choice).read_text().strip()))
-        parent = Path(choice).resolve().parent
-        if choice not in ("auto", "must", "never") and (not found or parent == self.folder.resolve()):
-            # With a path of another run, what --out already has goes first: a requeued job must not start over.
-            found = [(step, path) for step, path in complete_checkpoints(parent) if path.name == Path(choice).name]
-        path = all_gather_json(str(found[0][1]) if found else None)[0]            # rank 0's view of a shared file system
+        path, changed = None, []
         with failing_together():
-            if choice == "never" and (path or (self.out / "metrics.jsonl").exists()):
-                raise ValueError(f"--resume never: {self.out} already holds a run; choose another --out")
-            if choice not in ("auto", "never") and path is None:
-                raise ValueError(f"--resume {choice}: no complete checkpoint in {self.folder if choice == 'must' else choice}")
-            if path is not None:
-                state = json.loads((Path(path) / "state.json").read_text())
-                changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
-                           if state["arguments"].get(name) != value]
-                altering = [text for text in changed if text[2:].split()[0] not in neutral]
-                if altering and self.args.resume_changed_args == "refuse":
-                    raise ValueError(f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
-                                     + ". Choose another --out, or --resume_changed_args allow")
+            if self.rank == 0:                                                    # its view of a shared file system counts
+                path, state, changed = self.choose(flags, neutral, state, keep_newer)
+        path, state, changed = all_gather_json([path, state, changed])[0]
         self.first_step = state["step"]
         if path is not None:
             load_training_state(Path(path), models)
         if self.rank == 0 and path is None:
             print(f"starting from step 0: no complete checkpoint in {self.folder}", flush=True)
         elif self.rank == 0:
-            for step, newer in () if keep_newer else complete_checkpoints(self.folder):
-                if step > state["step"]:
-                    newer.rename(newer.with_name(f"replaced-{newer.name}-{time.time_ns()}"))
+            newer = [old for step, old in complete_checkpoints(self.folder) if step > state["step"] and not keep_newer]
+            if newer and (records := self.out / "metrics.jsonl").exists():
+                shutil.copy(records, records.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
+            for old in newer:
+                old.rename(old.with_name(f"replaced-{old.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
         return state | {"arguments": flags, "arguments_hash": hashlib.sha256(json.dumps(flags).encode()).hexdigest()}
+
+    def choose(self, flags: dict[str, Any], neutral: set[str], state: dict[str, Any],
+               keep_newer: bool) -> tuple[str | None, dict[str, Any], list[str]]:
+        """Path, state and changed flags of the checkpoint that --resume means; without one None, the fresh ``state`` and [].
+        Rank 0 only. Raises ValueError."""
+        choice, found = self.args.resume, complete_checkpoints(self.folder)
+        if choice == "never" and (found or (self.out / "metrics.jsonl").exists()):
+            raise ValueError(f"--resume never: {self.out} already holds a run; choose another --out")
+        if choice not in ("auto", "must", "never"):
+            chosen, begun = Path(choice), False
+            if chosen.name == "latest" and chosen.is_file():
+                chosen = chosen.parent / chosen.read_text(errors="replace").strip()
+            own = os.path.realpath(chosen.parent) == os.path.realpath(self.folder)
+            if own and found and not keep_newer:              # this very command has gone back already
+                old = json.loads((found[0][1] / "state.json").read_text())["arguments"]
+                begun = all(old.get(name) == value for name, value in flags.items() if name == "resume" or name not in neutral)
+            # With a path of another run, what --out already has goes first: a requeued job must not start over.
+            if not found or (own and not begun):
+                found = [(step, path) for step, path in complete_checkpoints(chosen.parent) if path.name == chosen.name]
+        if choice not in ("auto", "never") and not found:
+            raise ValueError(f"--resume {choice}: no complete checkpoint in {self.folder if choice == 'must' else choice}")
+        if not found:
+            return None, state, []
+        path = found[0][1]
+        try:
+            state, self.saved_at = json.loads((path / "state.json").read_text()), (path / "state.json").stat().st_mtime_ns
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path / 'state.json'} cannot be read: {error}") from error
+        changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
+                   if state["arguments"].get(name) != value]
+        altering = [text for text in changed if text[2:].split()[0] not in neutral]
+        if altering and self.args.resume_changed_args == "refuse":
+            raise ValueError(f"flags that alter the result differ from those of {path}: " + "; ".join(altering)
+                             + ". Choose another --out, or --resume_changed_args allow")
+        return str(path), state, changed
 
     def save(self, step: int, training: dict[str, Any], scalars: dict) -> None:
         """Start saving; the tensors are copied before this returns, so training may go on changing them."""
@@ -569,6 +619,7 @@ class Checkpoints:
             return self.report(step, aside, problem)
         writer = HuggingFaceStorageWriter(str(aside), save_distributed=True)
         take_turns(writer, self.args.save_strategy, self.group)
+        writer.finish = lambda metadata, results: check_arrival(aside, results)         # on rank 0, in the background
         kill_point("before-write")
         self.pending = step, aside, dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
         if self.args.save_blocking:
@@ -587,11 +638,12 @@ class Checkpoints:
             future.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
-        problem = next(filter(None, all_gather_json(problem)), None)
+        if problem := next(filter(None, all_gather_json(problem)), None):
+            self.group = self.new_group()                              # one that has timed out is of no use to any later save
         if self.rank == 0 and not problem:
             try:
                 self.commit(step, aside)
-            except OSError as error:
+            except (OSError, ValueError) as error:                          # ValueError: somebody has edited metrics.jsonl
                 problem = str(error)
         if problem := all_gather_json(problem)[0]:
             return self.report(step, aside, problem)
@@ -615,7 +667,8 @@ class Checkpoints:
         write_pointer(self.folder / "latest", final.name)
         kill_point("before-rotation")
         best, size, limit = self.best_step(), 0, self.args.keep_gb * 1e9 or math.inf
-        for number, (old_step, old) in enumerate(complete_checkpoints(self.folder)):
+        # A later step, unreadable when this life looked for it, would have the one just written deleted.
+        for number, (old_step, old) in enumerate(c for c in complete_checkpoints(self.folder) if c[0] <= step):
             size += sum(path.stat().st_size for path in old.iterdir())
             if number and old_step != best and (number >= self.args.keep_last or size > limit):
                 try:
@@ -651,7 +704,8 @@ class Checkpoints:
         """Export the model to <out>/``place`` after ``step`` if --export_every says so and the life before has not done it.
         Raises UserError if the last one fails; others are not what the run is for."""
         folder = self.out / place / f"step-{step}"
-        done = step == self.first_step and folder.exists()         # after a later step it is of a life that was set aside
+        # Older than its checkpoint, or of a later step, it is of a life that was set aside.
+        done = self.rank == 0 and step == self.first_step and folder.exists() and folder.stat().st_mtime_ns >= self.saved_at
         if falls_due(step, self.args.export_every, last) and not all_gather_json(done)[0]:
             problem = export(module, processor, folder)
             if problem and step == last:
@@ -682,7 +736,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and new names in a folder survive a power cut."""
+    """Make renames and new names in a folder survive a power cut, or what a file holds."""
     handle = os.open(folder, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
@@ -713,6 +767,13 @@ def take_turns(writer: HuggingFaceStorageWriter, strategy: str, group: dist.Proc
                 dist.barrier(group)
 
     writer.write_data = in_turn
+
+
+def check_arrival(folder: Path, written: list[list[WriteResult]]) -> None:
+    """Raises OSError if a file that some rank has written is not in the folder that rank 0 sees."""
+    names = {result.storage_data.relative_path for results in written for result in results}
+    if missing := sorted(name for name in names if not (folder / name).exists()):
+        raise OSError(f"{', '.join(missing)}: written by other ranks, but not to the {folder} that rank 0 sees")
 
 
 def describe_failure(error: BaseException) -> str:

@@ -5,6 +5,7 @@ life of a run, so that real processes get real SIGKILLs at a tenth of the price 
 suffer.
 """
 
+import errno
 import gc
 import json
 import os
@@ -94,7 +95,7 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
-    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow, or finds its disk full."""
+    """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
     original, calls = logging.HuggingFaceStorageWriter.write_data, []
 
     def write(self, plan, planner):
@@ -107,12 +108,28 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
         elif own and len(calls) in failing:
             raise OSError(5, "Input/output error")
         started = time.time()
-        time.sleep(seconds if own else 0)
+        time.sleep(seconds if own and len(calls) == 1 else 0)
         result = original(self, plan, planner)
         if log:
             with open(log, "a") as file:
                 file.write(json.dumps([int(os.environ["RANK"]), started, time.time()]) + "\n")
         return result
+
+    logging.HuggingFaceStorageWriter.write_data = write
+
+
+def other_disk(rank: int, folder: str, call: int = 0) -> None:
+    """A relative --out is another folder for one rank: from the start, or (1-based) only for what it writes at a save."""
+    if call == 0:
+        os.chdir(folder) if int(os.environ["RANK"]) == rank else None
+        return
+    original, calls = logging.HuggingFaceStorageWriter.write_data, []
+
+    def write(self, plan, planner):
+        calls.append(plan)
+        if len(calls) == call and int(os.environ["RANK"]) == rank:
+            self.path = folder
+        return original(self, plan, planner)
 
     logging.HuggingFaceStorageWriter.write_data = write
 
@@ -157,7 +174,8 @@ def tell_shards() -> None:
     ppo.build_optimizer = told
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, hang, time_saves, tell_shards)}
+HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, other_disk, hang, time_saves,
+                                              tell_shards)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -171,7 +189,7 @@ def live(order: dict, rank: int) -> None:
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]), GLOO_SOCKET_IFNAME="lo")
         for name, *arguments in order["hooks"]:
             HOOKS[name](*arguments)
-        ppo.run_main(lambda: ppo.main(order["argv"]))
+        ppo.run_main(lambda: ppo.main(order["argv"] + order["env"].get(f"FLAGS_OF_{rank}", "").split()))
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -517,12 +535,43 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
+def test_a_save_that_outlasts_the_timeout(lives, flags, tmp_path):
+    """Fails, and is the only one that does."""
+    output = lives(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [["change_writes", 1, [], 6]])
+    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "Timed out waiting" in output
+    assert steps(tmp_path / "run") == [2]
+
+
 def test_too_many_write_errors(lives, flags, tmp_path):
     out = tmp_path / "run"
     hooks = [["change_writes", 1, [2, 3, 4, 5, 6]]]
     output = lives(flags(out, "--steps 6 --max_failed_saves 2"), 2, hooks, codes=[2, 2])
     assert "error: 2 checkpoints in a row could not be saved" in output and "Traceback" not in output
     assert steps(out) == [1] and pointer(out) == "step-1"
+
+
+def test_nodes_that_share_no_disk(lives, flags, tmp_path):
+    """Refused at the start; where a shard goes astray later, no checkpoint is committed without it."""
+    (tmp_path / "node").mkdir()
+    hooks = [["other_disk", 1, str(tmp_path / "node")]]
+    output = lives(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
+    assert "is not the folder of rank 0: nodes need one file system" in output and socket.gethostname() in output
+    output = lives(flags(tmp_path / "late", "--save_blocking"), 2, [["other_disk", 1, str(tmp_path / "node"), 1]])
+    assert re.search(r"step 1 was not saved \(1 in a row\): .* shard-00002.*written by other ranks", output)
+    assert steps(tmp_path / "late") == [2] and list((tmp_path / "node").glob("shard-00002*"))
+
+
+def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
+    """Lustre without its mount option, say: a warning; other errors are errors."""
+    def locked(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(logging.fcntl, "flock", locked)
+    number = errno.EIO
+    refused(flags(copy), "Input/output error")
+    number = errno.ENOSYS
+    train(flags(copy))
+    assert f"warning: the file system of {copy} has no locks" in capfd.readouterr().out
 
 
 def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
@@ -536,6 +585,14 @@ def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
     (out / "export").unlink()
     assert f"resuming from {out}/checkpoints/step-2" in lives(flags(out, "--export_every 1"), 2)
     assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
+
+
+def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, tmp_path, monkeypatch):
+    """The save that is on its way when the evaluation of its step turns out so is committed."""
+    values = iter((1.0, float("nan")))
+    monkeypatch.setattr(ppo, "evaluate", lambda *arguments, **named: {"eval/reward_mean": next(values)})
+    refused(flags(tmp_path / "run", "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
+    assert steps(tmp_path / "run") == [2, 1] and [record["step"] for record in records(tmp_path / "run")] == [0, 1]
 
 
 @pytest.fixture
@@ -683,6 +740,42 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert [record["step"] for record in records(copy)] == [1, 2]
 
 
+def test_a_requeued_job_goes_back_once(lives, flags, copy, finished):
+    """Killed before the export, the same command goes on with what it saved, and the old export is not taken for its own."""
+    argv = flags(copy, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --resume_changed_args allow --save_blocking")
+    lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
+    assert f"resuming from {copy}/checkpoints/step-2" in lives(argv)
+    assert len(list((copy / "checkpoints").glob("replaced-*"))) == 1
+    ours, old = ((out / "export" / "step-2" / "model.safetensors").read_bytes() for out in (copy, finished))
+    assert ours != old
+    kept = [json.loads(line) for line in next(copy.glob("metrics.old-*.jsonl")).read_text().splitlines()]
+    assert [record["step"] for record in kept if "step" in record] == [1, 2]
+
+
+def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
+    """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
+    complete, calls = logging.complete_checkpoints, []
+    monkeypatch.setattr(logging, "complete_checkpoints", lambda folder: complete(folder) if calls else calls.append(1) or [])
+    train(flags(copy, "--steps 1 --keep_last 1"))
+    assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
+
+
+def test_ranks_with_other_flags(lives, flags, tmp_path):
+    output = lives(flags(tmp_path / "run"), 2, codes=[2, 2], FLAGS_OF_1="--gamma 0.5")
+    assert "were started with different flags: --gamma 1.0 and 0.5" in output and not (tmp_path / "run").exists()
+
+
+def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
+    """A run from <out>/export/latest is held to the weights, of policy and reference, that it began with."""
+    shutil.copytree(copy / "export" / "step-2", copy / "export" / "step-3")
+    argv = flags(tmp_path / "other") + ["--model", str(copy / "export" / "latest")]
+    train([*argv, "--steps", "1"])
+    (copy / "export" / "latest").write_text("step-3\n")
+    refused(argv, f"--model '{copy}/export/step-2' -> '{copy}/export/step-3'")
+    train([*argv, "--model", str(copy / "export" / "step-2")])
+    assert steps(tmp_path / "other") == [2, 1]
+
+
 def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
     """The same command once more, as a requeued job gives it, goes on from where it was."""
     (copy / "checkpoints" / "latest").write_text("step-1\n")
@@ -691,6 +784,8 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
     assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
     train([*argv, "--steps", "3"])
     assert f"resuming from {tmp_path}/new/checkpoints/step-2" in capfd.readouterr().out
+    (copy / "checkpoints" / "latest").write_text("")                                                  # a pointer to nothing
+    refused(flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"), "no complete checkpoint in")
 
 
 def test_changed_rows(flags, task, tmp_path):

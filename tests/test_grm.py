@@ -5,6 +5,7 @@ every judgement once and only what was said.
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,7 +261,7 @@ def test_sampled_judgements(env, tmp_path):
                                         run=replace(args.run, out=tmp_path)))
     said = []
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
-        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None)
+        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None, out=tmp_path)
         run.args = replace(run.args, run=replace(run.args.run, seed=seed))
         grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, step)
         said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
@@ -554,6 +555,21 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
 
 
+def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path):
+    """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
+    out = Path(shutil.copytree(one_rank, tmp_path / "run"))
+    argv = flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--export_every", "1")
+    grm.main([*argv, "--max_eval_rows", "3", "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
+    assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
+    files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert len(files) > 20 and all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
+    assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
+    with open(out / "metrics.jsonl", "a") as file:
+        file.write("no JSON\n")
+    with pytest.raises(grm.UserError, match="metrics.jsonl has a line that is no JSON"):
+        grm.main(argv)
+
+
 def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates as the trained one did."""
     folder = one_rank / "export" / "step-4"
@@ -567,7 +583,7 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
     metrics = grm.main(flags(folder, task, tmp_path, "--eval_only"))
     assert metrics["eval/accuracy"] == evaluation(one_rank, 4)["summary"]["accuracy"]
-    again, before = evaluation(tmp_path, 0)["records"], evaluation(one_rank, 4)["records"]
+    again, before = evaluation(tmp_path / "evaluation-step-0", 0)["records"], evaluation(one_rank, 4)["records"]
     assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
     # Templates of a judge are kept by who goes on from it, and can be replaced.
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
