@@ -181,7 +181,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics |= rolled | {"rollout/episode": taken * args.rollout.prompts_per_step / rows}
             metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
             log_samples(run, log, step, metrics, processor, prompts, samples)
-            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken} | running_state()
+            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken}
+            state |= running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -1029,7 +1030,8 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
         generated += len(samples.tokens) + (0 if greedy is None else len(greedy.tokens))
         useful += [(len(parts), group) for group in groups_with_spread(samples)]
         parts.append((prompts, samples))
-    metrics = {"rollout/rollouts": len(parts), "rollout/generated_tokens": generated, "rollout/dropped_prompts": loader.dropped}
+    metrics = {"rollout/rollouts": len(parts), "rollout/generated_tokens": generated,
+               "rollout/dropped_prompts": loader.dropped}
     if limit > 1:
         lost = [(i, group) for i, (prompts, _) in enumerate(parts) for group in prompts.dropped]
         groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}

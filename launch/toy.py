@@ -199,7 +199,7 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
 
 
 def write_rows(rows: list[dict], folder: Path, split: str) -> None:
-    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-<picture>].png, whose names become the rows' "files"."""
+    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-<picture>].png, which become the rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
         names = [f"images/{split}-{number:05d}{f'-{k}' if k else ''}.png" for k in range(len(row["images"]))]
