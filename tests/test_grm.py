@@ -275,7 +275,7 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
     weight[0] = torch.nan
     try:
         with pytest.raises(grm.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; are"):
-            grm.evaluate(run, env.processor, env.judge, env.held_out[:2], None, 3)
+            grm.evaluate(run, env.processor, env.judge, env.held_out[:2], SimpleNamespace(out=tmp_path), 3)
     finally:
         weight.copy_(kept)
     assert not (tmp_path / "eval").exists()
@@ -283,7 +283,8 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
 
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
-    args, log, events = env.run.args, SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None), []
+    log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None, out=tmp_path)
+    args, events = env.run.args, []
     run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_batch=5), run=replace(args.run, out=tmp_path)))
     generate, submit = grm.generate, grm.PromptLoader.submit
     monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[-1].prompts)) or generate(*given))
