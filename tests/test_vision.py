@@ -203,7 +203,8 @@ def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
              for more in ((), ("--train_vision",))]
     frozen, trained = map(test_grm.reproducible, found)
     assert trained == pytest.approx(frozen, abs=1e-5) and frozen["eval/num_samples"] > 5
-    texts = [[record["generated_text"] for record in test_grm.evaluation(tmp_path / name, 0)["records"]] for name in "01"]
+    folders = [tmp_path / name / "evaluation-step-0" for name in "01"]
+    texts = [[record["generated_text"] for record in test_grm.evaluation(folder, 0)["records"]] for folder in folders]
     assert texts[0] == texts[1]
 
 
