@@ -52,7 +52,8 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model,
                             catch_signals, check_same_flags, contents, draw_sample, falls_due, fill_groups, flag, list_flags,
-                            memory_plan, out_of_bounds, read_flags, run_main, stop_requested, training_state, write_durably)
+                            memory_plan, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state,
+                            write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -870,17 +871,11 @@ def perf_metrics(run: Run, prompts: StepPrompts, samples: Samples) -> dict[str, 
 
 def open_log(run: Run, rows: int, held_out: list[Example], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
-    args, flags, update, folder = run.args, flags_of(run.args), run.args.update, run.args.run.out
-    if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
-        folder, first_step = folder / f"evaluation-step-{first_step}", 0
-    with failing_together():
-        if run.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    args, update = run.args, run.args.update
+    log = start_log(args.run.out, flags_of(args), update.steps, first_step, args.eval.eval_only)
     log.line(f"{rows} training prompts, {len(held_out)} held-out examples; {update.steps} steps of "
              f"{update.prompts_per_step} prompts = {update.steps * update.prompts_per_step / max(1, rows):.1f} passes; "
-             f"output: {folder}")
+             f"output: {log.out}")
     return log
 
 

@@ -63,7 +63,7 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
 from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
                             absolute, absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents,
                             describe_failure, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan,
-                            out_of_bounds, read_flags, run_main, stop_requested, training_state)
+                            out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -2223,17 +2223,10 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}  
 def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt], first_step: int) -> RunLogger:
     """Write args.json and the first record; print the plan."""
     args, update = run.args, run.args.update
-    flags, folder = flags_of(args), args.run.out
-    if args.eval.eval_only:                                    # beside the records of the run, which stay as they are
-        folder, first_step = folder / f"evaluation-step-{first_step}", 0
-    with failing_together():
-        if run.rank == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
-        log = RunLogger(folder, run.rank == 0, {"arguments": flags}, update.steps, first_step)
+    log = start_log(args.run.out, flags_of(args), update.steps, first_step, args.eval.eval_only)
     per_step, rows = args.rollout.prompts_per_step, sum(map(len, datasets))
     if args.eval.eval_only:
-        log.line(f"{len(eval_prompts)} held-out rows; output: {folder}")
+        log.line(f"{len(eval_prompts)} held-out rows; output: {log.out}")
         return log
     log.line(f"{rows} training prompts, {len(eval_prompts)} held out; a step: {per_step} prompts x "
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "

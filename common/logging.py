@@ -350,6 +350,19 @@ class RunLogger:
             self._writer.close()
 
 
+def start_log(out: Path, flags: dict[str, Any], total_steps: int, first_step: int, eval_only: bool) -> RunLogger:
+    """Write args.json and open the records of a run; ``eval_only``: beside them, in a folder of its own, so that they stay as
+    they are. Raises UserError on every rank alike: files that cannot be read or written."""
+    is_main = dist.get_rank() == 0
+    if eval_only:
+        out, first_step = out / f"evaluation-step-{first_step}", 0
+    with failing_together():
+        if is_main:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "args.json").write_text(json.dumps(flags, indent=2) + "\n")
+        return RunLogger(out, is_main, {"arguments": flags}, total_steps, first_step)
+
+
 def read_records(path: Path) -> list[dict]:
     """The objects of a JSONL file but for a last line cut by a kill. ValueError shows a line that is no JSON."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # not splitlines: U+2028 may stand in a string
