@@ -427,7 +427,7 @@ def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, t
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
     plan = start(qwen25, str(task / "rows.jsonl"), "--dry_run")
     for rank in range(4):                                                        # first and last shard of each copy
-        found = re.findall(rf"shards of rank {rank}: .*] (\d+) (\d+)", told)
+        found = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
         for (weights, moments), module in zip(found, (plan.actor, plan.critic), strict=True):
             planned = resident_bytes(module, 2, 4)
             assert int(moments) == 2 * int(weights) and int(weights) <= planned["weights"]
