@@ -1851,28 +1851,27 @@ def shape_scores(args: Args, scores: torch.Tensor, lengths: torch.Tensor, moment
 def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLController,
                        moments: losses.RunningMoments) -> dict[str, float]:
     """Fill advantages and returns; the whole step at once, alike on every rank. Returns the rollout metrics."""
-    algorithm, mask = run.args.algorithm, samples.mask                                                # (S, longest)
-    scores = shape_scores(run.args, samples.scores, samples.lengths, moments)                         # (S,)
-    kl = samples.padded(samples.kl) if samples.kl is not None else torch.zeros(mask.shape)
+    algorithm, lengths = run.args.algorithm, samples.lengths
+    scores = shape_scores(run.args, samples.scores, lengths, moments)                                 # (S,)
+    kl = samples.kl if samples.kl is not None else torch.zeros(len(samples.tokens))                   # (N,)
     in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage in ("gae", "reinforce", "reinforce++", "remax"):
         if algorithm.advantage == "remax":
             scores = scores - shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)
-        rewards = losses.token_rewards(scores, kl, mask, in_reward)
+        rewards = losses.token_rewards(scores, kl, lengths, in_reward)
         if algorithm.advantage == "gae":
-            advantages, returns = losses.gae(rewards, samples.padded(samples.values), mask, algorithm.gamma,
-                                             algorithm.gae_lambda)
+            advantages, returns = losses.gae(rewards, samples.values, lengths, algorithm.gamma, algorithm.gae_lambda)
         else:
-            advantages = returns = losses.rewards_to_go(rewards, mask, algorithm.gamma)
+            advantages = returns = losses.rewards_to_go(rewards, lengths, algorithm.gamma)
     else:
-        scores = scores - in_reward * kl.sum(dim=1)
-        advantages = losses.group_scores(scores, samples.group, algorithm.advantage, samples.lengths)[:, None] * mask
+        scores = scores - in_reward * torch.stack([part.sum() for part in samples.split(kl)])
+        advantages = losses.group_scores(scores, samples.group, algorithm.advantage, lengths).repeat_interleave(lengths)
         returns = advantages
     if run.args.whiten:
-        advantages = losses.masked_whiten(advantages, mask)
+        advantages = losses.whiten(advantages)
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
-    samples.advantages, samples.returns = advantages[mask], returns[mask]
+    samples.advantages, samples.returns = advantages, returns
     return rollout_metrics(samples)
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, fields, replace
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.utils.rnn import pad_sequence
 
 Block = tuple[int, tuple[int, ...]]  # (index into the step's prompts, indices of samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a row
@@ -67,15 +66,6 @@ class Samples:
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """A flat (N,) tensor as one view per sample."""
         return list(flat.split(self.lengths.tolist()))
-
-    def padded(self, flat: torch.Tensor) -> torch.Tensor:
-        """(N,) -> (S, longest), zero on the right."""
-        return pad_sequence(self.split(flat), batch_first=True)
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """(S, longest) bool: which entries of a padded tensor are response tokens."""
-        return torch.arange(int(self.lengths.max()))[None] < self.lengths[:, None]
 
     def select(self, order: torch.Tensor) -> "Samples":
         """The samples ``order`` (k,), in that order."""

@@ -1,12 +1,12 @@
 """Every formula of the two scripts, as pure functions of tensors: nothing here communicates or knows a model.
 
-    advantages     (B, T) padded: rewards, values, scores -> advantages, returns; reward shaping; the KL controller
-    losses         (N,) packed:   terms per token, and the weight of each token in the one sum of an optimizer step
+    advantages     (N,) rewards and values, (S,) scores -> advantages, returns; reward shaping; the KL controller
+    losses         (N,) terms per token, and the weight of each token in the one sum of an optimizer step
     log-probs      (N, H) hidden states -> log-probs, entropy or KL, without ever holding (N, V) logits
     sampling noise (B,) keys -> the draw of one token per row, a pure function of its key
 
-Shape legend: B or S sequences, T longest response, N response tokens of all sequences, H hidden size, V vocabulary.
-A mask (B, T) is true at response tokens. Gaps inside a response (tool output) are skipped as if they took no time.
+Shape legend: B or S sequences, N response tokens of all sequences, one after the other, H hidden size, V vocabulary.
+A gap inside a response (tool output) is left out of the N tokens: every sum passes it as if it took no time.
 
 A loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step, over all ranks and
 packed rows (`token_weights`). Nothing here takes a mean over the tokens it happens to be given.
@@ -23,47 +23,41 @@ from torch.autograd.function import once_differentiable
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def token_rewards(scores: torch.Tensor, kl: torch.Tensor, mask: torch.Tensor, kl_coef: float) -> torch.Tensor:
-    """(B,) scores and (B, T) KL -> (B, T) rewards: ``-kl_coef * kl``, plus the score on the last valid token."""
-    mask = mask.bool()
-    last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)                     # (B, T), no entry in an empty sequence
-    return torch.where(mask, -kl_coef * kl, 0.0) + torch.where(last, scores[:, None], 0.0)
+def token_rewards(scores: torch.Tensor, kl: torch.Tensor, lengths: torch.Tensor, kl_coef: float) -> torch.Tensor:
+    """(S,) scores and (N,) KL -> (N,) rewards: ``-kl_coef * kl``, plus the score on the last token of each sequence."""
+    last = lengths.cumsum(0)[lengths > 0] - 1
+    return (-kl_coef * kl).index_add(0, last, scores[lengths > 0])
 
 
-def gae(rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, gamma: float,
+def gae(rewards: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, gamma: float,
         lam: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (B, T) advantages and unwhitened returns.
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (N,) advantages and unwhitened returns.
 
-    The value after the last token is 0, of a truncated response too. The sum passes a gap undecayed.
+    The value after the last token is 0, of a truncated response too.
     """
-    mask = mask.bool()
-    steps = [x.t().contiguous() for x in (rewards, values, mask)]                              # (T, B): a step lies together
-    advantages = torch.zeros_like(steps[0], dtype=torch.float64)
-    following = carry = advantages.new_zeros(len(rewards))                                              # (B,)
-    for t in reversed(range(len(advantages))):
-        reward, value, valid = steps[0][t].double(), steps[1][t].double(), steps[2][t]
-        delta = reward + gamma * following - value
-        carry = torch.where(valid, delta + gamma * lam * carry, carry)
-        following = torch.where(valid, value, following)
-        advantages[t] = carry
-    advantages = torch.where(mask, advantages.t(), 0.0)
-    returns = torch.where(mask, advantages + values, 0.0)
-    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
+    starts = (lengths.cumsum(0) - lengths)[lengths.argsort(descending=True)]               # (S,) of the longest sequence first
+    reach = len(lengths) - torch.bincount(lengths).cumsum(0)[:-1]            # (longest,) sequences with a token at position t
+    advantages = torch.zeros_like(rewards, dtype=torch.float64)
+    following, carry = torch.zeros(2, len(lengths), dtype=torch.float64)                                    # (S,) each
+    for t, count in reversed(list(enumerate(reach.tolist()))):               # one position of all sequences that reach it
+        place = starts[:count] + t
+        value = values[place].double()
+        delta = rewards[place].double() + gamma * following[:count] - value
+        carry[:count] = delta + gamma * lam * carry[:count]
+        following[:count] = value
+        advantages[place] = carry[:count]
+    return advantages.to(rewards.dtype), (advantages + values).to(rewards.dtype)
 
 
-def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
-    """(B, T) discounted sum of the rewards from each token on: GAE with lambda 1 and no critic."""
-    return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[0]
+def rewards_to_go(rewards: torch.Tensor, lengths: torch.Tensor, gamma: float) -> torch.Tensor:
+    """(N,) discounted sum of the rewards from each token on: GAE with lambda 1 and no critic."""
+    return gae(rewards, torch.zeros_like(rewards), lengths, gamma, 1.0)[0]
 
 
-def masked_whiten(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """(B, T) to mean 0 and unbiased variance 1 over the mask, 0 elsewhere. One valid entry is only centred."""
-    mask = mask.bool()
-    valid = x[mask].double()
-    whitened = x.double() - (valid.mean() if len(valid) else 0.0)
-    if len(valid) > 1:
-        whitened = whitened / (valid.var() + 1e-8).sqrt()
-    return torch.where(mask, whitened, 0.0).to(x.dtype)
+def whiten(x: torch.Tensor) -> torch.Tensor:
+    """(N,) to mean 0 and unbiased variance 1. A single entry is only centred."""
+    centred = x.double() - x.double().mean()
+    return (centred / (centred.var() + 1e-8).sqrt() if len(x) > 1 else centred).to(x.dtype)
 
 
 def group_scores(scores: torch.Tensor, group: torch.Tensor, estimator: str, lengths: torch.Tensor) -> torch.Tensor:

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from common import losses
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-MASK = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
-VALUES = torch.tensor([[0.1, 0.5, 0.2], [0.3, 0.1, 0.9]])
+LENGTHS = torch.tensor([3, 2])
+VALUES = torch.tensor([0.1, 0.5, 0.2, 0.3, 0.1])
 LOGP = torch.tensor([-1, -2, -0.5, -1.5, -0.2])                              # packed: sequences of 3 and 2 tokens
 OLD = torch.tensor([-1.2, -1.5, -0.5, -1, -0.9])
 ADV = torch.tensor([1, 1, -1, -2, 0.5])
@@ -31,57 +31,47 @@ def generator(seed):
 # Advantages
 
 
-def test_token_rewards_put_the_score_on_the_last_valid_token():
-    kl = torch.full((3, 3), 0.5)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 0]])
-    rewards = losses.token_rewards(torch.tensor([1.0, 2.0, 9.0]), kl, mask, 0.1)
-    close(rewards, [[-.05, -.05, .95], [-.05, 1.95, 0], [0, 0, 0]])
-    kl = torch.tensor([[0.5, torch.nan, 0.5, torch.nan]])
-    close(losses.token_rewards(torch.tensor([1.0]), kl, torch.tensor([[1, 0, 1, 0]]), 0.1), [[-.05, 0, .95, 0]])
+def test_token_rewards_put_the_score_on_the_last_token():
+    rewards = losses.token_rewards(torch.tensor([1.0, 2.0, 9.0]), torch.full((5,), 0.5), torch.tensor([3, 2, 0]), 0.1)
+    close(rewards, [-.05, -.05, .95, -.05, 1.95])
 
 
 def test_gae_golden():
-    rewards = torch.tensor([[-.05, -.05, .95], [-.05, 1.95, 7]])
-    advantages, returns = losses.gae(rewards, VALUES, MASK, 0.9, 0.95)
-    close(advantages, [[.53191876, .27125, .75], [1.32175, 1.85, 0]])
-    close(returns, [[.63191879, .77125, .95], [1.62175, 1.95, 0]])
+    advantages, returns = losses.gae(torch.tensor([-.05, -.05, .95, -.05, 1.95]), VALUES, LENGTHS, 0.9, 0.95)
+    close(advantages, [.53191876, .27125, .75, 1.32175, 1.85])
+    close(returns, [.63191879, .77125, .95, 1.62175, 1.95])
     assert advantages.dtype == returns.dtype == torch.float32
 
 
 def test_gae_passes_through_a_gap():
-    mask = torch.tensor([[1, 1, 0, 0, 1, 0]]).bool()
-    values = torch.where(mask, 0.5, torch.nan)                       # nothing outside the mask may be touched
-    advantages, _ = losses.gae(torch.tensor([[0.0, 0, 0, 0, 1, 0]]), values, mask, 0.9, 0.8)
-    close(advantages, [[.1732, .31, 0, 0, .5, 0]])
+    """[0, 0, -, -, 1, -]: what is not the response's is left out."""
+    advantages, _ = losses.gae(torch.tensor([0.0, 0, 1]), torch.full((3,), 0.5), torch.tensor([3]), 0.9, 0.8)
+    close(advantages, [.1732, .31, .5])
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_gae_and_rewards_to_go_equal_loops_over_the_valid_tokens(seed):
+def test_gae_and_rewards_to_go_equal_loops(seed):
     g = generator(seed)
-    rewards, values = torch.randn(5, 9, generator=g), torch.randn(5, 9, generator=g)
-    mask = torch.rand(5, 9, generator=g) < 0.6
-    mask[0] = False
-    advantages, returns = losses.gae(rewards, values, mask, 0.9, 0.8)
-    to_go = losses.rewards_to_go(rewards, mask, 0.9)
-    expected = torch.zeros(3, 5, 9, dtype=torch.float64)
-    for b in range(5):
+    lengths = [0, 3, 9, 1, 0, 9, 4]
+    rewards, values = torch.randn(2, sum(lengths), generator=g)
+    advantages, returns = losses.gae(rewards, values, torch.tensor(lengths), 0.9, 0.8)
+    to_go = losses.rewards_to_go(rewards, torch.tensor(lengths), 0.9)
+    expected = torch.zeros(3, sum(lengths), dtype=torch.float64)
+    start = 0
+    for length in lengths:
         following = carry = total = 0.0
-        for t in reversed([t for t in range(9) if mask[b, t]]):
-            carry = float(rewards[b, t]) + 0.9 * following - float(values[b, t]) + 0.72 * carry
-            following = float(values[b, t])
-            total = float(rewards[b, t]) + 0.9 * total
-            expected[:, b, t] = torch.tensor([carry, carry + following, total])
+        for t in reversed(range(start, start := start + length)):
+            carry = float(rewards[t]) + 0.9 * following - float(values[t]) + 0.72 * carry
+            following = float(values[t])
+            total = float(rewards[t]) + 0.9 * total
+            expected[:, t] = torch.tensor([carry, carry + following, total])
     close(torch.stack([advantages, returns, to_go]), expected)
 
 
-def test_masked_whiten():
-    x = torch.tensor([[1.0, 2, 99], [4, 99, 99]])
-    mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+def test_whiten():
     std = math.sqrt(7 / 3 + 1e-8)
-    close(losses.masked_whiten(x, mask), [[(1 - 7 / 3) / std, (2 - 7 / 3) / std, 0], [(4 - 7 / 3) / std, 0, 0]])
-    one = torch.tensor([[1, 0, 0], [0, 0, 0]])
-    assert not losses.masked_whiten(x, one).any() and not losses.masked_whiten(x, torch.zeros(2, 3)).any()
-    assert not losses.masked_whiten(torch.full((64, 3), 0.1), torch.ones(64, 3)).any()
+    close(losses.whiten(torch.tensor([1.0, 2, 4])), [(1 - 7 / 3) / std, (2 - 7 / 3) / std, (4 - 7 / 3) / std])
+    assert not losses.whiten(torch.tensor([3.0])).any() and not losses.whiten(torch.full((192,), 0.1)).any()
 
 
 @pytest.mark.parametrize("estimator, expected", [
@@ -346,7 +336,7 @@ def test_high_entropy_mask():
 
 def test_value_loss_golden():
     old = torch.tensor([0, 0, .1, .2, .2])
-    values, returns = VALUES[MASK], torch.tensor([1.0, 1, 1, 0, 0])
+    values, returns = VALUES, torch.tensor([1.0, 1, 1, 0, 0])
     weights = losses.token_weights(torch.tensor([3, 2]), "seq-mean-token-mean", 5, 2, 3)[SEQ]
     close((weights * losses.value_loss(values, old, returns, 0.2)).sum(), .18666668)
     for off in (None, 0):
