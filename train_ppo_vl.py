@@ -109,7 +109,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for _, optimizer in models.values():
         put_away(run, optimizer)
     if args.model.init_critic_from and not state["step"]:
-        load_critic_weights(Path(args.model.init_critic_from), critic)
+        load_critic_weights(Path(absolute_model(args.model.init_critic_from)), critic)
     for name, part in running.items():
         part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
@@ -215,7 +215,7 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "<out>/checkpoints/step-N whose critic weights, and nothing else, start the critic")
+    init_critic_from: str = flag("", "<out>/checkpoints/step-N, or latest, whose critic weights, and nothing else, start the critic")
     reference_model: str = flag("", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
@@ -515,9 +515,9 @@ def check_args(args: Args) -> None:
 def flags_of(args: Args) -> dict[str, Any]:
     """Arguments as flags, paths of models, data and reward absolute: what --config reads back from any folder."""
     flags = list_flags(args)
-    for name in ("model", "critic_model", "reference_model"):
+    for name in ("model", "critic_model", "reference_model", "init_critic_from"):
         flags[name] = absolute_model(flags[name])
-    for name in ("init_critic_from", "eval_data", "ptx_data"):
+    for name in ("eval_data", "ptx_data"):
         flags[name] = absolute(flags[name])
     flags["data"] = ",".join(absolute(path) + (f":{weight!r}" if weight else "")
                              for path, weight in parse_datasets(flags["data"]))

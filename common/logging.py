@@ -142,7 +142,8 @@ def embedded_toy(name: str) -> Path:
     if not config.exists() and not program.exists():
         raise UserError(f"no --model given, and the embedded toy is not there: {program} is missing")
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        if subprocess.run([sys.executable, str(program), "--out", str(config.parent)]).returncode:
+        failed = subprocess.run([sys.executable, str(program), "--out", str(config.parent)]).returncode
+        if failed and not config.exists():                       # else another machine was the first to write it
             raise UserError(f"no --model given, and {program} did not write the embedded toy, for the reason above")
     while not config.exists():      # written last by toy.py; if that fails, torchrun ends this process with its peer
         time.sleep(0.2)
@@ -606,6 +607,8 @@ class Checkpoints:
             state, self.saved_at = json.loads((path / "state.json").read_text()), (path / "state.json").stat().st_mtime_ns
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / 'state.json'} cannot be read: {error}") from error
+        if state["step"] > flags["steps"] and not keep_newer:
+            raise ValueError(f"{path} is further than --steps {flags['steps']}; --resume takes the path of an earlier one")
         changed = [f"--{name} {state['arguments'].get(name)!r} -> {value!r}" for name, value in flags.items()
                    if state["arguments"].get(name) != value]
         altering = [text for text in changed if text[2:].split()[0] not in neutral]

@@ -844,8 +844,10 @@ def test_a_critic_from_another_run(flags, finished, qwen25, picture_rows, tmp_pa
     assert all(torch.equal(value, before[name]) for name, value in full_tensors(env.actor).items())
     missing = finished / "checkpoints" / "step-7"
     refused(flags(tmp_path / "run", f"--init_critic_from {missing}"), str(missing), "not a complete checkpoint")
-    train(flags(tmp_path / "new", f"--init_critic_from {folder} --steps 1"))
-    assert [record["step"] for record in records(tmp_path / "new")] == [1]
+    train(flags(tmp_path / "new", f"--init_critic_from {folder.parent}/latest --steps 2"))
+    assert [record["step"] for record in records(tmp_path / "new")] == [1, 2]
+    assert json.loads((tmp_path / "new" / "args.json").read_text())["init_critic_from"] == str(folder)
+    refused(flags(tmp_path / "new", f"--init_critic_from {folder} --steps 1"), "step-2 is further than --steps 1")
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written

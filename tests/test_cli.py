@@ -170,6 +170,15 @@ def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
         common.logging.embedded_toy("none.json")
 
 
+def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
+    def second(*_):
+        (tmp_path / "args.json").write_text("{}")
+        return subprocess.CompletedProcess((), returncode=1)
+
+    monkeypatch.setattr(common.logging.subprocess, "run", second)
+    assert common.logging.embedded_toy(str(tmp_path / "args.json")) == tmp_path / "args.json"
+
+
 def test_all_problems_are_told_at_once():
     with pytest.raises(ppo.UserError) as refusal:
         ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
