@@ -2,12 +2,15 @@
 
 import ast
 import dataclasses
+import hashlib
 import inspect
 import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -301,14 +304,58 @@ def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-def test_plain_python_is_one_rank_from_end_to_end(tmp_path, qwen25, picture_rows):
-    flags = ["--model", str(qwen25), "--data", picture_rows, "--eval_data", picture_rows, "--out",
+@pytest.fixture
+def hub(qwen25, monkeypatch, tmp_path):
+    """A model hub on loopback, with the checkpoint as someone/tiny; yields the files that it gave away."""
+    given, commit = [], "0" * 40
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.startswith("/api/models/someone/tiny/"):
+                files = [{"type": "file", "rfilename": path.name, "path": path.name, "size": path.stat().st_size, "oid": path.name}
+                         for path in qwen25.iterdir()]
+                listing = files if "/tree/" in self.path else {"id": "someone/tiny", "sha": commit, "siblings": files}
+                body = json.dumps(listing).encode()
+            else:
+                name = self.path.rpartition("/")[2]
+                if not (qwen25 / name).is_file():
+                    return self.send_error(404)
+                body = (qwen25 / name).read_bytes()
+                given.extend([name] if self.command == "GET" else [])
+            self.send_response(200)
+            for header, value in (("Content-Length", len(body)), ("ETag", hashlib.sha1(body).hexdigest()),
+                                  ("X-Repo-Commit", commit)):
+                self.send_header(header, str(value))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(body)
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in (("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"), ("HF_HUB_OFFLINE", "0"),
+                            ("HF_HOME", str(tmp_path / "hub"))):
+            monkeypatch.setenv(name, value)
+        yield given
+        server.shutdown()
+
+
+def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
+    """With a model from the hub; a dry run takes no weights from there."""
+    flags = ["--model", "someone/tiny", "--data", picture_rows, "--eval_data", picture_rows, "--out",
              str(tmp_path / "out"),
              "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "2",
              "--samples_per_prompt", "2", "--steps", "2", "--eval_every", "0", "--stop_strings", '["x", "yz"]',
              "--kl_coef", "0.01"]
+    planned = run([str(SCRIPT), *flags, "--dry_run"])
+    assert planned.returncode == 0 and "peak:" in planned.stdout, planned.stderr
+    assert "config.json" in hub and "model.safetensors" not in hub
     result = run([str(SCRIPT), *flags])
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and hub.count("model.safetensors") == 1, result.stderr
     assert "1 x " in result.stdout and "step     2  reward" in result.stdout and "done: " in result.stdout
     lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["type"] == "header" and lines[0]["environment"]["world_size"] == 1
