@@ -792,15 +792,14 @@ def plain_attention(model: nn.Module):
 
 
 @torch.no_grad()
-def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
-    """(N,) log-probs or values of all samples, on every rank."""
-    module.eval()
+def score_tokens(run: Run, judge: Judge, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
+    """(N,) log-probs of all targets, on every rank."""
+    judge.eval()
     result = torch.zeros(len(samples.tokens))
-    for row, attention in packed_rows(run, module.model, prompts, samples):
-        out = module(row, attention)
-        result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
-    clear_forward_order(module)
-    module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
+    for row, attention in packed_rows(run, judge.model, prompts, samples):
+        result[row.flat] = judge(row, attention).cpu()
+    clear_forward_order(judge)
+    judge.reshard()                         # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)
     return result
 

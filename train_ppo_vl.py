@@ -1762,17 +1762,18 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
 
 
 @torch.no_grad()
-def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
-    """(N,) log-probs or values of all samples, on every rank."""
+def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples, ask: Callable | None = None,
+                 count: int = 1) -> torch.Tensor:
+    """(N,) log-probs or values of all samples, on every rank; or what ``ask(row, attention)`` answers: ``count`` tensors (T,)
+    of a row, which become (count, N)."""
     module.eval()
-    result = torch.zeros(len(samples.tokens))
+    result = torch.zeros(count, len(samples.tokens))
     for row, attention in packed_rows(run, module.model, prompts, samples):
-        out = module(row, attention)
-        result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
-    clear_forward_order(module)
-    module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
+        out = (ask or module)(row, attention)
+        result[:, row.flat] = torch.stack(out[:count] if isinstance(out, tuple) else (out,)).cpu()
+    rest_after_scoring(module)
     dist.all_reduce(result)
-    return result
+    return result if count > 1 else result[0]
 
 
 def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None, critic: Critic | None,
@@ -1781,42 +1782,19 @@ def score_logprobs_and_values(run: Run, actor: Policy, reference: Policy | None,
     algorithm = run.args.algorithm
     samples.old_logprobs = samples.logprobs
     if algorithm.recompute_old_logprobs or algorithm.high_entropy_ratio < 1:
-        logprobs, samples.entropy = score_entropy(run, actor, prompts, samples)
+        logprobs, samples.entropy = score_tokens(run, actor, prompts, samples, functools.partial(actor, entropy=True), count=2)
         samples.old_logprobs = logprobs if algorithm.recompute_old_logprobs else samples.logprobs
     if reference is not None and algorithm.kl_estimator == "full":
         with at_hand(run, frozen=reference):
-            samples.kl = score_full_kl(run, actor, reference, prompts, samples)
+            samples.kl = score_tokens(run, actor, prompts, samples, lambda row, attention: actor(
+                row, attention, reference=reference_head(reference, row, attention))[2])
+            rest_after_scoring(reference)
     elif reference is not None:
         with at_hand(run, frozen=reference), without_adapters(reference.model):
             samples.ref_logprobs = score_tokens(run, reference, prompts, samples)
         samples.kl = losses.kl_penalty(algorithm.kl_estimator, samples.old_logprobs, samples.ref_logprobs)
     if critic is not None:
         samples.values = score_tokens(run, critic, prompts, samples)
-
-
-@torch.no_grad()
-def score_entropy(run: Run, actor: Policy, prompts: StepPrompts, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N,) log-probs and (N,) entropy of all samples under the actor, on every rank."""
-    actor.eval()
-    result = torch.zeros(2, len(samples.tokens))
-    for row, attention in packed_rows(run, actor.model, prompts, samples):
-        result[:, row.flat] = torch.stack(actor(row, attention, entropy=True)[:2]).cpu()
-    rest_after_scoring(actor)
-    dist.all_reduce(result)
-    return result[0], result[1]
-
-
-@torch.no_grad()
-def score_full_kl(run: Run, actor: Policy, reference: Policy, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
-    """(N,) exact KL(actor | reference) over the vocabulary at every response token, on every rank."""
-    actor.eval()
-    result = torch.zeros(len(samples.tokens))
-    for row, attention in packed_rows(run, actor.model, prompts, samples):
-        result[row.flat] = actor(row, attention, reference=reference_head(reference, row, attention))[2].cpu()
-    rest_after_scoring(actor)
-    rest_after_scoring(reference)
-    dist.all_reduce(result)
-    return result
 
 
 @torch.no_grad()
@@ -2274,8 +2252,7 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
 def profiled(run: Run, step: int):
     """Trace the step --profile names with torch.profiler, one Chrome trace per rank."""
     if step != run.args.run.profile:
-        with nullcontext():
-            yield
+        yield
         return
     folder = run.args.run.out / "profile"
     folder.mkdir(parents=True, exist_ok=True)

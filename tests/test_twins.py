@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TWINS = """
-Run start_run load_sharded build_optimizer lr_factor compute_features packed_rows score_tokens apply_gradients
+Run start_run load_sharded build_optimizer lr_factor compute_features packed_rows apply_gradients
 """.split()
 
 
