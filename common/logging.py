@@ -30,6 +30,7 @@ from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +77,9 @@ def finite_float(text: str) -> float:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(message)
+        near = {flag for word in message.split() if word.startswith("--") and word not in self._option_string_actions
+                for flag in get_close_matches(word, self._option_string_actions, 1)}
+        raise UserError(message + f"; did you mean {', '.join(sorted(near))}?" * bool(near))
 
 
 def build_parser(groups: dict[str, type], description: str) -> Parser:
@@ -587,9 +590,7 @@ class Checkpoints:
         if choice == "never" and (found or (self.out / "metrics.jsonl").exists()):
             raise ValueError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
-            chosen, begun = Path(choice), False
-            if chosen.name == "latest" and chosen.is_file():
-                chosen = chosen.parent / chosen.read_text(errors="replace").strip()
+            chosen, begun = named_checkpoint(Path(choice)), False
             own = os.path.realpath(chosen.parent) == os.path.realpath(self.folder)
             if own and found and not keep_newer:              # this very command has gone back already
                 old = json.loads((found[0][1] / "state.json").read_text())["arguments"]
@@ -797,6 +798,13 @@ def describe_failure(error: BaseException) -> str:
     return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
 
 
+def named_checkpoint(path: Path) -> Path:
+    """The folder of a checkpoint, also by the pointer `latest` beside it."""
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text(errors="replace").strip()
+    return path
+
+
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """(step, folder) of every complete checkpoint, newest first."""
     found = []
@@ -865,6 +873,8 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
                 (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2))
             config.save_pretrained(aside)
             processor.save(str(aside))
+            for path in aside.rglob("*.safetensors"):              # written for their owner alone by safetensors 0.8
+                shutil.copymode(aside / "config.json", path)
             for path in (aside, *aside.rglob("*")):
                 sync_folder(path)
             if folder.exists():

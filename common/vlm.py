@@ -266,7 +266,7 @@ class Processor:
         config, tower, self.call = self.config, self.config.vision_config, {}
         settings = self.files["processor_config"].get("image_processor") or self.files["preprocessor_config"]
         if not settings:
-            raise ValueError("no preprocessor_config.json, so no rule from pictures to patches")
+            raise ValueError("no preprocessor_config.json, the rule from pictures to patches; take the base checkpoint's")
         known = (*IMAGE_PROCESSORS.values(), *OTHER_IMAGE_PROCESSORS)
         name = settings.get("image_processor_type") or IMAGE_PROCESSORS[self.layout]
         name = re.sub("(ImageProcessor)?(Fast|Pil)?$", "", name, count=1)
@@ -315,7 +315,8 @@ class Processor:
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
         if not tokenizer.encode("a", add_special_tokens=False):      # transformers makes one without words of no files
-            raise ValueError("no vocabulary: tokenizer.json, or the files in its place, are missing")
+            raise ValueError("no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "
+                             "checkpoint's")
         # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:

@@ -90,7 +90,8 @@ def test_a_flag_reaches_its_field():
 # ------------------------------------------------------------------------------------------------ refusals
 REFUSED = {
     "--nonsense 1": "unrecognized arguments: --nonsense 1",
-    "--step 5": "unrecognized arguments: --step 5",                                                   # no abbreviations
+    "--step 5": "unrecognized arguments: --step 5; did you mean --steps?",                            # no abbreviations
+    "--actor_rl 1 --samples_per_promt 2": "did you mean --actor_lr, --samples_per_prompt?",
     "--temp 0.5": "unrecognized arguments: --temp 0.5",
     "stray": "unrecognized arguments: stray",
     "--steps": "--steps: expected one argument",
