@@ -116,7 +116,7 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
         known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}                # torchrun
     known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
-              "ntasks-per-node", "requeue", "ignore-signal"}                                                       # slurm, env
+              "ntasks-per-node", "requeue", "exclusive", "cpus-per-task"}                                                # slurm
     known |= {"quiet", "disable-pip-version-check", "version", "logdir"}                                      # pip, tensorboard
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
