@@ -482,7 +482,8 @@ class CheckpointArgs:
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_gb: float = flag(0.0, "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never the "
                                "newest or the best; 0: no limit", low=0)
-    keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
+    keep_best: str = flag("", "an eval metric, such as eval/reward_mean or a judge's eval/accuracy: its best checkpoint is "
+                              "kept too, where it is highest (a loss or ece: lowest); empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
                               ("unrestricted", "single_node", "single_process", "single_thread"))
     save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
@@ -696,7 +697,8 @@ class Checkpoints:
         memory: they outlive a kill, and a resume drops those of steps that are taken again."""
         name, path = self.args.keep_best, self.out / "metrics.jsonl"
         records = read_records(path) if name and path.exists() else []
-        values = {record["step"]: record[name] for record in records if name in record}
+        sign = -1 if name.endswith(("loss", "ece")) else 1
+        values = {record["step"]: sign * record[name] for record in records if name in record}
         return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 
     def report(self, step: int, aside: Path, problem: str) -> None:

@@ -893,6 +893,18 @@ def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
     assert steps(tmp_path / "run") == kept
 
 
+@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4), ("", None)])
+def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, name: value}) + "\n"
+                                                    for step, value in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0))))
+    for step in (2, 4, 6):                                                                       # that of step 8 is gone
+        (folder := tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        (folder / "COMMITTED.json").write_text(json.dumps({"step": step, "files": {"state.json": 2}}))
+    assert logging.Checkpoints.best_step(SimpleNamespace(
+        args=SimpleNamespace(keep_best=name), out=tmp_path, folder=tmp_path / "checkpoints")) == best
+
+
 def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):
     argv = flags(tmp_path / "run", f"{KEEP_BEST} --steps 5 --save_blocking")
     lives(argv, 1, [["die", "update_actor", 3]], codes=[-signal.SIGKILL], SCORES="0 1 5")
