@@ -21,6 +21,7 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+OLD = [f"{name} {have}" for name, have, least in (                         # before imports of what older ones do not have
+    ("Python", platform.python_version(), (3, 11)), ("torch", torch.__version__, (2, 11)),
+    ("transformers", transformers.__version__, (5, 17))) if tuple(map(int, have.split(".")[:2])) < least]
+if OLD:
+    raise ImportError(f"{', '.join(OLD)}: too old; Python 3.11, torch 2.11 and transformers 5.17 are the least")
+
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size as idefics3_size

@@ -159,6 +159,13 @@ def test_refused_before_the_process_group(monkeypatch, line):
     assert REFUSED[line] in str(refusal.value)
 
 
+def test_too_old_a_transformers_is_named(tmp_path):
+    (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n")
+    result = subprocess.run([sys.executable, "-c", "import common.vlm"], cwd=SCRIPT.parent, capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert "ImportError: transformers 4.57.1: too old; Python 3.11, torch 2.11 and transformers 5.17" in result.stderr
+
+
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
 def test_model_and_data_are_needed_together(line):
     with pytest.raises(ppo.UserError, match="--model and --data are needed together"):
