@@ -77,8 +77,8 @@ def finite_float(text: str) -> float:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        near = {flag for word in message.split() if word.startswith("--") and word not in self._option_string_actions
-                for flag in get_close_matches(word, self._option_string_actions, 1)}
+        unknown = [word for word in message.split() if word.startswith("--")] if message.startswith("unrecognized") else []
+        near = {flag for word in unknown for flag in get_close_matches(word, self._option_string_actions, 1)}
         raise UserError(message + f"; did you mean {', '.join(sorted(near))}?" * bool(near))
 
 

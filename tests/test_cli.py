@@ -157,6 +157,7 @@ def test_refused_before_the_process_group(monkeypatch, line):
     with pytest.raises(ppo.UserError) as refusal:
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
+    assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
 
 
 def test_too_old_a_transformers_is_named(tmp_path):
