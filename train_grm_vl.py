@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             f"done: metrics in {args.run.out}/metrics.jsonl" + f", judgements in {args.run.out}/eval" * bool(held_out)
+             "done" + " before this start" * (checkpoints.first_step >= last) +
+             f": metrics in {args.run.out}/metrics.jsonl" + f", judgements in {args.run.out}/eval" * bool(held_out)
              + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
     log.close()
     checkpoints.close()

@@ -24,6 +24,7 @@ import base64
 import functools
 import http.client
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -195,7 +196,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if checkpoints.failed:
         raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
     log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             f"done: metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
+             "done" + " before this start" * (checkpoints.first_step >= args.update.steps) +
+             f": metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
              f"{args.run.out}/samples" + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
     log.close()
     checkpoints.close()
@@ -215,7 +217,8 @@ class ModelArgs:
     """model"""
     model: str = flag("", "checkpoint of the actor: folder in Hugging Face format, or hub name")
     critic_model: str = flag("", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)")
-    init_critic_from: str = flag("", "<out>/checkpoints/step-N, or latest, whose critic weights, and nothing else, start the critic")
+    init_critic_from: str = flag("", "<out>/checkpoints/step-N (or its latest) whose critic weights, and nothing else, start "
+                                     "the critic")
     reference_model: str = flag("", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's")
     dtype: str = flag("auto", "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
                       ("auto", "float32", "bfloat16"))
@@ -1252,8 +1255,8 @@ class Reward:
         return self.recipe[label if label in self.recipe else "*"]
 
 
-def load_function(flag_name: str, spec: str) -> Callable:
-    """The function of ``path.py:function``. Raises UserError."""
+def load_function(flag_name: str, spec: str, takes: str) -> Callable:
+    """The function of ``path.py:function``, which is called with what it ``takes``. Raises UserError."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not Path(path).is_file():
         raise UserError(f"{flag_name} {spec}: expected one of {', '.join(RULES)}, grm:FOLDER, rm:FOLDER, "
@@ -1266,6 +1269,10 @@ def load_function(flag_name: str, spec: str) -> Callable:
         raise UserError(f"{flag_name} {spec}: {path} raised {told(error)}") from error
     if not callable(getattr(module, name, None)):
         raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
+    try:
+        inspect.signature(getattr(module, name)).bind(*takes.split(", "))
+    except (TypeError, ValueError) as error:                                         # ValueError: a builtin
+        raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}") from error
     return getattr(module, name)
 
 
@@ -1289,7 +1296,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
         return Source(spec, kind)
     if kind in ("http", "https"):
         return Source(spec, "remote", remote_reward(spec, args), args.remote_batch)
-    return Source(spec, spec.rpartition(":")[2], load_function("--reward", spec))
+    function = load_function("--reward", spec, "prompts, responses, references, labels, images")
+    return Source(spec, spec.rpartition(":")[2], function)
 
 
 def load_reward(args: RewardArgs) -> Reward:
@@ -1309,7 +1317,7 @@ def load_reward(args: RewardArgs) -> Reward:
         same = [source.name, *(f"{source.name}{k}" for k in range(2, len(sources) + 1))]
         names[source.spec] = source.name = next(name for name in same if name not in names.values())
     recipe = {label: {names[spec]: weight for spec, weight in weights.items()} for label, weights in recipe.items()}
-    combiner = load_function("--reward_combiner", args.reward_combiner) if args.reward_combiner else None
+    combiner = load_function("--reward_combiner", args.reward_combiner, "rewards") if args.reward_combiner else None
     return Reward(sources, recipe, combiner)
 
 

@@ -30,6 +30,7 @@ from bisect import bisect_right
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
@@ -76,7 +77,9 @@ def finite_float(text: str) -> float:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(message)
+        unknown = [word for word in message.split() if word.startswith("--")] if message.startswith("unrecognized") else []
+        near = {flag for word in unknown for flag in get_close_matches(word, self._option_string_actions, 1)}
+        raise UserError(message + f"; did you mean {', '.join(sorted(near))}?" * bool(near))
 
 
 def build_parser(groups: dict[str, type], description: str) -> Parser:
@@ -480,7 +483,8 @@ class CheckpointArgs:
     keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_gb: float = flag(0.0, "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never the "
                                "newest or the best; 0: no limit", low=0)
-    keep_best: str = flag("", "an eval metric, such as eval/reward_mean: its best checkpoint is kept too; empty: none")
+    keep_best: str = flag("", "an eval metric, such as eval/reward_mean or a judge's eval/accuracy: its best checkpoint is "
+                              "kept too, where it is highest (a loss or ece: lowest); empty: none")
     save_strategy: str = flag("unrestricted", "who writes at the same time: all ranks, those of one node, or one rank",
                               ("unrestricted", "single_node", "single_process", "single_thread"))
     save_blocking: bool = flag(False, "wait for each checkpoint instead of writing it in the background")
@@ -588,9 +592,7 @@ class Checkpoints:
         if choice == "never" and (found or (self.out / "metrics.jsonl").exists()):
             raise ValueError(f"--resume never: {self.out} already holds a run; choose another --out")
         if choice not in ("auto", "must", "never"):
-            chosen, begun = Path(choice), False
-            if chosen.name == "latest" and chosen.is_file():
-                chosen = chosen.parent / chosen.read_text(errors="replace").strip()
+            chosen, begun = Path(absolute_model(choice)), False
             own = os.path.realpath(chosen.parent) == os.path.realpath(self.folder)
             if own and found and not keep_newer:              # this very command has gone back already
                 old = json.loads((found[0][1] / "state.json").read_text())["arguments"]
@@ -698,7 +700,8 @@ class Checkpoints:
         memory: they outlive a kill, and a resume drops those of steps that are taken again."""
         name, path = self.args.keep_best, self.out / "metrics.jsonl"
         records = read_records(path) if name and path.exists() else []
-        values = {record["step"]: record[name] for record in records if name in record}
+        sign = -1 if name.endswith(("loss", "ece")) else 1
+        values = {record["step"]: sign * record[name] for record in records if name in record}
         return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 
     def report(self, step: int, aside: Path, problem: str) -> None:
@@ -868,6 +871,8 @@ def export(module: nn.Module, processor, folder: Path, shard_bytes: int = 4 << 3
                 (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter_config, indent=2))
             config.save_pretrained(aside)
             processor.save(str(aside))
+            for path in aside.rglob("*.safetensors"):              # written for their owner alone by safetensors 0.8
+                shutil.copymode(aside / "config.json", path)
             for path in (aside, *aside.rglob("*")):
                 sync_folder(path)
             if folder.exists():

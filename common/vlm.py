@@ -21,6 +21,7 @@ import inspect
 import json
 import math
 import os
+import platform
 import re
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -39,6 +40,13 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from safetensors import SafetensorError, safe_open
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+OLD = [f"{name} {have}" for name, have, least in (                         # before imports of what older ones do not have
+    ("Python", platform.python_version(), (3, 11)), ("torch", torch.__version__, (2, 11)),
+    ("transformers", transformers.__version__, (5, 17))) if tuple(map(int, have.split(".")[:2])) < least]
+if OLD:
+    raise ImportError(f"{', '.join(OLD)}: too old; Python 3.11, torch 2.11 and transformers 5.17 are the least")
+
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.idefics3.image_processing_pil_idefics3 import get_resize_output_image_size as idefics3_size
@@ -266,7 +274,7 @@ class Processor:
         config, tower, self.call = self.config, self.config.vision_config, {}
         settings = self.files["processor_config"].get("image_processor") or self.files["preprocessor_config"]
         if not settings:
-            raise ValueError("no preprocessor_config.json, so no rule from pictures to patches")
+            raise ValueError("no preprocessor_config.json, the rule from pictures to patches; take the base checkpoint's")
         known = (*IMAGE_PROCESSORS.values(), *OTHER_IMAGE_PROCESSORS)
         name = settings.get("image_processor_type") or IMAGE_PROCESSORS[self.layout]
         name = re.sub("(ImageProcessor)?(Fast|Pil)?$", "", name, count=1)
@@ -315,7 +323,8 @@ class Processor:
     def _set_tokens(self) -> None:
         tokenizer, config, ends = self.tokenizer, self.config, self.files["generation_config"].get("eos_token_id")
         if not tokenizer.encode("a", add_special_tokens=False):      # transformers makes one without words of no files
-            raise ValueError("no vocabulary: tokenizer.json, or the files in its place, are missing")
+            raise ValueError("no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "
+                             "checkpoint's")
         # Older checkpoints keep the template that knows images in this file, which only AutoProcessor reads.
         tokenizer.chat_template = self.files["chat_template"].get("chat_template") or tokenizer.chat_template
         if not tokenizer.chat_template:

@@ -4,7 +4,7 @@
 #   (first: launch/geo3k.py, which makes data/geo3k; for SLURM, mkdir -p logs)
 #   bash launch/geo3k_grpo.sh                                                    7B; further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-grpo-3b bash launch/geo3k_grpo.sh
-#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --time 12:00:00 launch/ppo.slurm" bash launch/geo3k_grpo.sh
+#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 12:00:00 launch/ppo.slurm" bash launch/geo3k_grpo.sh
 #
 # Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
 # The source, https://github.com/hiyouga/EasyR1 assets/baselines.md (v0.3.2), has test accuracies of 0.37 -> 0.48 (7B) and

@@ -4,7 +4,7 @@
 #   (first: launch/geo3k.py, which makes data/geo3k; for SLURM, mkdir -p logs)
 #   bash launch/geo3k_ppo.sh                                                     7B; further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-ppo-3b bash launch/geo3k_ppo.sh
-#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --time 24:00:00 launch/ppo.slurm" bash launch/geo3k_ppo.sh
+#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/ppo.slurm" bash launch/geo3k_ppo.sh
 #
 # Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
 # No public score of PPO with a critic on this task is known to us; for GRPO see launch/geo3k_grpo.sh.

@@ -584,7 +584,8 @@ def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
     assert f"warning: the weights were not exported to {out}/export/step-1: " in output and "done:" not in output
     assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
     (out / "export").unlink()
-    assert f"resuming from {out}/checkpoints/step-2" in lives(flags(out, "--export_every 1"), 2)
+    output = lives(flags(out, "--export_every 1"), 2)
+    assert f"resuming from {out}/checkpoints/step-2" in output and "done before this start: metrics" in output
     assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
 
 
@@ -864,6 +865,7 @@ def test_intervals(flags, finished, tmp_path):
 def test_exported_weights_are_a_model(flags, finished, tmp_path):
     name = (finished / "export" / "latest").read_text().strip()
     assert name == "step-2"
+    assert len({path.stat().st_mode for path in (finished / "export" / name).iterdir()}) == 1    # others may read the weights
     argv = flags(tmp_path / "run", "--eval_only") + ["--model", str(finished / "export" / name)]
     assert train(argv)["eval/num_samples"] == 3
 
@@ -891,6 +893,18 @@ KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward 
 def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
     lives(flags(tmp_path / "run", f"{KEEP_BEST} --steps 6 --save_every {save_every}"), SCORES=scores)
     assert steps(tmp_path / "run") == kept
+
+
+@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4), ("", None)])
+def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, name: value}) + "\n"
+                                                    for step, value in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0))))
+    for step in (2, 4, 6):                                                                       # that of step 8 is gone
+        (folder := tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (folder / "state.json").write_text("{}")
+        (folder / "COMMITTED.json").write_text(json.dumps({"step": step, "files": {"state.json": 2}}))
+    assert logging.Checkpoints.best_step(SimpleNamespace(
+        args=SimpleNamespace(keep_best=name), out=tmp_path, folder=tmp_path / "checkpoints")) == best
 
 
 def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):

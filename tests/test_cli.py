@@ -93,7 +93,8 @@ def test_a_flag_reaches_its_field():
 # ------------------------------------------------------------------------------------------------ refusals
 REFUSED = {
     "--nonsense 1": "unrecognized arguments: --nonsense 1",
-    "--step 5": "unrecognized arguments: --step 5",                                                   # no abbreviations
+    "--step 5": "unrecognized arguments: --step 5; did you mean --steps?",                            # no abbreviations
+    "--actor_rl 1 --samples_per_promt 2": "did you mean --actor_lr, --samples_per_prompt?",
     "--temp 0.5": "unrecognized arguments: --temp 0.5",
     "stray": "unrecognized arguments: stray",
     "--steps": "--steps: expected one argument",
@@ -159,6 +160,14 @@ def test_refused_before_the_process_group(monkeypatch, line):
     with pytest.raises(ppo.UserError) as refusal:
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
+    assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
+
+
+def test_too_old_a_transformers_is_named(tmp_path):
+    (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n")
+    result = subprocess.run([sys.executable, "-c", "import common.vlm"], cwd=SCRIPT.parent, capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert "ImportError: transformers 4.57.1: too old; Python 3.11, torch 2.11 and transformers 5.17" in result.stderr
 
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])

@@ -277,7 +277,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
     assert scored.scores.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
-        reward.combiner = ppo.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}")
+        reward.combiner = ppo.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
         with pytest.raises(ppo.UserError, match=message):
             ppo.score_rewards(env.run, env.processor, reward, step, samples)
     env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")

@@ -116,7 +116,7 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
         known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}                # torchrun
     known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
-              "ntasks-per-node", "requeue", "ignore-signal"}                                                       # slurm, env
+              "ntasks-per-node", "requeue", "exclusive", "cpus-per-task"}                                                # slurm
     known |= {"quiet", "disable-pip-version-check", "version", "logdir"}                                      # pip, tensorboard
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
@@ -129,10 +129,11 @@ def test_the_readme_names_what_is_there():
                                                      "rdzv_endpoint", "rdzv_id"}
     for script in (ppo, grm):
         known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
-    ours = "\n".join(line for line in text[:text.index("## Benchmarks")].splitlines() if "sbatch" not in line)
+    ours = text[:text.index("## Benchmarks")] + text[text.index("## Limits"):]
+    ours = "\n".join(line for line in ours.splitlines() if "sbatch" not in line)
     assert set(re.findall(r"(?<![\w-])--([a-z][a-z0-9_]+[a-z0-9])(?![\w-])", ours.replace("--remote_*", ""))) <= known
     assert all((ROOT / path).exists() for path in re.findall(r"\b(?:launch|tests|common)/[\w/]+\.\w+", text))
-    parity = text[text.index("**LightRFT `PPOTrainerVL`**"):text.index("## Benchmarks")]
+    parity = text[text.index("**LightRFT `PPOTrainerVL`**"):]
     tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
     named = re.findall(r"\b(\w+)::(\w+)", parity)
     assert len(named) > 80 and [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []

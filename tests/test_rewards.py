@@ -151,8 +151,11 @@ def test_rule_weights():
 def test_load_user_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from dataclasses import dataclass\n@dataclass\nclass C:\n    x: int = 1\n"
-                    "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n")
+                    "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n"
+                    "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
+    with pytest.raises(ValueError, match=r"must take \(prompts, .*, images\): too many positional arguments"):
+        load_source(f"{path}:another")                                              # before a model is loaded
     (tmp_path / "text.txt").write_text("")
     for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
