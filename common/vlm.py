@@ -1524,16 +1524,21 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
         raise ValueError(f"checkpoint {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
 
-def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
-    """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Without a tower of its own, a role uses the
-    actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects others."""
+def with_same_tower(name: str, actor_folder: Path, actor_config, own_tower: bool = False) -> tuple[Path, Any]:
+    """The folder of a role's own checkpoint and its config, or the actor's if ``name`` is empty. Without a tower of its own, a
+    role uses the actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects
+    other features, or another vocabulary."""
     if not name:
-        return actor_folder
+        return actor_folder, actor_config
     folder = resolve_folder(name, weights=any(actor_folder.glob("*.safetensors")))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)       # same shapes do not make the same model
+    size, tokens = (c.get_text_config().vocab_size for c in (config, actor_config))
+    if size != tokens:
+        raise ValueError(f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read its tokens")
     if not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
-    return folder
+    return folder, config
 
 
 def differing_tower(first: Path, second: Path) -> list[str]:
@@ -1566,8 +1571,8 @@ def open_weights(path: Path):
                          "clone without git-lfs leaves pointers of some 130 bytes)") from error
 
 
-def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False) -> nn.Module:
-    """The checkpoint's model with parameters on the meta device and real buffers.
+def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False, longest: int = 0) -> nn.Module:
+    """The checkpoint's model with parameters on the meta device and real buffers, for sequences of up to ``longest`` tokens.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out. A model that
@@ -1592,7 +1597,17 @@ def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool =
         model = family.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
-    language_model(model).get_input_embeddings().padding_idx = None    # EOS may serve as pad, and learns like any token
+    decoder = language_model(model)
+    rope, limit = str(decoder.rotary_emb.rope_type), text.max_position_embeddings
+    if rope == "longrope" or any(name.endswith(".sinks") for name, _ in decoder.named_parameters()):
+        raise ValueError(f"the checkpoint's text model {text.model_type} has rope_type longrope or attention sinks, which are "
+                         "not supported")
+    if rope == "dynamic":                   # changes with a batch's longest sequence, if beyond the limit, and only then
+        if longest > limit:
+            raise ValueError(f"the checkpoint's rope_type dynamic is supported up to its max_position_embeddings {limit}; the "
+                             f"flags allow sequences of {longest} tokens")
+        decoder.rotary_emb.rope_type = "default"           # need not look at the positions, which no CUDA graph can capture
+    decoder.get_input_embeddings().padding_idx = None                  # EOS may serve as pad, and learns like any token
     for name in () if vision else vision_parts(model):
         setattr(model.model, name, None)
     if not head:
