@@ -1717,12 +1717,14 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
         parameter name -> key in the files, so that an export can use the names the checkpoint came with.
 
     Raises:
-        ValueError: no safetensors files, missing weights, or a shape that does not fit; names and shapes are given.
+        ValueError: no safetensors files, missing weights, two values for tied ones, or a shape that does not fit; names and
+            shapes are given.
     """
     index = folder / "model.safetensors.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     spelled: dict[str, str] = {}
+    read: set[int] = set()
     for file in files:
         with open_weights(folder / file) as tensors:
             for key in tensors.keys():
@@ -1734,10 +1736,14 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 shape, wanted = tuple(value.get_shape()), tuple(target.shape)
                 if shape != wanted and (not name or shape != as_in_files(model.config, name, target).shape):
                     raise ValueError(f"{folder / file}: {key} is {shape}, the model's config.json asks for {wanted}")
+                before = shard_of(target).clone() if id(target) in read else None     # a tied head, in the files all the same
                 copy_rows(target, value, turned=shape != wanted)
+                if before is not None and not torch.equal(before, shard_of(target)):
+                    raise ValueError(f"{folder / file}: {key} is not the weight that config.json ties it to; if both shall "
+                                     "count, tie_word_embeddings must be false there")
                 spelled[name or key] = key
-    tied = {id(p) for n, p in parameters.items() if n in spelled}
-    missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied and ".lora_" not in n]
+                read.add(id(target))
+    missing = [n for n, p in parameters.items() if id(p) not in read and ".lora_" not in n]
     if missing:
         raise ValueError(f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}")
     return spelled

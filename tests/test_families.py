@@ -26,7 +26,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import vlm
+from common import logging, vlm
 from common.buffers import gather_samples
 from common.vlm import FAMILIES, Processor
 
@@ -441,6 +441,23 @@ def test_what_our_attention_is_not_is_refused():
     config["text_config"] |= text
     with pytest.raises(ValueError, match="gpt_oss has rope_type longrope or attention sinks"):
         vlm.skeleton(AutoConfig.for_model(**config))
+
+
+def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
+    """As in those of Qwen3-0.6B. Another one is not read over the embeddings; transformers would not tie it either."""
+    model = write_family("llama", tmp_path, picture_rows)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    env, export = start(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "export" / "step-1"
+    export.parent.mkdir()
+    assert logging.export(env.actor, env.processor, export) is None
+    assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
+    assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
+    save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ppo.UserError, match="weight is not the weight that config.json ties it to"):
+        start(tmp_path, tmp_path / "rows.jsonl")
 
 
 def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_rows):
