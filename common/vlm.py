@@ -1717,8 +1717,8 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
         parameter name -> key in the files, so that an export can use the names the checkpoint came with.
 
     Raises:
-        ValueError: no safetensors files, missing weights, two values for tied ones, or a shape that does not fit; names and
-            shapes are given.
+        ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or a shape that does not
+            fit; names and shapes are given.
     """
     index = folder / "model.safetensors.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
@@ -1733,6 +1733,8 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
+                if (kind := value.get_dtype()) not in ("F64", "F32", "BF16", "F16"):       # its scales stand under another key
+                    raise ValueError(f"{folder / file}: {key} is of type {kind}; quantized weights are not supported")
                 shape, wanted = tuple(value.get_shape()), tuple(target.shape)
                 if shape != wanted and (not name or shape != as_in_files(model.config, name, target).shape):
                     raise ValueError(f"{folder / file}: {key} is {shape}, the model's config.json asks for {wanted}")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import start
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
@@ -99,6 +100,18 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
             load_weights(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="model.safetensors is missing .*from safetensors files only"):
+        load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_quantized_weights_are_refused(qwen25, tmp_path, dtype, name):
+    """They have the right names and shapes, and would be read without their scales."""
+    model = skeleton(Processor(str(qwen25)).config)
+    materialize(model, torch.device("cpu"))
+    weights = load_file(qwen25 / "model.safetensors")
+    key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
+    save_file(weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{key} is of type {name}; quantized weights are not supported"):
         load_weights(model, tmp_path)
 
 
