@@ -1519,7 +1519,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     try:
         patterns = ["*.json", "*.txt", "*.jinja", "*.model"] + ["*.safetensors"] * weights
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*"))    # Mistral's own copy
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"checkpoint {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 

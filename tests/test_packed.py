@@ -2,6 +2,7 @@
 
 import itertools
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,8 @@ from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
 from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_pixels,
-                        load_prompts, load_weights, materialize, prompt_positions, skeleton, unsharded, use_attention)
+                        load_prompts, load_weights, materialize, prompt_positions, resolve_folder, skeleton, unsharded,
+                        use_attention)
 
 
 def random_samples(counts: list[int], vocabulary: int) -> Samples:
@@ -113,6 +115,17 @@ def test_quantized_weights_are_refused(qwen25, tmp_path, dtype, name):
     save_file(weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"{key} is of type {name}; quantized weights are not supported"):
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_a_hub_name_weights_are_fetched_once(weights, tmp_path, monkeypatch):
+    """Mistral's repositories hold them in a second layout as well."""
+    files = ["config.json", "chat_template.jinja", "model-00001-of-00002.safetensors", "consolidated.safetensors",
+             "consolidated-00001-of-00002.safetensors", "pytorch_model.bin"]
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **patterns: asked.update(patterns) or tmp_path)
+    assert resolve_folder("owner/name", weights) == tmp_path
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **asked)) == files[:2 + weights]
 
 
 def test_buckets_cover_every_segment_once():
