@@ -473,7 +473,8 @@ def build_judge(run: Run, processor: Processor) -> Judge:
     """The model, sharded, with its weights."""
     args = run.args.model
     with failing_together():
-        model = skeleton(processor.config, sees_pixels=args.train_vision)
+        model = skeleton(processor.config, sees_pixels=args.train_vision,
+                         longest=run.args.data.max_tokens + run.args.eval.eval_max_new_tokens)
         if not args.train_vision:
             freeze(vision_parameters(model), run.dtype)
         if args.lora_rank:

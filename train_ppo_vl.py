@@ -747,7 +747,8 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     with failing_together():
         folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
-        model = skeleton(processor.config, sees_pixels=own_tower)
+        model = skeleton(processor.config, sees_pixels=own_tower,
+                         longest=args.data.max_prompt_tokens + args.rollout.max_new_tokens)
         if not own_tower:
             freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
@@ -757,17 +758,19 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         actor = Policy(model, processor, args)
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
-            body = skeleton(processor.config, vision=own_tower, head=False, sees_pixels=own_tower)
+            path, config = with_same_tower(args.model.critic_model, folder, processor.config, own_tower)
+            body = skeleton(config, vision=own_tower, head=False, sees_pixels=own_tower)
             if args.model.lora_rank:
                 adapt(body)
             critic = Critic(body)
-            load_sharded(run, critic, with_same_tower(args.model.critic_model, folder, own_tower))
+            load_sharded(run, critic, path)
         if args.algorithm.kl_coef > 0 and args.model.lora_rank and not args.model.reference_model:
             reference = actor                                                  # without its adapters
         elif args.algorithm.kl_coef > 0:
-            model = skeleton(processor.config, vision=own_tower, sees_pixels=own_tower)
+            path, config = with_same_tower(args.model.reference_model, folder, processor.config, own_tower)
+            model = skeleton(config, vision=own_tower, sees_pixels=own_tower)
             reference = Policy(model, processor, args).requires_grad_(False).eval()
-            load_sharded(run, reference, with_same_tower(args.model.reference_model, folder, own_tower))
+            load_sharded(run, reference, path)
             put_away(run, frozen=reference)
     if args.model.gradient_checkpointing:
         for part in [part for module in filter(None, (actor, critic)) for part in trained_parts(module.model)]:

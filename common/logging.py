@@ -903,7 +903,7 @@ def gather_shards(module: nn.Module, files: dict[str, list[str]], config,
                 if pair:
                     full = full.float() + pair[1] @ pair[0] * (adapter_config["lora_alpha"] / adapter_config["r"])
                     adapter |= {f"base_model.model.{stem}.lora_{part}.weight": value.cpu() for part, value in zip("AB", pair)}
-                shard[key] = as_in_files(config, name, full).to(dtype).cpu().contiguous()
+                shard[key] = as_in_files(config, name, full).to(dtype, copy=True).cpu().contiguous()    # tied ones twice
         yield file, shard
     if adapter_config:
         yield "adapter/adapter_model.safetensors", adapter

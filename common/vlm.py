@@ -1528,21 +1528,26 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     try:
         patterns = ["*.json", "*.txt", "*.jinja", "*.model"] + ["*.safetensors"] * weights
-        return Path(snapshot_download(name, allow_patterns=patterns))
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*"))    # Mistral's own copy
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ValueError(f"checkpoint {name}: no such folder, and the hub gave: {str(error).splitlines()[0]}") from error
 
 
-def with_same_tower(name: str, actor_folder: Path, own_tower: bool = False) -> Path:
-    """The folder of a role's own checkpoint, or the actor's if ``name`` is empty. Without a tower of its own, a role uses the
-    actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects others."""
+def with_same_tower(name: str, actor_folder: Path, actor_config, own_tower: bool = False) -> tuple[Path, Any]:
+    """The folder of a role's own checkpoint and its config, or the actor's if ``name`` is empty. Without a tower of its own, a
+    role uses the actor's image features. Raises ValueError: its checkpoint has another tower, so its language model expects
+    other features, or another vocabulary."""
     if not name:
-        return actor_folder
+        return actor_folder, actor_config
     folder = resolve_folder(name, weights=any(actor_folder.glob("*.safetensors")))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)       # same shapes do not make the same model
+    size, tokens = (c.get_text_config().vocab_size for c in (config, actor_config))
+    if size != tokens:
+        raise ValueError(f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read its tokens")
     if not own_tower and (different := differing_tower(actor_folder, folder)):
         raise ValueError(f"{folder}: {len(different)} weights of its vision tower differ from those of {actor_folder} (such "
                          f"as {different[0]}); critic and reference work on the image features of the actor")
-    return folder
+    return folder, config
 
 
 def differing_tower(first: Path, second: Path) -> list[str]:
@@ -1575,8 +1580,8 @@ def open_weights(path: Path):
                          "clone without git-lfs leaves pointers of some 130 bytes)") from error
 
 
-def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False) -> nn.Module:
-    """The checkpoint's model with parameters on the meta device and real buffers.
+def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool = False, longest: int = 0) -> nn.Module:
+    """The checkpoint's model with parameters on the meta device and real buffers, for sequences of up to ``longest`` tokens.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out of
     ``to_empty`` as garbage had they been built there. Without ``vision`` or ``head`` that part is left out. A model that
@@ -1601,7 +1606,17 @@ def skeleton(config, vision: bool = True, head: bool = True, sees_pixels: bool =
         model = family.from_config(copy.deepcopy(config), dtype=torch.float32)     # writes into it
     finally:
         nn.Module.register_parameter = register
-    language_model(model).get_input_embeddings().padding_idx = None    # EOS may serve as pad, and learns like any token
+    decoder = language_model(model)
+    rope, limit = str(decoder.rotary_emb.rope_type), text.max_position_embeddings
+    if rope == "longrope" or any(name.endswith(".sinks") for name, _ in decoder.named_parameters()):
+        raise ValueError(f"the checkpoint's text model {text.model_type} has rope_type longrope or attention sinks, which are "
+                         "not supported")
+    if rope == "dynamic":                   # changes with a batch's longest sequence, if beyond the limit, and only then
+        if longest > limit:
+            raise ValueError(f"the checkpoint's rope_type dynamic is supported up to its max_position_embeddings {limit}; the "
+                             f"flags allow sequences of {longest} tokens")
+        decoder.rotary_emb.rope_type = "default"           # need not look at the positions, which no CUDA graph can capture
+    decoder.get_input_embeddings().padding_idx = None                  # EOS may serve as pad, and learns like any token
     for name in () if vision else vision_parts(model):
         setattr(model.model, name, None)
     if not head:
@@ -1711,12 +1726,14 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
         parameter name -> key in the files, so that an export can use the names the checkpoint came with.
 
     Raises:
-        ValueError: no safetensors files, missing weights, or a shape that does not fit; names and shapes are given.
+        ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or a shape that does not
+            fit; names and shapes are given.
     """
     index = folder / "model.safetensors.index.json"
     files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     spelled: dict[str, str] = {}
+    read: set[int] = set()
     for file in files:
         with open_weights(folder / file) as tensors:
             for key in tensors.keys():
@@ -1725,13 +1742,19 @@ def load_weights(model: nn.Module, folder: Path, optional: dict[str, nn.Paramete
                 if target is None:
                     continue                       # a part this role leaves out: the vision tower or the output head
                 value = tensors.get_slice(key)
+                if (kind := value.get_dtype()) not in ("F64", "F32", "BF16", "F16"):       # its scales stand under another key
+                    raise ValueError(f"{folder / file}: {key} is of type {kind}; quantized weights are not supported")
                 shape, wanted = tuple(value.get_shape()), tuple(target.shape)
                 if shape != wanted and (not name or shape != as_in_files(model.config, name, target).shape):
                     raise ValueError(f"{folder / file}: {key} is {shape}, the model's config.json asks for {wanted}")
+                before = shard_of(target).clone() if id(target) in read else None     # a tied head, in the files all the same
                 copy_rows(target, value, turned=shape != wanted)
+                if before is not None and not torch.equal(before, shard_of(target)):
+                    raise ValueError(f"{folder / file}: {key} is not the weight that config.json ties it to; if both shall "
+                                     "count, tie_word_embeddings must be false there")
                 spelled[name or key] = key
-    tied = {id(p) for n, p in parameters.items() if n in spelled}
-    missing = [n for n, p in parameters.items() if n not in spelled and id(p) not in tied and ".lora_" not in n]
+                read.add(id(target))
+    missing = [n for n, p in parameters.items() if id(p) not in read and ".lora_" not in n]
     if missing:
         raise ValueError(f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}")
     return spelled

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import random
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import vlm
+from common import logging, vlm
 from common.buffers import gather_samples
 from common.vlm import FAMILIES, Processor
 
@@ -402,6 +403,80 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     toy.make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="family 'mllama' is not one of " + ", ".join(FAMILIES)):
         Processor(tmp_path)
+
+
+def edit_config(folder: Path, part: str | None, **changes) -> None:
+    """Change settings in config.json, or in a part of it."""
+    config = json.loads((folder / "config.json").read_text())
+    (config[part] if part else config).update(changes)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
+    """InternVL3's are those of short sequences up to a limit, which the flags must keep; above, those of a row would depend on
+    what is packed into it."""
+    model = write_family("internvl", tmp_path, picture_rows)
+    rope, data = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, tmp_path / "rows.jsonl"
+    edit_config(tmp_path, "text_config", rope_parameters=rope, max_position_embeddings=512)
+    with pytest.raises(ppo.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
+        start(tmp_path, data)
+    env = start(tmp_path, data, "--max_prompt_tokens", "500")
+    rotary = env.actor.model.model.language_model.rotary_emb
+    before = rotary.inv_freq.clone()
+    rotary(torch.zeros(1), torch.tensor([[10**4]]))                                     # and it looks at no position
+    assert torch.equal(rotary.inv_freq, before)
+    family = SimpleNamespace(kind="internvl", folder=tmp_path, env=env,
+                             oracle=model.from_pretrained(tmp_path, attn_implementation="eager").eval())
+    check_logprobs(family, [2, 1, 1, 2], hf_inputs)
+
+
+def test_what_our_attention_is_not_is_refused():
+    """Factors by length, and the attention sinks of InternVL3.5's GPT-OSS."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+            "original_max_position_embeddings": 64}
+    text = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
+    with pytest.raises(ValueError, match="llama has rope_type longrope or attention sinks"):
+        vlm.skeleton(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope))
+    config = make_config("internvl", make_tokenizer("internvl")).to_dict()
+    config["text_config"] |= text
+    with pytest.raises(ValueError, match="gpt_oss has rope_type longrope or attention sinks"):
+        vlm.skeleton(AutoConfig.for_model(**config))
+
+
+def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
+    """As in those of Qwen3-0.6B. Another one is not read over the embeddings; transformers would not tie it either."""
+    model = write_family("llama", tmp_path, picture_rows)
+    weights = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    head = weights["model.embed_tokens.weight"].clone()
+    save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    env, export = start(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "export" / "step-1"
+    export.parent.mkdir()
+    assert logging.export(env.actor, env.processor, export) is None
+    assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
+    assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
+    save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ppo.UserError, match="weight is not the weight that config.json ties it to"):
+        start(tmp_path, tmp_path / "rows.jsonl")
+
+
+def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_rows):
+    """Mistral 0.1 and 0.2 have the same shapes, but not the same frequencies and windows."""
+    write_family("mistral", tmp_path / "actor", picture_rows)
+    data, other = tmp_path / "actor" / "rows.jsonl", Path(shutil.copytree(tmp_path / "actor", tmp_path / "other"))
+    edit_config(other, None, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    flags = "--kl_coef", "0.1", "--reference_model", str(other), "--critic_model", str(other)
+    env, alone = start(tmp_path / "actor", data, *flags), start(other, data)
+    prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
+    for critic in (env.critic, alone.critic):
+        torch.nn.init.ones_(critic.value_head.weight)
+    for ours, expected in ((env.reference, alone.actor), (env.critic, alone.critic)):
+        assert torch.equal(*(ppo.score_tokens(env.run, module, prompts, samples) for module in (ours, expected)))
+    of_actor, expected = (ppo.score_tokens(env.run, module, prompts, samples) for module in (env.actor, alone.actor))
+    assert (of_actor - expected).abs().max() > 0.01
+    edit_config(other, None, vocab_size=400)
+    with pytest.raises(ppo.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
+        start(tmp_path / "actor", data, *flags)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)

@@ -2,15 +2,18 @@
 
 import itertools
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
 from conftest import start
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 from common.buffers import Samples, build_row, make_blocks, make_packs
 from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_pixels,
-                        load_prompts, load_weights, materialize, prompt_positions, skeleton, unsharded, use_attention)
+                        load_prompts, load_weights, materialize, prompt_positions, resolve_folder, skeleton, unsharded,
+                        use_attention)
 
 
 def random_samples(counts: list[int], vocabulary: int) -> Samples:
@@ -100,6 +103,29 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="model.safetensors is missing .*from safetensors files only"):
         load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
+def test_quantized_weights_are_refused(qwen25, tmp_path, dtype, name):
+    """They have the right names and shapes, and would be read without their scales."""
+    model = skeleton(Processor(str(qwen25)).config)
+    materialize(model, torch.device("cpu"))
+    weights = load_file(qwen25 / "model.safetensors")
+    key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
+    save_file(weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{key} is of type {name}; quantized weights are not supported"):
+        load_weights(model, tmp_path)
+
+
+@pytest.mark.parametrize("weights", [True, False])
+def test_of_a_hub_name_weights_are_fetched_once(weights, tmp_path, monkeypatch):
+    """Mistral's repositories hold them in a second layout as well."""
+    files = ["config.json", "chat_template.jinja", "model-00001-of-00002.safetensors", "consolidated.safetensors",
+             "consolidated-00001-of-00002.safetensors", "pytorch_model.bin"]
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **patterns: asked.update(patterns) or tmp_path)
+    assert resolve_folder("owner/name", weights) == tmp_path
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **asked)) == files[:2 + weights]
 
 
 def test_buckets_cover_every_segment_once():

@@ -212,10 +212,11 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     assert smaller < peak - 10 and hybrid == pytest.approx(peak)
 
 
-def test_a_plan_compares_no_towers(seven_b, qwen25, picture_rows):
+def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):
     """Of a hub name no weights are there to compare with those of the critic's own checkpoint."""
-    assert start(seven_b, picture_rows, "--dry_run", "--critic_model", str(qwen25)).critic
-    assert start(qwen25, picture_rows, "--dry_run", "--critic_model", str(seven_b)).critic
+    bare = shutil.copytree(qwen25, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert start(bare, picture_rows, "--dry_run", "--critic_model", str(qwen25)).critic
+    assert start(qwen25, picture_rows, "--dry_run", "--critic_model", str(bare)).critic
 
 
 def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
