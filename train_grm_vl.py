@@ -795,10 +795,12 @@ def plain_attention(model: nn.Module):
 def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
     """(N,) log-probs or values of all samples, on every rank."""
     module.eval()
-    result = torch.zeros(len(samples.tokens))
+    done, result = [], torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, module.model, prompts, samples):
         out = module(row, attention)
-        result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
+        done.append((row.flat, out[0] if isinstance(out, tuple) else out))
+    for flat, out in done:                                # not above: .cpu() waits, and then the device for the next row
+        result[flat] = out.cpu()
     clear_forward_order(module)
     module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)

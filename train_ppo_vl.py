@@ -1765,10 +1765,12 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
 def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
     """(N,) log-probs or values of all samples, on every rank."""
     module.eval()
-    result = torch.zeros(len(samples.tokens))
+    done, result = [], torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, module.model, prompts, samples):
         out = module(row, attention)
-        result[row.flat] = (out[0] if isinstance(out, tuple) else out).cpu()
+        done.append((row.flat, out[0] if isinstance(out, tuple) else out))
+    for flat, out in done:                                # not above: .cpu() waits, and then the device for the next row
+        result[flat] = out.cpu()
     clear_forward_order(module)
     module.reshard()                        # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)
@@ -1963,7 +1965,8 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
             for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
                 with router_logits(critic.model) as logits:
                     values = critic(row, attention)                                                            # (T,)
-                old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
+                old, returns, weight = (x[row.flat].to(run.device, non_blocking=True)
+                                        for x in (samples.values, samples.returns, weights))
                 loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
                 balance = balance_loss(run, critic, row, logits, load)
                 ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
@@ -2070,7 +2073,7 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
         keep, kept_weights: (N,) the tokens of high entropy, and their weights in the policy term, which is theirs alone.
     """
     algorithm = run.args.algorithm
-    pick = lambda values: values[row.flat].to(run.device)  # noqa: E731
+    pick = lambda values: values[row.flat].to(run.device, non_blocking=True)  # noqa: E731
     old, sampled = pick(samples.old_logprobs), pick(samples.logprobs)                                           # (T,)
     advantages, weight = pick(samples.advantages), pick(weights)                                                # (T,)
     in_loss = algorithm.kl_in == "loss" and samples.kl is not None
