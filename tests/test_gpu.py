@@ -231,9 +231,10 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
 
 def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
     """Run a script in as many processes; its records."""
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), str(ROOT / script),
-               "--out", str(out), "--log_samples", "0", *flags]
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
+                                                                               "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+               str(ROOT / script), "--out", str(out), "--log_samples", "0", *flags]
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
@@ -269,8 +270,9 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
 
 @needs_gpu
 def test_whole_run_of_the_judge_on_all_gpus(toy_task, tmp_path, ranks=0):
-    records = torchrun(ranks or torch.cuda.device_count(), tmp_path, "train_grm_vl.py", "--config", str(toy_task / "grm_args.json"),
-                       "--dtype", "bfloat16", "--steps", "2", "--save_every", "1", "--max_eval_rows", "8")
+    records = torchrun(ranks or torch.cuda.device_count(), tmp_path, "train_grm_vl.py", "--config",
+                       str(toy_task / "grm_args.json"), "--dtype", "bfloat16", "--steps", "2", "--save_every", "1",
+                       "--max_eval_rows", "8")
     assert records[-1]["step"] == 2 and records[-1]["train/skipped"] == 0 and records[-1]["eval/parse_rate"] >= 0
 
 
