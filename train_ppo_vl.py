@@ -573,6 +573,9 @@ def start_run(args: Args) -> Run:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)                                   # a plain `python train_ppo_vl.py` is one rank
     if torch.cuda.is_available():
+        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
+            raise UserError(f"{here} processes on this machine, and torch sees {gpus} GPUs here: --nproc_per_node {gpus}; or "
+                            "CUDA_VISIBLE_DEVICES= (nothing), to use none")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
