@@ -228,6 +228,24 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
             torch.cuda.set_sync_debug_mode("default")
 
 
+@needs_gpu
+def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
+    """The host prepares the next row meanwhile."""
+    env = start(checkpoint, picture_rows, "--advantage", "grpo")
+    prompts = take(env)
+    samples = ppo.rollout(env.run, env.processor, env.actor, prompts, 3, ppo.TRAIN)
+    samples.old_logprobs, samples.advantages = samples.logprobs, torch.randn(len(samples.tokens))
+    env.actor.train()
+    for mode in ("default", "error"):                                              # the first time makes tables and workspaces
+        for row, attention in ppo.packed_rows(env.run, env.actor.model, prompts, samples):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                loss, _ = ppo.actor_loss(env.run, env.actor, row, attention, samples, torch.ones(len(samples.tokens)), 0.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            loss.backward()
+
+
 def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
     """Run a script in as many processes; its records."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
