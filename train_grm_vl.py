@@ -392,6 +392,9 @@ def start_run(args: Args) -> Run:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)                                   # a plain `python train_ppo_vl.py` is one rank
     if torch.cuda.is_available():
+        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
+            raise UserError(f"{here} processes on this machine, and torch sees {gpus} GPUs here: --nproc_per_node {gpus}; or "
+                            "CUDA_VISIBLE_DEVICES= (nothing), to use none")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
@@ -797,9 +800,11 @@ def plain_attention(model: nn.Module):
 def score_tokens(run: Run, judge: Judge, prompts: StepPrompts, samples: Samples) -> torch.Tensor:
     """(N,) log-probs of all targets, on every rank."""
     judge.eval()
-    result = torch.zeros(len(samples.tokens))
+    done, result = [], torch.zeros(len(samples.tokens))
     for row, attention in packed_rows(run, judge.model, prompts, samples):
-        result[row.flat] = judge(row, attention).cpu()
+        done.append((row.flat, judge(row, attention)))
+    for flat, logp in done:                               # not above: .cpu() waits, and then the device for the next row
+        result[flat] = logp.cpu()
     clear_forward_order(judge)
     judge.reshard()                         # FSDP2 leaves the root's weights gathered, for a backward that never comes
     dist.all_reduce(result)

@@ -576,6 +576,9 @@ def start_run(args: Args) -> Run:
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0")):
         os.environ.setdefault(name, value)                                   # a plain `python train_ppo_vl.py` is one rank
     if torch.cuda.is_available():
+        if (here := int(os.environ.get("LOCAL_WORLD_SIZE", 1))) > (gpus := torch.cuda.device_count()):
+            raise UserError(f"{here} processes on this machine, and torch sees {gpus} GPUs here: --nproc_per_node {gpus}; or "
+                            "CUDA_VISIBLE_DEVICES= (nothing), to use none")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     else:
@@ -1778,10 +1781,12 @@ def score_tokens(run: Run, module: nn.Module, prompts: StepPrompts, samples: Sam
     """(N,) log-probs or values of all samples, on every rank; or what ``ask(row, attention)`` answers: ``count`` tensors (T,)
     of a row, which become (count, N)."""
     module.eval()
-    result = torch.zeros(count, len(samples.tokens))
+    done, result = [], torch.zeros(count, len(samples.tokens))
     for row, attention in packed_rows(run, module.model, prompts, samples):
         out = (ask or module)(row, attention)
-        result[:, row.flat] = torch.stack(out[:count] if isinstance(out, tuple) else (out,)).cpu()
+        done.append((row.flat, out[:count] if isinstance(out, tuple) else (out,)))
+    for flat, out in done:                                # not above: .cpu() waits, and then the device for the next row
+        result[:, flat] = torch.stack(out).cpu()
     rest_after_scoring(module)
     dist.all_reduce(result)
     return result if count > 1 else result[0]
@@ -1951,7 +1956,8 @@ def update_critic(run: Run, critic: Critic, optimizer: torch.optim.Optimizer, pr
             for row, attention in packed_rows(run, critic.model, prompts, samples, groups):
                 with router_logits(critic.model) as logits:
                     values = critic(row, attention)                                                            # (T,)
-                old, returns, weight = (x[row.flat].to(run.device) for x in (samples.values, samples.returns, weights))
+                old, returns, weight = (x[row.flat].to(run.device, non_blocking=True)
+                                        for x in (samples.values, samples.returns, weights))
                 loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
                 balance = balance_loss(run, critic, row, logits, load)
                 ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
@@ -2058,7 +2064,7 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
         keep, kept_weights: (N,) the tokens of high entropy, and their weights in the policy term, which is theirs alone.
     """
     algorithm = run.args.algorithm
-    pick = lambda values: values[row.flat].to(run.device)  # noqa: E731
+    pick = lambda values: values[row.flat].to(run.device, non_blocking=True)  # noqa: E731
     old, sampled = pick(samples.old_logprobs), pick(samples.logprobs)                                           # (T,)
     advantages, weight = pick(samples.advantages), pick(weights)                                                # (T,)
     in_loss = algorithm.kl_in == "loss" and samples.kl is not None

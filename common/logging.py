@@ -942,9 +942,10 @@ def run_main(program: Callable[[], Any]) -> None:
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):
             raise
-        # The peers' own reasons stand above; this one only lost them.
+        # The peers' own reasons stand above; this one only lost them. What NCCL itself failed for is its message's last line.
+        reason = " ".join(str(error).partition("Exception raised from")[0].split())
         print(f"error: rank {os.environ.get('RANK', 0)} lost contact with another rank, which died or did not answer within "
-              f"--timeout: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+              f"--timeout, or could not reach it: {reason}", file=sys.stderr, flush=True)
         os._exit(1)                                            # no destructor may wait for the lost rank
     if dist.is_initialized():
         dist.destroy_process_group()

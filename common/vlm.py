@@ -1061,10 +1061,11 @@ FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 
 
 def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str:
-    """Resolve ``--attention auto`` to a back-end that can run here. Raises ValueError: the requested one cannot."""
+    """Resolve ``--attention auto`` to a back-end that can run here. Raises ValueError: the requested one cannot, or flash_attn
+    is there and does not load."""
     has_flash = importlib.util.find_spec("flash_attn") is not None
     if requested == "auto":
-        return "sdpa" if device.type != "cuda" or dtype == torch.float32 else "flash_attn" if has_flash else "varlen"
+        requested = "sdpa" if device.type != "cuda" or dtype == torch.float32 else "flash_attn" if has_flash else "varlen"
     if requested not in BACKENDS:
         raise ValueError(f"--attention {requested}: expected auto or one of {', '.join(BACKENDS)}")
     if requested != "sdpa" and device.type != "cuda":
@@ -1073,6 +1074,12 @@ def choose_attention(requested: str, device: torch.device, dtype: torch.dtype = 
         raise ValueError(f"--attention {requested} computes in bfloat16 only, and --dtype is float32; use sdpa")
     if requested == "flash_attn" and not has_flash:
         raise ValueError(f"--attention flash_attn: the package is not installed; build it with: {FLASH_ATTN_INSTALL}")
+    if requested == "flash_attn":
+        try:                                       # now, not after minutes of loading weights: wheels fit one torch only
+            importlib.import_module("flash_attn").flash_attn_with_kvcache
+        except (ImportError, OSError, AttributeError) as error:
+            raise ValueError(f"--attention flash_attn: the package is installed, but cannot be used: {error}; build it anew "
+                             f"with: {FLASH_ATTN_INSTALL}, or choose --attention varlen") from error
     return requested
 
 

@@ -6,6 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
+export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
 [ -f toy/args.json ] || python launch/toy.py --out toy
 out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" ${flags[@]+"${flags[@]}"}

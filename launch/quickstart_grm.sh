@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 flags=("$@")
 set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
 source launch/setup.sh
+export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
 [ -f toy/grm_args.json ] || python launch/toy.py --out toy
 stamp="$(date +%Y%m%d-%H%M%S)"
 judge="runs/judge-$stamp" out="runs/judged-$stamp"

@@ -6,6 +6,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test must not depend on the network
+if not any("test_gpu" in argument or argument == "gpu" for argument in sys.argv[1:]):
+    # Tests expect the numbers of a CPU, and start more ranks than there may be GPUs: only what is named sees them, as by
+    # `pytest tests/test_gpu.py` or `pytest tests -k gpu`.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch

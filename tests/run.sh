@@ -18,4 +18,7 @@ trap 'kill $(jobs -p) 2>/dev/null || true; cat "$log"; rm -f "$log"' EXIT
 code=0
 wait %2 || code=$?
 wait %1 || code=$?
+if python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then    # from the others GPUs are hidden
+    "${pytest[@]}" tests -k gpu || code=$?
+fi
 exit $code

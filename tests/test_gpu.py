@@ -1,13 +1,18 @@
 """Attention back-ends and CUDA graphs on a GPU; without one only the reference path and the benchmark's tiny mode run."""
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT, start, take
 
+import toy
 import train_ppo_vl as ppo
+from common import losses
 from common.vlm import DecodeAttention, PackedAttention, SlotCache, bare_forwards, choose_attention, unsharded
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -15,6 +20,9 @@ HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
 # Two prompts, the first with two responses and the second with three, and a prompt alone.
 SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 208, 208), (208, 240, 191, 208),
             (240, 310, 191, 208), (310, 333, 191, 208), (333, 400, 400, 400)]
+# Text, a picture whose tokens see each other, text behind it and a response; and the one token of an empty pack, alone.
+PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380, 0, 300), (380, 400, 400, 400)]
+ALONE = [(0, 1, 0, 0)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -23,30 +31,35 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def packed_errors(backend: str, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def packed_errors(backend: str, device: torch.device, dtype: torch.dtype, segments=SEGMENTS,
+                  window: int | None = None) -> dict[str, float]:
     """Relative errors of the packed forward and its gradients against per-segment softmax in float64."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, heads, 400, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    generator, size = torch.Generator().manual_seed(0), segments[-1][1]
+    inputs = [torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     ours = [x.to(device).requires_grad_() for x in inputs[:3]]
     truth = [x.double().requires_grad_() for x in inputs[:3]]
-    out = PackedAttention(SEGMENTS, backend, device)(0, *ours, DIM ** -0.5)                                # (1, N, Hq, D)
+    out = PackedAttention(segments, backend, device)(0, *ours, DIM ** -0.5, window)                        # (1, N, Hq, D)
     q, k, v = (x[0].repeat_interleave(HEADS // x.shape[1], 0) for x in truth)                               # (Hq, N, D)
     expected = []
-    for start_, end, p_start, p_end in SEGMENTS:
+    for start_, end, p_start, p_end, *both in segments:
         rows = [*range(p_start, p_end), *range(start_, end)]
-        seen = torch.ones(end - start_, len(rows), dtype=torch.bool).tril(p_end - p_start)
+        ones = torch.ones(end - start_, len(rows), dtype=torch.bool)
+        seen = (ones if both else ones.tril(p_end - p_start)) & ones.triu(p_end - p_start - (window or size) + 1)
         scores = q[:, start_:end] @ k[:, rows].transpose(1, 2) * DIM ** -0.5
         expected.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, rows])
     expected = torch.cat(expected, 1).transpose(0, 1)[None]
     weight = inputs[3].transpose(1, 2)
     gradients = torch.autograd.grad((out * weight.to(device)).sum(), ours)
     expected_gradients = torch.autograd.grad((expected * weight.double()).sum(), truth)
+    if size == 1:                          # a softmax of one number is 1: the gradients of queries and keys are 0
+        assert all(gradient.abs().max() < 1e-2 for gradient in gradients[:2])
+        gradients, expected_gradients = gradients[2:], expected_gradients[2:]
     names = ("forward", "dq", "dk", "dv")
     return {name: relative_error(*pair) for name, pair in zip(names, zip((out, *gradients), (expected, *expected_gradients)))}
 
 
 @torch.no_grad()
-def decode_error(backend: str, device: torch.device, dtype: torch.dtype) -> float:
+def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window: int | None = None) -> float:
     """Relative error of one decoding step over slots of different lengths against softmax in float64; slots behind and cached
     tokens behind a slot's end hold large values, which must not be seen."""
     config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=KV_HEADS, head_dim=DIM))
@@ -61,11 +74,11 @@ def decode_error(backend: str, device: torch.device, dtype: torch.dtype) -> floa
         own.copy_(values)
     q, k, v = (torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     attention = DecodeAttention(cache, lengths.to(device), 300, backend)
-    out = attention(1, *(x.to(device) for x in (q, k, v)), DIM ** -0.5)[0]                                      # (B, Hq, D)
+    out = attention(1, *(x.to(device) for x in (q, k, v)), DIM ** -0.5, window)[0]                              # (B, Hq, D)
     expected = []
     for slot, length in enumerate(lengths):
-        keys, values = (torch.cat([x[1, slot, :length], new[0, :, slot][None]]).repeat_interleave(GROUP, 1).double()
-                        for x, new in zip(stored, (k, v)))                                                      # (M, Hq, D)
+        keys, values = (torch.cat([x[1, slot, :length], new[0, :, slot][None]])[-(window or 0):]
+                        .repeat_interleave(GROUP, 1).double() for x, new in zip(stored, (k, v)))                # (M, Hq, D)
         scores = torch.einsum("hd,mhd->hm", q[0, :, slot].double(), keys) * DIM ** -0.5
         expected.append(torch.einsum("hm,mhd->hd", scores.softmax(-1), values))
     return relative_error(out, torch.stack(expected))
@@ -79,18 +92,68 @@ def usable(backend: str) -> bool:
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
-def test_reference_backend(dtype, bound):
-    assert max(packed_errors("sdpa", CPU, dtype).values()) < bound
-    assert decode_error("sdpa", CPU, dtype) < bound
+@pytest.mark.parametrize("segments, window", [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
+def test_reference_backend(dtype, bound, segments, window):
+    assert max(packed_errors("sdpa", CPU, dtype, segments, window).values()) < bound
+    assert decode_error("sdpa", CPU, dtype, window) < bound
 
 
 @needs_gpu
+@pytest.mark.parametrize("segments, window", [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash_attn"])
-def test_backends_on_a_gpu(backend):
+def test_backends_on_a_gpu(backend, segments, window):
     if not usable(backend):
         pytest.skip(f"{backend} is not installed")
-    assert max(packed_errors(backend, CUDA, torch.bfloat16).values()) < 0.02
-    assert decode_error(backend, CUDA, torch.bfloat16) < 0.02
+    assert max(packed_errors(backend, CUDA, torch.bfloat16, segments, window).values()) < 0.02
+    assert decode_error(backend, CUDA, torch.bfloat16, window) < 0.02
+
+
+def test_a_flash_attn_that_does_not_load_is_refused(monkeypatch, tmp_path):
+    """Built for another torch: found out at the start, not at the first picture after all weights are loaded."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    for requested in ("auto", "flash_attn"):
+        with pytest.raises(ValueError, match="installed, but cannot be used: undefined symbol.*--attention varlen"):
+            choose_attention(requested, CUDA)
+    assert choose_attention("varlen", CUDA) == "varlen" and choose_attention("auto", CPU) == "sdpa"
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ppo.UserError, match="2 processes on this machine, and torch sees 1 GPUs here: --nproc_per_node 1"):
+        ppo.start_run(ppo.parse_args(["--model", "folder", "--data", "rows.jsonl"]))
+
+
+def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[float]:
+    """Relative errors of log-probs, entropy and gradients of the chunked head against float64; tokens are banned."""
+    generator = torch.Generator().manual_seed(0)
+    banned = torch.arange(301) % 50 == 7
+    targets = torch.randint(8, 50, (rows,), generator=generator)
+    hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (rows, 301))
+    results = []
+    for where, kind in ((device, dtype), (CPU, torch.float64)):
+        given = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
+        out = losses.linear_logprobs(*given, targets.to(where), entropy=True, chunk=4, temperature=0.7,
+                                     banned=banned.to(where), row_banned=(targets % 2 == 0).to(where),
+                                     row_banned_ids=torch.tensor([3, 4]).to(where))
+        results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), given)])
+    if not rows:
+        assert all(x.numel() == 0 or not x.any() for x in results[0])
+    return [relative_error(*pair) for pair in zip(*results) if pair[1].any()]
+
+
+def test_head_without_a_gpu():
+    assert max(head_errors(CPU, torch.float32, 10)) < 1e-5 and not head_errors(CPU, torch.float32, 0)
+
+
+@needs_gpu
+def test_head_on_a_gpu():
+    """Products of bfloat16 with float32 results, also of no rows: a rank without responses."""
+    assert max(head_errors(CUDA, torch.bfloat16, 10)) < 0.01 and not head_errors(CUDA, torch.bfloat16, 0)
 
 
 @needs_gpu
@@ -105,11 +168,48 @@ def test_graphs_decode_the_same_tokens(checkpoint, picture_rows):
 
 
 @needs_gpu
-def test_sampled_logprobs_are_those_of_training_on_a_gpu(checkpoint, picture_rows):
-    env = start(checkpoint, picture_rows)
+@pytest.mark.parametrize("graphs", ["off", "on"])
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_sampled_logprobs_are_those_of_training_on_a_gpu(checkpoint, picture_rows, backend, graphs):
+    if not usable(backend):
+        pytest.skip(f"{backend} is not installed")
+    env = start(checkpoint, picture_rows, "--attention", backend, "--cuda_graphs", graphs, "--slots", "7")
     prompts = take(env)
     samples = ppo.rollout(env.run, env.processor, env.actor, prompts, 5, ppo.TRAIN)
     assert (ppo.score_tokens(env.run, env.actor, prompts, samples) - samples.logprobs).abs().mean() < 0.02
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["varlen", "flash_attn"])
+def test_float32_says_the_same_on_a_gpu(checkpoint, picture_rows, backend):
+    """Of a rollout in float32, which has its own attention and no varlen call, in the vision tower as well."""
+    if not usable(backend):
+        pytest.skip(f"{backend} is not installed")
+    assert float32_gap(checkpoint, picture_rows, backend) < 0.03
+
+
+def float32_gap(checkpoint, picture_rows, backend: str) -> float:
+    """Mean difference of log-probs, in bfloat16 with a back-end, to those sampled in float32 with sdpa."""
+    exact, env = (start(checkpoint, picture_rows, *flags) for flags in (
+        ("--dtype", "float32"), ("--dtype", "bfloat16", "--attention", backend)))
+    samples, prompts = ppo.rollout(exact.run, exact.processor, exact.actor, take(exact), 5, ppo.TRAIN), take(env)
+    ppo.compute_features(env.run, env.actor, prompts)
+    return float((ppo.score_tokens(env.run, env.actor, prompts, samples) - samples.logprobs).abs().mean())
+
+
+def test_float32_says_the_same(checkpoint, picture_rows):
+    assert float32_gap(checkpoint, picture_rows, "sdpa") < 0.03
+
+
+@needs_gpu
+def test_graphs_are_freed_with_their_rollout(checkpoint, picture_rows):
+    """The first leaves workspaces behind, later ones nothing."""
+    env, held = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7"), []
+    for _ in range(3):
+        ppo.rollout(env.run, env.processor, env.actor, take(env), 5, ppo.TRAIN)
+        torch.cuda.empty_cache()
+        held.append(torch.cuda.memory_reserved())
+    assert held[2] <= held[1]
 
 
 @needs_gpu
@@ -126,6 +226,71 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
             engine.step(4, engine.cache.capacity)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_gpu
+def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
+    """The host prepares the next row meanwhile."""
+    env = start(checkpoint, picture_rows, "--advantage", "grpo")
+    prompts = take(env)
+    samples = ppo.rollout(env.run, env.processor, env.actor, prompts, 3, ppo.TRAIN)
+    samples.old_logprobs, samples.advantages = samples.logprobs, torch.randn(len(samples.tokens))
+    env.actor.train()
+    for mode in ("default", "error"):                                              # the first time makes tables and workspaces
+        for row, attention in ppo.packed_rows(env.run, env.actor.model, prompts, samples):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                loss, _ = ppo.actor_loss(env.run, env.actor, row, attention, samples, torch.ones(len(samples.tokens)), 0.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            loss.backward()
+
+
+def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
+    """Run a script in as many processes; its records."""
+    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
+                                                                               "MASTER_PORT")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+               str(ROOT / script), "--out", str(out), "--log_samples", "0", *flags]
+    program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
+    assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def toy_task(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("task") / "toy"
+    toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "128", "--eval", "64"])
+    return folder
+
+
+WHOLE = {"everything": ("--kl_coef", "0.05", "--ema_beta", "0.9", "--ema_device", "cpu", "--eval_ema", "--offload_optimizer",
+                        "--offload_frozen", "--gradient_checkpointing", "--save_every", "1"),
+         "train_vision": ("--train_vision", "--advantage", "grpo", "--save_every", "0"),
+         "lora": ("--lora_rank", "4", "--advantage", "grpo", "--kl_coef", "0.05", "--kl_in", "loss", "--kl_estimator", "full",
+                  "--save_every", "0")}
+
+
+@needs_gpu
+@pytest.mark.parametrize("kind", WHOLE)
+def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
+    """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
+    flags = ("train_ppo_vl.py", "--config", str(toy_task / "args.json"), "--dtype", "bfloat16", "--cuda_graphs", graphs,
+             "--max_new_tokens", "24", "--eval_every", "1", "--max_eval_rows", "16", *WHOLE[kind])
+    for steps in (2, 3)[:1 + (kind == "everything")]:
+        records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", str(steps))
+    done = {record["step"]: record for record in records if "train/actor_updates" in record}
+    assert sorted(done) == list(range(1, steps + 1)) and (tmp_path / "export" / f"step-{steps}").is_dir()
+    for record in done.values():
+        assert record["train/actor_skipped"] == 0 and record["train/sampler_gap"] < 0.05 and "eval/reward_mean" in record
+
+
+@needs_gpu
+def test_whole_run_of_the_judge_on_all_gpus(toy_task, tmp_path, ranks=0):
+    records = torchrun(ranks or torch.cuda.device_count(), tmp_path, "train_grm_vl.py", "--config",
+                       str(toy_task / "grm_args.json"), "--dtype", "bfloat16", "--steps", "2", "--save_every", "1",
+                       "--max_eval_rows", "8")
+    assert records[-1]["step"] == 2 and records[-1]["train/skipped"] == 0 and records[-1]["eval/parse_rate"] >= 0
 
 
 def test_the_gpu_benchmark_runs():

@@ -16,7 +16,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common.logging import (MetricSums, RunLogger, StageTimer, _font, _wrap, contact_sheet, draw_sample, environment,
-                            read_records)
+                            read_records, run_main)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -181,3 +181,17 @@ def test_plot_curves(tmp_path, values):
     assert Image.open(tmp_path / "curve.png").size == (800, 440)
     with pytest.raises(ValueError, match=r"no values of \['z'\]; it has \['x', 'y'\]"):
         plot_curves(tmp_path / "metrics.jsonl", ["x", "z"], tmp_path / "other.png")
+
+
+def test_a_failure_of_nccl_says_its_reason(monkeypatch, capsys):
+    """The reason stands in its message's last line; of a store's only what stands before the stack of C++."""
+    def fail():
+        raise torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:93, unhandled system error\nLast error:\n"
+                                                 "Error while creating shared memory segment /dev/shm/nccl-x (size 9)\n"
+                                                 "Exception raised from check at x.cpp:7 (most recent call first):\nframe 0")
+
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    with pytest.raises(SystemExit, match="1"):
+        run_main(fail)
+    said = capsys.readouterr().err
+    assert said.endswith("system error Last error: Error while creating shared memory segment /dev/shm/nccl-x (size 9)\n")

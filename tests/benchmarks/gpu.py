@@ -11,11 +11,13 @@ unknown GPU, peak FLOP/s are measured by a copy and a product.
 
 import argparse
 import dataclasses
+import functools
 import gc
 import json
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -261,17 +263,22 @@ def main() -> None:
              str(folder / "run")]
     run = ppo.start_run(ppo.parse_args(flags))
     bandwidth, peak = limits(run.dtype, tiny)
-    attention_table()
+    tables = [attention_table]
     for size in sizes:
+        tables += [functools.partial(decode_table, run, folders[size], size, batches, contexts, steps, bandwidth),
+                   functools.partial(prefill_table, run, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
+    tables += [functools.partial(update_table, run, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak),
+               functools.partial(whole_step, flags)]
+    failed = 0
+    for table in tables:                                                         # one that fails must not cost the others
+        try:
+            table()
+        except Exception:
+            traceback.print_exc()
+            failed += 1
         release()
-        decode_table(run, folders[size], size, batches, contexts, steps, bandwidth)
-        release()
-        prefill_table(run, folders[size], size, (256,) if tiny else (4096, 16384), peak)
-    release()
-    update_table(run, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak)
-    release()
-    whole_step(flags)
     print(f"\n{time.perf_counter() - begun:.0f} s in all")
+    sys.exit(f"{failed} of {len(tables)} tables failed" if failed else 0)
 
 
 if __name__ == "__main__":
