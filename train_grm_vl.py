@@ -343,9 +343,8 @@ class Example:
     source: str                  # what evaluations tell apart: the row's own word, or its file (the path, if names are alike)
 
 
-def load_examples(path: str, dataset: int, args: Args, processor: Processor,
-                  limit: int) -> tuple[list[Example], list[str]]:
-    """Read one file: its examples, and what was wrong with the rows skipped. Raises ValueError with file and line."""
+def load_examples(path: str, dataset: int, args: Args, processor: Processor, limit: int) -> list[Example]:
+    """The examples of one file. Raises ValueError with file and line."""
     judge, frame, folder = processor.files["judge"], answer_frame(processor), os.path.dirname(os.path.abspath(path))
     files = [os.path.basename(other) for other, _ in parse_datasets(args.data.eval_data)]
     name = path if files.count(os.path.basename(path)) > 1 else os.path.basename(path)
@@ -363,8 +362,7 @@ def load_examples(path: str, dataset: int, args: Args, processor: Processor,
                                     row.get("source") or name))
         return examples
 
-    rows, skipped = load_rows(path, build, on_bad_row=args.data.on_bad_row, limit=limit)
-    return [example for row in rows for example in row], skipped
+    return [example for row in load_rows(path, build, on_bad_row=args.data.on_bad_row, limit=limit) for example in row]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,7 +429,7 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
     Raises:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
-    args, loaded = run.args, {"data": [], "eval_data": []}
+    args, loaded = run.args, {}
     with failing_together():
         folder = resolve_folder(args.model.model, weights=not run.args.run.dry_run)
         processor = Processor(str(folder), args.data.min_pixels, args.data.max_pixels, args.data.video_frames,
@@ -440,11 +438,8 @@ def load_data(run: Run) -> tuple[Processor, list[list[list[Example]]], list[floa
             processor.files["judge"], {kind: getattr(args.data, f"{kind}_template") for kind in JUDGEMENTS},
             args.data.system_instruction, args.data.verdict)
         for name, limit in (("data", args.data.max_rows), ("eval_data", args.data.max_eval_rows)):
-            for k, (path, _) in enumerate(parse_datasets(getattr(args.data, name))):
-                examples, skipped = load_examples(path, k, args, processor, limit)
-                loaded[name].append(examples)
-                if skipped and run.rank == 0:
-                    print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
+            loaded[name] = [load_examples(path, k, args, processor, limit)
+                            for k, (path, _) in enumerate(parse_datasets(getattr(args.data, name)))]
         judge = processor.files["judge"]
         bare = lambda example: example.text == fill(judge["answer"], verdict=example.verdict)  # noqa: E731
         count_judgements(judge, [(example.kind, example.verdict, bare(example))

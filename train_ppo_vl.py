@@ -618,16 +618,12 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
     judgements = args.row_kind == "judgements"
     common = {"max_prompt_tokens": args.max_prompt_tokens, "on_bad_row": args.on_bad_row, "verify_images": args.verify_images}
 
-    def load(name: str, path: str, limit: int) -> list[Prompt]:
+    def load(path: str, limit: int) -> list[Prompt]:
         if judgements:
-            rows, skipped = load_judgements(path, processor, limit=limit, **common)
-        else:
-            rows, skipped = load_prompts(
-                path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
-                reference_column=args.reference_column, label_column=args.label_column,
-                system_prompt=args.system_prompt, limit=limit, **common)
-        report_skipped(run, name, path, skipped)
-        return rows
+            return load_judgements(path, processor, limit=limit, **common)
+        return load_prompts(path, processor, prompt_column=args.prompt_column, images_column=args.images_column,
+                            reference_column=args.reference_column, label_column=args.label_column,
+                            system_prompt=args.system_prompt, limit=limit, **common)
 
     with failing_together():
         folder = resolve_folder(run.args.model.model, weights=not run.args.run.dry_run)
@@ -635,17 +631,12 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
                               args.video_max_pixels)
         if judgements:
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
-        datasets = [load("data", path, args.max_rows) for path, _ in sets]
-        held_out = load("eval_data", args.eval_data, args.max_eval_rows) if args.eval_data else []
+        datasets = [load(path, args.max_rows) for path, _ in sets]
+        held_out = load(args.eval_data, args.max_eval_rows) if args.eval_data else []
         if judgements:
             count_judgements(judge, [(row.label, row.reference, True) for rows in datasets for row in rows])
     weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(datasets, sets)]
     return processor, datasets, weights, held_out
-
-
-def report_skipped(run: Run, name: str, path: str, skipped: list[str]) -> None:
-    if skipped and run.rank == 0:
-        print(f"--{name}: skipped {len(skipped)} bad rows of {path}:", *skipped[:5], sep="\n  ", flush=True)
 
 
 @dataclass
@@ -675,8 +666,7 @@ def load_text(run: Run, processor: Processor) -> TextRows | None:
         return prompt, target
 
     with failing_together("--ptx_data "):
-        rows, skipped = load_rows(args.ptx_data, build, on_bad_row=args.on_bad_row, limit=args.max_rows)
-    report_skipped(run, "ptx_data", args.ptx_data, skipped)
+        rows = load_rows(args.ptx_data, build, on_bad_row=args.on_bad_row, limit=args.max_rows)
     return TextRows(rows, PromptLoader(processor, args.data_threads, args.on_bad_row))
 
 

@@ -641,13 +641,12 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
 
 def load_prompts(path: str, processor: Processor, *, prompt_column: str = "prompt", images_column: str = "images",
                  reference_column: str = "answer", label_column: str = "label", on_bad_row: str = "error",
-                 limit: int = 0, **options) -> tuple[list[Prompt], list[str]]:
+                 limit: int = 0, **options) -> list[Prompt]:
     """Read a JSONL file of prompts; image paths are relative to it, and of the pictures only headers are read.
 
     Rows made for verl and for TRL are read as they are, see `_parse_row`.
     reference_column: "answer" also admits "reference". limit: only the first so many rows, bad ones included; 0 for all.
-    on_bad_row: "error" or "skip". Blank lines are no rows. options: those of `make_prompt`.
-    Returns the prompts in file order, and what was wrong with each row skipped.
+    on_bad_row: "error", or "skip" to leave them out and print how many. Blank lines are no rows. options: of `make_prompt`.
     Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row left after skipping.
     """
     columns = (prompt_column, images_column, label_column, reference_column)
@@ -703,9 +702,9 @@ def _item_grid(processor: Processor, item: str | tuple[str, ...], verify: bool) 
     return processor.clip_grid(size, times, rate)
 
 
-def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> tuple[list, list[str]]:
+def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: str, limit: int) -> list:
     """`build(index, "file.jsonl:12", row)` of every row of a JSONL file, in file order; see `load_prompts`, which has
-    the meaning of the arguments, the second result and the errors. `build` raises ValueError for a bad row."""
+    the meaning of the arguments and the errors. `build` raises ValueError for a bad row."""
     if not os.path.isfile(path):
         raise ValueError(f"{path}: {'a folder, not a JSONL file' if os.path.isdir(path) else 'no such file'}")
     name = os.path.basename(path)
@@ -734,7 +733,9 @@ def load_rows(path: str, build: Callable[[int, str, dict], Any], *, on_bad_row: 
     good, bad = [row for row, problem in loaded if not problem], [problem for _, problem in loaded if problem]
     if bad and (on_bad_row == "error" or not good):
         raise ValueError("\n  ".join([f"{path}: {len(bad)} of {len(rows)} rows are bad", *bad[:5]]))
-    return good, bad
+    if bad and int(os.environ.get("RANK", 0)) == 0:
+        print(f"{path}: skipped {len(bad)} bad rows of {len(rows)}:", *bad[:5], sep="\n  ", flush=True)
+    return good
 
 
 def load_pixels(prompt: Prompt, processor: Processor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -1035,8 +1036,7 @@ def judge_prompt(processor: Processor, ask: dict, index: int, source: str, **opt
     return make_prompt(processor, index, source, ask["question"], ask["images"], system_prompt=system, **options)
 
 
-def load_judgements(path: str, processor: Processor, *, on_bad_row: str, limit: int,
-                    **options) -> tuple[list[Prompt], list[str]]:
+def load_judgements(path: str, processor: Processor, *, on_bad_row: str, limit: int, **options) -> list[Prompt]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label the row's kind. See
     `load_prompts` for the rest."""
     def build(index: int, source: str, row: dict) -> list[Prompt]:
@@ -1046,8 +1046,7 @@ def load_judgements(path: str, processor: Processor, *, on_bad_row: str, limit: 
         return [judge_prompt(processor, ask, 2 * index + k, source, folder=os.path.dirname(os.path.abspath(path)),
                              reference=ask["verdict"], label=ask["kind"], **options) for k, ask in enumerate(asks)]
 
-    rows, skipped = load_rows(path, build, on_bad_row=on_bad_row, limit=limit)
-    return [prompt for row in rows for prompt in row], skipped
+    return [prompt for row in load_rows(path, build, on_bad_row=on_bad_row, limit=limit) for prompt in row]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
     Image.new("RGB", (56, 112)).save(tmp_path / "a.png")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x", "images": "a.png"}')
     processor = Processor(folder)
-    (prompt,), _ = load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=500)
+    prompt, = load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=500)
     patches, grids = load_pixels(prompt, processor)
     assert grids.tolist() == [[1, 8, 4]] and patches.shape == (32, 3 * 2 * 14 * 14)
     assert (prompt.input_ids == IMAGE).sum() == 32 // 2**2
@@ -302,9 +302,9 @@ def rendered(*turns):
 
 
 def test_one_row_in_full(load, processor, tmp_path):
-    (prompt,), skipped = load([{"prompt": "Wie heißt das?", "images": ["a.png"], "answer": "Würfel", "label": "m"}])
+    prompt, = load([{"prompt": "Wie heißt das?", "images": ["a.png"], "answer": "Würfel", "label": "m"}])
     assert (prompt.index, prompt.source, prompt.reference, prompt.label) == (0, "train.jsonl:1", "Würfel", "m")
-    assert prompt.images == (str(tmp_path / "a.png"),) and prompt.grids == (processor.grid(64, 40),) and skipped == []
+    assert prompt.images == (str(tmp_path / "a.png"),) and prompt.grids == (processor.grid(64, 40),)
     assert prompt.text == rendered(("user", PICTURE + "Wie heißt das?"))
     _, h, w = prompt.grids[0]
     text = processor.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
@@ -316,7 +316,7 @@ def test_one_row_in_full(load, processor, tmp_path):
 
 
 def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
-    prompts, _ = load([{"prompt": "which?", "images": ["b.jpg", "a.png"]}, {"prompt": "1+1?"},
+    prompts = load([{"prompt": "which?", "images": ["b.jpg", "a.png"]}, {"prompt": "1+1?"},
                        {"prompt": "and?", "images": "a.png"}, {"prompt": "null", "images": None, "label": None}])
     sizes = [processor.grid(30, 90), processor.grid(64, 40)]
     assert [p.grids for p in prompts] == [tuple(sizes), (), (sizes[1],), ()]
@@ -342,15 +342,15 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
       {"role": "user", "content": "What?"}], [("system", "<image> is a tag."), ("user", PICTURE + PICTURE + "What?")]),
 ])
 def test_places_of_images(load, turns, expected):
-    assert load([{"prompt": turns, "images": ["a.png", "b.jpg"]}])[0][0].text == rendered(*expected)
+    assert load([{"prompt": turns, "images": ["a.png", "b.jpg"]}])[0].text == rendered(*expected)
 
 
 def test_system_prompt_and_column_names(load):
-    prompts, _ = load([{"q": "Hi", "target": "4", "pics": "a.png", "task": "t"}], system_prompt="Think.",
+    prompts = load([{"q": "Hi", "target": "4", "pics": "a.png", "task": "t"}], system_prompt="Think.",
                       prompt_column="q", reference_column="target", images_column="pics", label_column="task")
     assert prompts[0].text == rendered(("system", "Think."), ("user", PICTURE + "Hi"))
     assert (prompts[0].reference, prompts[0].label) == ("4", "t")
-    prompts, _ = load([{"prompt": "x", "reference": "r"}, {"prompt": "x", "answer": "s", "reference": "s"},
+    prompts = load([{"prompt": "x", "reference": "r"}, {"prompt": "x", "answer": "s", "reference": "s"},
                        {"prompt": "x"}, {"prompt": "x", "answer": None, "reference": "t"}])
     assert [p.reference for p in prompts] == ["r", "s", None, "t"]
 
@@ -367,14 +367,14 @@ def verl_row(content, images, **changes):
                                     [{"url": "file://{here}/a.png"}, "file://{here}/b.jpg"]])
 def test_verl_rows(load, tmp_path, images):
     images = json.loads(json.dumps(images).replace("{here}", str(tmp_path)))
-    (prompt,), _ = load([verl_row("<image>Find x in <image>.", images)])
+    prompt, = load([verl_row("<image>Find x in <image>.", images)])
     assert prompt.text == rendered(("user", f"{PICTURE}Find x in {PICTURE}."))
     assert prompt.images == (str(tmp_path / "a.png"), str(tmp_path / "b.jpg"))
     assert (prompt.reference, prompt.label) == ("12", "hiyouga/geometry3k")
 
 
 def test_verl_rows_without_pictures_and_with_a_label(load):
-    prompts, _ = load([verl_row("2 + 2?", None, videos=None), verl_row("2 + 2?", [], videos=[], label="sum"),
+    prompts = load([verl_row("2 + 2?", None, videos=None), verl_row("2 + 2?", [], videos=[], label="sum"),
                        verl_row("2 + 2?", [], reward_model={"style": "model"}, extra_info=None),
                        verl_row("2 + 2?", [], answer="4")])
     assert [(p.reference, p.label) for p in prompts] == [("12", "hiyouga/geometry3k"), ("12", "sum"),
@@ -395,21 +395,21 @@ TRL_PARTS = [{"type": "image"}, {"type": "text", "text": "How many?"}]
     *(({"prompt": [{"role": "user", "content": [{"type": "image", key: "b.jpg", "text": None}, TRL_PARTS[1]]}],
         "solution": "2"}, ("2", ["b.jpg"])) for key in ("image", "path", "url"))])
 def test_trl_rows(load, tmp_path, row, expected):
-    (prompt,), _ = load([row])
+    prompt, = load([row])
     assert prompt.text == rendered(("user", PICTURE + "How many?"))
     assert (prompt.reference, prompt.images) == (expected[0], tuple(str(tmp_path / name) for name in expected[1]))
 
 
 def test_a_named_reference_column_is_the_only_one(load):
     rows = [{"prompt": "x", "solution": "s", "original_answer": "o", "answer": None}, {"prompt": "x", "solution": "s"}]
-    assert [p.reference for p in load(rows, reference_column="original_answer", label_column="answer")[0]] == ["o", None]
-    assert [p.reference for p in load(rows, reference_column="solution", label_column="answer")[0]] == ["s", "s"]
-    assert [p.reference for p in load(rows)[0]] == ["s", "s"]
+    assert [p.reference for p in load(rows, reference_column="original_answer", label_column="answer")] == ["o", None]
+    assert [p.reference for p in load(rows, reference_column="solution", label_column="answer")] == ["s", "s"]
+    assert [p.reference for p in load(rows)] == ["s", "s"]
 
 
 def test_prompts_of_several_turns(load, tmp_path, processor):
     """Pictures of parts, of the images column and of strings, in the order of their places."""
-    (prompt,), _ = load([{"images": ["a.png", {"image": "b.jpg"}], "answer": "no", "prompt": [
+    prompt, = load([{"images": ["a.png", {"image": "b.jpg"}], "answer": "no", "prompt": [
         {"role": "system", "content": "Brief."}, {"role": "user", "content": "<image>What is it?"},
         {"role": "assistant", "content": "Red."},
         {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "path": "b.jpg"}]},
@@ -427,7 +427,7 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
 def test_bom_crlf_blank_lines_and_line_separators(load):
     """U+2028 ends a line for str.splitlines, but not in JSON; index counts rows, source counts lines."""
     data = b"\xef\xbb\xbf" + '{"prompt": "a"}\r\n\r\n   \n{"prompt": "b\u2028c"}\r\n\n{"prompt": "d"}'.encode()
-    prompts, _ = load(data)
+    prompts = load(data)
     assert [(p.index, p.source) for p in prompts] == [(0, "train.jsonl:1"), (1, "train.jsonl:4"), (2, "train.jsonl:6")]
     assert [p.text for p in prompts] == [rendered(("user", text)) for text in ("a", "b\u2028c", "d")]
 
@@ -435,7 +435,7 @@ def test_bom_crlf_blank_lines_and_line_separators(load):
 def test_limit_order_and_speed(load):
     """5,000 rows with a picture in a few seconds at worst; 100,000 should take well under a minute."""
     start = time.process_time()
-    prompts, _ = load([{"prompt": str(i), "images": "a.png", "answer": "x"} for i in range(5100)], limit=5000)
+    prompts = load([{"prompt": str(i), "images": "a.png", "answer": "x"} for i in range(5100)], limit=5000)
     assert time.process_time() - start < 6
     assert [(p.index, p.text) for p in prompts] == [(i, rendered(("user", PICTURE + str(i)))) for i in range(5000)]
 
@@ -505,7 +505,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_row(load, tmp_path, case):
+def test_bad_row(load, tmp_path, case, capsys):
     """An error with file and line, and by choice a message: the other rows keep their numbers."""
     Image.new("RGB", (2, 500)).save(tmp_path / "thin.png")
     bad, message = BAD_ROWS[case]
@@ -514,9 +514,9 @@ def test_bad_row(load, tmp_path, case):
     options = {"system_prompt": "S" if case == "two system prompts" else ""}
     with pytest.raises(ValueError, match=f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}"):
         load(data, **options)
-    prompts, skipped = load(data, on_bad_row="skip", **options)
+    prompts = load(data, on_bad_row="skip", **options)
     assert [(p.index, p.source) for p in prompts] == [(0, "train.jsonl:1"), (2, "train.jsonl:4")]
-    assert len(skipped) == 1 and skipped[0].startswith("train.jsonl:3: ")
+    assert "train.jsonl: skipped 1 bad rows of 3:\n  train.jsonl:3: " in capsys.readouterr().out
 
 
 def test_first_five_of_many(load):
@@ -555,15 +555,14 @@ def test_damaged_body_is_found_at_first_use_or_by_verify_images(load, processor,
     rows = [{"prompt": "fine", "images": "a.png"}, {"prompt": "x", "images": ["a.png", name]}]
     if name != "cut.webp":  # of WebP, Pillow opens whole files only
         with pytest.raises(ValueError, match=f"{name}: cannot be read as one of"):
-            load_pixels(load(rows)[0][1], processor)
+            load_pixels(load(rows)[1], processor)
     with pytest.raises(ValueError, match=f"train.jsonl:2: .*{name}"):
         load(rows, verify_images=True)
-    prompts, skipped = load(rows, verify_images=True, on_bad_row="skip")
-    assert [p.index for p in prompts] == [0] and len(skipped) == 1
+    assert [p.index for p in load(rows, verify_images=True, on_bad_row="skip")] == [0]
 
 
 def test_file_changed_since_load(load, processor, tmp_path):
-    prompts, _ = load([{"prompt": "x", "images": "a.png"}])
+    prompts = load([{"prompt": "x", "images": "a.png"}])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
     with pytest.raises(ValueError, match="a.png: patch grids .* changed since loaded"):
         load_pixels(prompts[0], processor)

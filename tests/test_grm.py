@@ -373,7 +373,7 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert grm.user_text(example.prompt.messages) == "? how many?"
     path = write(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    (example,), _ = grm.load_examples(path, 0, env.run.args, env.processor, 0)           # the instruction has no place for it
+    example, = grm.load_examples(path, 0, env.run.args, env.processor, 0)           # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: prompt must be a string or messages"):

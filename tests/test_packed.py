@@ -30,7 +30,7 @@ def random_samples(counts: list[int], vocabulary: int) -> Samples:
 @pytest.mark.parametrize("share", [True, False])
 def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
     processor = Processor(str(checkpoint))
-    prompts, _ = load_prompts(picture_rows, processor, max_prompt_tokens=1000)
+    prompts = load_prompts(picture_rows, processor, max_prompt_tokens=1000)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
     ours = skeleton(processor.config)
     use_attention(ours, "sdpa")

@@ -160,9 +160,8 @@ def test_geo3k_rows_are_rows_of_the_trainer(tmp_path, qwen25):
                        "label": "geo3k"}
     assert (tmp_path / "images" / "train-0-0.png").read_bytes() == png
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    prompts, skipped = load_prompts(str(tmp_path / "train.jsonl"), Processor(str(qwen25)), max_prompt_tokens=500,
-                                    verify_images=True)
-    assert [len(prompt.images) for prompt in prompts] == [1, 2, 0, 1] and not skipped
+    prompts = load_prompts(str(tmp_path / "train.jsonl"), Processor(str(qwen25)), max_prompt_tokens=500, verify_images=True)
+    assert [len(prompt.images) for prompt in prompts] == [1, 2, 0, 1]
     assert [prompt.reference for prompt in prompts] == [r"\frac{1}{2}", "no", "4", r"\frac{1}{2}"]
 
 

@@ -582,7 +582,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
     for name in ("mean", "std", "min", "max"):
         assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
-    rows, _ = vlm.load_prompts(str(task / "train.jsonl"), vlm.Processor(qwen25), max_prompt_tokens=512)
+    rows = vlm.load_prompts(str(task / "train.jsonl"), vlm.Processor(qwen25), max_prompt_tokens=512)
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total)) and step["rollout/episode"] == 0.5
     train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")

@@ -257,7 +257,7 @@ def load(tmp_path):
             write_processor(tmp_path / family, family, TEMPLATE)
         processor = vlm.Processor(tmp_path / family, **settings)
         (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-        prompts, _ = vlm.load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=100_000)
+        prompts = vlm.load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=100_000)
         return processor, prompts[0]
 
     return load
