@@ -2038,7 +2038,8 @@ def backward_text(run: Run, actor: Policy, text: TextRows, prompts: StepPrompts)
     if args.ptx_labels == "text":                                               # the first token of a row is no label
         count = sum(int((~banned[prompts.prompts[group].input_ids[1:]]).sum()) for group in samples.group.tolist()) \
             + int((~banned[samples.tokens]).sum())
-    compute_features(run, actor, prompts)
+    if not actor.model.sees_pixels:
+        compute_features(run, actor, prompts)
     total, load = torch.zeros((), device=run.device), expert_load(run, actor, prompts, samples, None)
     for row, attention in packed_rows(run, actor.model, prompts, samples):
         row = label_text(row, actor.banned) if args.ptx_labels == "text" else row
