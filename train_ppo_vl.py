@@ -1718,13 +1718,16 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
 
 def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Samples, texts: list[str],
                      used: list[int]) -> torch.Tensor:
-    """(n,) what the head of a scalar reward model says at the end token of each response ``used``."""
+    """(n,) what the head of a scalar reward model says at the end token of each response ``used``, each distinct one asked
+    once: rounding, which differs by row, would give equal responses a spread."""
     processor, answers = source.processor, {}                                                  # group -> its responses
     frame = answer_frame(processor)
-    for i in used:
-        answer = encode_target(processor, frame, without_markup(texts[i], processor))
+    keys = [(int(samples.group[i]), texts[i]) for i in used]                                   # in the order of groups
+    places = {key: k for k, key in enumerate(dict.fromkeys(keys))}
+    for group, text in places:
+        answer = encode_target(processor, frame, without_markup(text, processor))
         answer = torch.cat([answer, answer[-1:]])              # values stand at the rows that predict a token: one more
-        answers.setdefault(int(samples.group[i]), []).append(answer)
+        answers.setdefault(group, []).append(answer)
     rows = [prompts.prompts[group] for group in answers]
     asked = []
     for row in rows:
@@ -1732,7 +1735,7 @@ def ask_reward_model(run: Run, source: Source, prompts: StepPrompts, samples: Sa
             asked.append(make_prompt(processor, row.index, row.source, row.messages, list(row.images), folder="/"))
     candidates = as_samples(list(answers.values()))
     values = score_tokens(run, source.model, lend_pictures(run, source, prompts, list(answers), asked), candidates)
-    return values[candidates.offsets[1:] - 1].double()
+    return values[candidates.offsets[1:] - 1].double()[[places[key] for key in keys]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -2022,7 +2025,8 @@ def backward_text(run: Run, actor: Policy, text: TextRows, prompts: StepPrompts)
     if args.ptx_labels == "text":                                               # the first token of a row is no label
         count = sum(int((~banned[prompts.prompts[group].input_ids[1:]]).sum()) for group in samples.group.tolist()) \
             + int((~banned[samples.tokens]).sum())
-    compute_features(run, actor, prompts)
+    if not actor.model.sees_pixels:
+        compute_features(run, actor, prompts)
     total, load = torch.zeros((), device=run.device), expert_load(run, actor, prompts, samples, None)
     for row, attention in packed_rows(run, actor.model, prompts, samples):
         row = label_text(row, actor.banned) if args.ptx_labels == "text" else row

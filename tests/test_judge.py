@@ -167,8 +167,9 @@ def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, 
 
 
 @pytest.mark.parametrize("key", ["score.weight", "value_head.weight"])
-def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, key):
-    """The head on the last hidden state at the response's end token, as AutoModelForSequenceClassification pools."""
+def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key):
+    """The head on the last hidden state at the response's end token, as AutoModelForSequenceClassification pools. Equal
+    responses to a prompt are asked about once: by rounding alone, dynamic sampling took a dull prompt for a useful one."""
     folder = tmp_path / "rm"
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.save_pretrained(folder)
@@ -177,7 +178,11 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, key):
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
     save_file(tensors | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
     env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
+    original, asked = ppo.score_tokens, []
+    monkeypatch.setattr(ppo, "score_tokens", lambda run, model, prompts, own: asked.append(len(own)) or original(
+        run, model, prompts, own))
     scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    assert asked == [len(texts) - 1]
     expected = []
     for group, text in zip(samples.group.tolist(), texts):
         prompt = env.prompts[group]

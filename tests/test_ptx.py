@@ -32,12 +32,17 @@ def ptx(rows: Path, *more: str) -> list[str]:
     return ["--ptx_data", str(rows), "--ptx_coef", "0.5", "--ptx_batch", "5", *more]
 
 
-@pytest.fixture(scope="module")
-def env(qwen25, picture_rows, rows):
+def start_text(*where, more: tuple[str, ...] = ()):
     """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
-    env = start(qwen25, picture_rows, *ptx(rows), "--advantage", "grpo", "--temperature", "0.7", "--min_new_tokens", "2")
+    checkpoint, data, rows = where
+    env = start(checkpoint, data, *ptx(rows), "--advantage", "grpo", "--temperature", "0.7", "--min_new_tokens", "2", *more)
     env.text = ppo.load_text(env.run, env.processor)
     return env
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows, rows):
+    return start_text(qwen25, picture_rows, rows)
 
 
 def text_gradient(env, run: ppo.Run, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
@@ -60,9 +65,10 @@ def labelled(env, pick: int, labels: str) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, found
 
 
-@pytest.mark.parametrize("labels", ["text", "responses"])
-def test_loss_and_gradient_are_hugging_faces(env, qwen25, labels):
-    """One forward per row of the unpacked samples; a row may be drawn twice."""
+@pytest.mark.parametrize("labels, more", [("text", ()), ("responses", ()), ("text", ("--train_vision",))])
+def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels, more):
+    """One forward per row of the unpacked samples; a row may be drawn twice. A trained tower has its gradient too."""
+    env = start_text(qwen25, picture_rows, rows, more=more)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     picks = [0, 1, 2, 3, 4, 1]
     total = sum(int((labelled(env, pick, labels)[1][:, 1:] != -100).sum()) for pick in picks)
@@ -75,7 +81,7 @@ def test_loss_and_gradient_are_hugging_faces(env, qwen25, labels):
         share = int((targets[:, 1:] != -100).sum()) / total
         (0.5 * loss * share).backward()                                                                  # --ptx_coef
         expected += float(loss.detach()) * share
-    reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if "visual" not in name}
+    reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if more or "visual" not in name}
     for changes in ({}, {"max_tokens_per_pack": 110}, {"share_prompts": False, "head_chunk": 5}):
         loss, found = text_gradient(env, with_flags(env.run, ptx_labels=labels, **changes), picks)
         assert loss == pytest.approx(expected, rel=1e-5) and distance(found, reference) < 1e-5, changes
