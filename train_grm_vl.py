@@ -52,7 +52,7 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model,
                             catch_signals, check_same_flags, contents, draw_sample, falls_due, fill_groups, flag, list_flags,
-                            memory_plan, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state,
+                            print_plan, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state,
                             write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
@@ -540,26 +540,19 @@ def dry_run(run: Run, datasets: list[list[list[Example]]], weights: list[float],
     asked = args.eval.eval_batch * max(lengths)                     # evaluation is assumed to ask what training shows
     cached = (asked + args.eval.eval_batch * args.eval.eval_max_new_tokens) * cache_bytes(text, itemsize)
 
-    def table(checkpointing: bool) -> tuple[list[str], float]:
+    def phases(checkpointing: bool) -> dict[str, dict[str, float]]:
         work = backward_bytes(judge, update.max_tokens_per_pack, itemsize, checkpointing, update.head_chunk or 1024)
-        phases = {"update": held | {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2} | work,
-                  "evaluate": held | {"gathered weights": root + layers, "KV cache": cached, "forward": asked * own}}
-        return memory_plan(phases, args.run.plan_gpu_gib)
+        return {"update": held | {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2} | work,
+                "evaluate": held | {"gathered weights": root + layers, "KV cache": cached, "forward": asked * own}}
 
-    lines, peak = table(args.model.gradient_checkpointing)
-    _, otherwise = table(not args.model.gradient_checkpointing)
     parts = "  ".join(f"{part} {number / 1e6:.3f}" for part, number in count_parameters(judge).items() if number)
-    if run.rank == 0:
-        print(f"{len(groups)} prompts of {sum(lengths) / len(groups):.0f} tokens, at most {max(lengths)}",
-              f"{update.steps} steps of {update.prompts_per_step} prompts = "
-              f"{update.steps * update.prompts_per_step / len(groups):.1f} passes",
-              f"first step: {sum(prompts) + len(samples.tokens)} tokens, {len(packs[0])} packs per GPU",
-              f"million parameters: {parts}", f"{args.run.plan_world} GPUs, {ranks} shards, rows of "
-              f"{update.max_tokens_per_pack} tokens:", *lines, f"with{'out' * args.model.gradient_checkpointing} "
-              f"--gradient_checkpointing the peak is {otherwise:.1f} GiB", sep="\n", flush=True)
-    if peak > args.run.plan_gpu_gib:
-        raise UserError(f"{lines[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
-    return {"plan/peak_gib": peak}
+    lines = [f"{len(groups)} prompts of {sum(lengths) / len(groups):.0f} tokens, at most {max(lengths)}",
+             f"{update.steps} steps of {update.prompts_per_step} prompts = "
+             f"{update.steps * update.prompts_per_step / len(groups):.1f} passes",
+             f"first step: {sum(prompts) + len(samples.tokens)} tokens, {len(packs[0])} packs per GPU",
+             f"million parameters: {parts}",
+             f"{args.run.plan_world} GPUs, {ranks} shards, rows of {update.max_tokens_per_pack} tokens:"]
+    return print_plan(lines, phases, args.model.gradient_checkpointing, args.run.plan_gpu_gib)
 
 
 def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:

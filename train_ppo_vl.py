@@ -63,8 +63,8 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
                             absolute, absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents,
-                            describe_failure, draw_sample, falls_due, fill_groups, flag, list_flags, memory_plan,
-                            out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
+                            describe_failure, draw_sample, falls_due, fill_groups, flag, list_flags, print_plan, out_of_bounds,
+                            read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -879,20 +879,13 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
     for name, module in models.items():
         lines.append(f"{name}, million parameters: " + "  ".join(
             f"{part} {number / 1e6:.3f}" for part, number in count_parameters(module).items() if number))
-    table, peak = memory_plan(plan_memory(args, models, max(lengths)), args.run.plan_gpu_gib)
-    other = replace(args, model=replace(args.model, gradient_checkpointing=not args.model.gradient_checkpointing))
-    _, otherwise = memory_plan(plan_memory(other, models, max(lengths)), args.run.plan_gpu_gib)
-    lines += [f"{args.run.plan_world} GPUs, {args.run.hsdp or args.run.plan_world} shards, rows of "
-              f"{update.max_tokens_per_pack} tokens:", *table,
-              f"with{'out' * args.model.gradient_checkpointing} --gradient_checkpointing the peak is {otherwise:.1f} GiB"]
-    if run.rank == 0:
-        print("\n".join(lines), flush=True)
-    if peak > args.run.plan_gpu_gib:
-        raise UserError(f"{table[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
-    return {"plan/peak_gib": peak}
+    lines.append(f"{args.run.plan_world} GPUs, {args.run.hsdp or args.run.plan_world} shards, rows of "
+                 f"{update.max_tokens_per_pack} tokens:")
+    return print_plan(lines, functools.partial(plan_memory, args, models, max(lengths)), args.model.gradient_checkpointing,
+                      args.run.plan_gpu_gib)
 
 
-def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[str, dict[str, float]]:
+def plan_memory(args: Args, models: dict[str, nn.Module], longest: int, checkpointing: bool) -> dict[str, dict[str, float]]:
     """Bytes on a GPU by phase of a step and part, with prompts of at most ``longest`` tokens: sums of what may coincide."""
     itemsize, ranks = 4 if args.model.dtype == "float32" else 2, args.run.hsdp or args.run.plan_world
     held = {f"{name} {part}": size for name, module in models.items()
@@ -930,7 +923,7 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
         root, layer, _ = gathered_bytes(models[name], itemsize)
         return at_hand_of(name, "reference" if exact and name == "actor" else "") | {
             "gathered weights": root + 2 * layer, "gradient shards": held[f"{name} Adam"] / 2} | backward_bytes(
-            models[name], tokens, itemsize, args.model.gradient_checkpointing, chunk)
+            models[name], tokens, itemsize, checkpointing, chunk)
 
     algorithm, longest = args.algorithm, longest + args.rollout.max_new_tokens
     exact = algorithm.kl_estimator == "full" and algorithm.kl_in == "loss"

@@ -465,6 +465,19 @@ def memory_plan(phases: dict[str, dict[str, float]], gpu_gib: float) -> tuple[li
     where = max(totals, key=totals.get)
     return ["".join(row) for row in cells] + [f"peak: {peak:.1f} of {gpu_gib:g} GiB, in {where}: {verdict}"], peak
 
+
+def print_plan(lines: list[str], phases_with: Callable[[bool], dict[str, dict[str, float]]], checkpointing: bool,
+               gpu_gib: float) -> dict[str, float]:
+    """Print what --dry_run found: ``lines``, and the memory with or without gradient checkpointing. Raises UserError on every
+    rank: too little of it."""
+    (table, peak), (_, otherwise) = (memory_plan(phases_with(on), gpu_gib) for on in (checkpointing, not checkpointing))
+    if dist.get_rank() == 0:
+        print(*lines, *table, f"with{'out' * checkpointing} --gradient_checkpointing the peak is {otherwise:.1f} GiB", sep="\n",
+              flush=True)
+    if peak > gpu_gib:
+        raise UserError(f"{table[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
+    return {"plan/peak_gib": peak}
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Checkpoints: a folder is complete or it does not exist
 # ---------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
               "update actor": {"actor Adam", "actor average"}}
     for offload in ([], ["--offload_optimizer", "--offload_frozen"]):
         env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--ema_beta", "0.9", "--dry_run", *offload)
-        plan = ppo.plan_memory(env.args, {role: getattr(env, role) for role in ROLES}, 100)
+        plan = ppo.plan_memory(env.args, {role: getattr(env, role) for role in ROLES}, 100, False)
         held = {phase: {part for part in parts if part.split()[0] in ROLES} for phase, parts in plan.items()}
         everything = always.union(*needed.values())
         assert held == {phase: always | parts if offload else everything for phase, parts in needed.items()}
