@@ -1527,7 +1527,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
                              "are <out>/export/step-N")
         return Path(name)
     if Path(name).name == "latest" and Path(name).is_file():
-        return Path(name).with_name(Path(name).read_text().strip())
+        return Path(name).parent / Path(name).read_text(errors="replace").strip()
     if Path(name).exists() or name.startswith((".", "/")) or name.count("/") != 1:
         raise ValueError(f"checkpoint {name}: no such folder (a hub name looks like owner/name)")
     from huggingface_hub import snapshot_download
