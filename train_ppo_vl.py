@@ -1850,13 +1850,14 @@ def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLContr
     kl = samples.kl if samples.kl is not None else torch.zeros(len(samples.tokens))                   # (N,)
     in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage in ("gae", "reinforce", "reinforce++", "remax"):
-        if algorithm.advantage == "remax":
-            scores = scores - shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)
         rewards = losses.token_rewards(scores, kl, lengths, in_reward)
         if algorithm.advantage == "gae":
             advantages, returns = losses.gae(rewards, samples.values, lengths, algorithm.gamma, algorithm.gae_lambda)
         else:
             advantages = returns = losses.rewards_to_go(rewards, lengths, algorithm.gamma)
+        if algorithm.advantage == "remax":                                       # the baseline is one number, not discounted
+            greedy = shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)     # (S,)
+            advantages = returns - greedy.repeat_interleave(lengths)
     else:
         scores = scores - in_reward * torch.stack([part.sum() for part in samples.split(kl)])
         advantages = losses.group_scores(scores, samples.group, algorithm.advantage, lengths).repeat_interleave(lengths)

@@ -58,13 +58,14 @@ def whitened(rows: list[list[float]]) -> list[list[float]]:
 def expected(name: str, scores: list[float], kl: list[list[float]], lengths: list[int], beta: float, gamma: float,
              greedy: list[float]) -> list[list[float]]:
     """The estimators, from their papers, by loops over prompts and samples."""
-    shifted = [s - g for s, g in zip(scores, greedy)] if name == "remax" else scores
     rewards = [[-beta * k for k in row] for row in kl]
-    for row, score in zip(rewards, shifted):
+    for row, score in zip(rewards, scores):
         if row:
             row[-1] += score
-    if name in ("reinforce", "remax"):
+    if name == "reinforce":
         return to_go(rewards, gamma)
+    if name == "remax":
+        return [[x - g for x in row] for row, g in zip(to_go(rewards, gamma), greedy)]
     if name == "reinforce++":
         return whitened(to_go(rewards, gamma))
     after = [s - beta * sum(row) for s, row in zip(scores, kl)]
