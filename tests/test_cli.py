@@ -377,7 +377,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                  "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
                  "train/kl",
                  "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
-                 "perf/update_tokens_per_second"):
+                 "perf/update_tokens_per_second", "perf/peak_memory_gib"):
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
 
