@@ -1,5 +1,5 @@
 """Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
-2 and 5, export, schedules, and what a run does when something goes wrong.
+2 and 8, export, schedules, and what a run does when something goes wrong.
 
 Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every
 list of flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
@@ -981,13 +981,13 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    five, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
+    eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
                         "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
-                  for name in ("five", "one"))
-    (tmp_path / "plan.json").write_text(json.dumps([five]))
-    launch(5, tmp_path / "plan.json")
+                  for name in ("eight", "one"))
+    (tmp_path / "plan.json").write_text(json.dumps([eight]))
+    launch(8, tmp_path / "plan.json")
     ppo.main(one)
-    assert_same_run(tmp_path / "one", tmp_path / "five")
+    assert_same_run(tmp_path / "one", tmp_path / "eight")
 
 
 def check_exchange() -> None:
