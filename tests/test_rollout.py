@@ -69,6 +69,21 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
         assert generate(env, step, 5)[1] == expected[5 * group:5 * group + 5]
 
 
+def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatch):
+    """A prompt for all its samples, its pictures for the whole step."""
+    env, pictures, prefilled = start(qwen25, picture_rows), [], []
+    features, hidden = ppo.image_features, ppo.language_hidden
+    monkeypatch.setattr(ppo, "image_features", lambda *args: pictures.append(len(args[2])) or features(*args))
+    monkeypatch.setattr(ppo, "language_hidden", lambda model, row, attention: prefilled.append(
+        row.input_ids.shape[1] if isinstance(attention, vlm.PackedAttention) else 0) or hidden(model, row, attention))
+    step = take(env)
+    samples, _ = generate(env, step, 5)
+    assert sum(prefilled) == sum(step.lengths)
+    generate(env, step, 1, greedy=True)
+    ppo.score_tokens(env.run, env.actor, step, samples)
+    assert sum(pictures) == 4
+
+
 def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
     env = start(qwen25, picture_rows)
     base = generate(env, take(env), 2)[1]

@@ -982,7 +982,7 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
     eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
-                        "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
+                         "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
                   for name in ("eight", "one"))
     (tmp_path / "plan.json").write_text(json.dumps([eight]))
     launch(8, tmp_path / "plan.json")
