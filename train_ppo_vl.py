@@ -381,7 +381,7 @@ class EvalArgs:
     """evaluation"""
     eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, were --dynamic_sampling "
                                 "off, 0: never", low=-1)
-    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and, of an accuracy, pass@k at --temperature", low=1)
+    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and, of accuracy, pass@k at --temperature", low=1)
     eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
 

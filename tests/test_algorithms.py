@@ -113,7 +113,7 @@ def test_gae(env):
     """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
     samples, raw, targets = env.samples.select(torch.arange(16)), [], []
     run = with_flags(env.run, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
-    ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
+    metrics = ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
     columns = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
     for score, kl, values in zip(SCORES, *columns, strict=True):
         rewards, row = [-0.1 * k for k in kl], []
@@ -124,6 +124,8 @@ def test_gae(env):
         targets += [a + value for a, value in zip(row, values)]
     assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=1e-5)
     assert samples.returns.tolist() == pytest.approx(targets, abs=1e-5)
+    left = np.var(np.array(targets) - samples.values.numpy()) / np.var(targets)
+    assert metrics["train/explained_variance"] == pytest.approx(1 - left, abs=1e-5) and abs(1 - left) > 1e-3
 
 
 def test_shaping_comes_before_the_group(env):

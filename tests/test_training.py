@@ -596,7 +596,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     train(qwen25, task, tmp_path / "c", "--advantage", "dr_grpo", "--top_k", "9", "--kl_coef", "0.1", "--kl_in", "loss",
           "--policy_loss", "gspo")
     told = capsys.readouterr().out
-    for warning in ("--top_k/--top_p truncate", "the expected gradient of k1 as a loss is zero", "gspo is a loss per sequence"):
+    for warning in ("--top_k/--top_p truncate", "the expected gradient of k1 as a loss", "gspo is a loss per sequence"):
         assert f"warning: {warning}" in told
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
     picture = events.Images("samples/step")[0]
@@ -919,8 +919,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 @pytest.mark.parametrize("part", ["actor", "critic"])
 def test_gradient_of_two_ranks_is_that_of_one(env, two_ranks, part):
     """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
-    found = {name.removeprefix(f"{part}."): value for name, value in load_file(two_ranks[1] / "gradients-1.safetensors").items()
-             if name.startswith(part)}
+    both = load_file(two_ranks[1] / "gradients-1.safetensors")
+    found = {name.removeprefix(f"{part}."): value for name, value in both.items() if name.startswith(part)}
     expected, packs = gradient(env.run, getattr(env, part), env.step, env.samples)
     assert packs == 1 and distance(found, expected) < 1e-6
 
