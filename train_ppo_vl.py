@@ -30,6 +30,7 @@ import json
 import math
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -380,7 +381,7 @@ class EvalArgs:
     """evaluation"""
     eval_every: int = flag(-1, "steps between evaluations, besides start and end; -1: once per pass, were --dynamic_sampling "
                                 "off, 0: never", low=-1)
-    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and pass@k at --temperature", low=1)
+    eval_samples: int = flag(1, "samples per prompt; 1: greedy, more: mean and, of accuracy, pass@k at --temperature", low=1)
     eval_ema: bool = flag(False, "evaluate the average of --ema_beta in place of the weights in training")
     eval_only: bool = flag(False, "evaluate the model and stop")
 
@@ -1836,13 +1837,14 @@ def compute_advantages(run: Run, samples: Samples, kl_controller: losses.KLContr
     kl = samples.kl if samples.kl is not None else torch.zeros(len(samples.tokens))                   # (N,)
     in_reward = kl_controller.value if algorithm.kl_in == "reward" else 0.0
     if algorithm.advantage in ("gae", "reinforce", "reinforce++", "remax"):
-        if algorithm.advantage == "remax":
-            scores = scores - shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)
         rewards = losses.token_rewards(scores, kl, lengths, in_reward)
         if algorithm.advantage == "gae":
             advantages, returns = losses.gae(rewards, samples.values, lengths, algorithm.gamma, algorithm.gae_lambda)
         else:
             advantages = returns = losses.rewards_to_go(rewards, lengths, algorithm.gamma)
+        if algorithm.advantage == "remax":                                       # the baseline is one number, not discounted
+            greedy = shape_scores(run.args, samples.greedy_scores, samples.greedy_lengths, moments, update=False)     # (S,)
+            advantages = returns - greedy.repeat_interleave(lengths)
     else:
         scores = scores - in_reward * torch.stack([part.sum() for part in samples.split(kl)])
         advantages = losses.group_scores(scores, samples.group, algorithm.advantage, lengths).repeat_interleave(lengths)
@@ -2193,8 +2195,8 @@ def perf_metrics(run: Run, actor: Policy, critic: Critic | None, prompts: StepPr
             per_weight = 4 if run.args.model.lora_rank else 6             # frozen weights need no gradient of their own
             metrics["perf/update_mfu"] = per_weight * trained / (update * peak * run.world)
     else:
-        with open("/proc/self/statm") as statm:
-            metrics["perf/resident_memory_gib"] = int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2 ** 30
+        unit = 1 if sys.platform == "darwin" else 1024                                                       # bytes there, KiB
+        metrics["perf/peak_memory_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2 ** 30
     return metrics
 
 

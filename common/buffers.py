@@ -11,6 +11,7 @@ M image tokens, P prompt tokens. Pictures and their features stay on the rank th
 `exchange_features`. Nothing here knows about losses or models.
 """
 
+import functools
 import heapq
 import json
 import math
@@ -58,7 +59,7 @@ class Samples:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
+    @functools.cached_property                                          # read for every row
     def offsets(self) -> torch.Tensor:
         """(S + 1,) where each sample starts in the flat tensors."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
@@ -371,7 +372,9 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
     The first token of a response is predicted by the prompt's last row, so a response's last row predicts nothing.
     An empty pack becomes one token that predicts nothing: its rank takes part in the collectives, with gradient 0.
     """
-    lengths, segments, size = samples.lengths.tolist(), [], 0
+    order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
+    counts = samples.lengths[order]
+    lengths, segments, size = dict(zip(order.tolist(), counts.tolist())), [], 0
     places: list[tuple[int, int, int]] = []       # of every response: its first row, the end of its prompt, its first position
     for group, members in blocks:
         start, end = size, size + len(prompt_ids[group])
@@ -383,9 +386,7 @@ def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch
                 segments.append((size, size + lengths[i], start, end))
             places.append((size, end, first))
             size += lengths[i]
-    order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
     starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T
-    counts = samples.lengths[order]
     flat, rows = ragged_index(samples.offsets[order], counts), ragged_index(starts, counts)                           # (T,)
     step = rows - starts.repeat_interleave(counts)
     targets = samples.tokens[flat]

@@ -862,6 +862,8 @@ class PromptLoader:
         problems = {int(i): message for part in all_gather_json(bad) for i, message in part.items()}
         if problems and self.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
+        if problems and self.rank == 0:
+            print(f"dropped {len(problems)} of {len(prompts)} prompts:", *[*problems.values()][:5], sep="\n  ", flush=True)
         self.dropped += len(problems)
         owners = [i % self.world for i in range(len(prompts))]
         return StepPrompts(prompts, draws, owners, {}, patches, {}, sorted(problems))

@@ -58,13 +58,14 @@ def whitened(rows: list[list[float]]) -> list[list[float]]:
 def expected(name: str, scores: list[float], kl: list[list[float]], lengths: list[int], beta: float, gamma: float,
              greedy: list[float]) -> list[list[float]]:
     """The estimators, from their papers, by loops over prompts and samples."""
-    shifted = [s - g for s, g in zip(scores, greedy)] if name == "remax" else scores
     rewards = [[-beta * k for k in row] for row in kl]
-    for row, score in zip(rewards, shifted):
+    for row, score in zip(rewards, scores):
         if row:
             row[-1] += score
-    if name in ("reinforce", "remax"):
+    if name == "reinforce":
         return to_go(rewards, gamma)
+    if name == "remax":
+        return [[x - g for x in row] for row, g in zip(to_go(rewards, gamma), greedy)]
     if name == "reinforce++":
         return whitened(to_go(rewards, gamma))
     after = [s - beta * sum(row) for s, row in zip(scores, kl)]
@@ -112,7 +113,7 @@ def test_gae(env):
     """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
     samples, raw, targets = env.samples.select(torch.arange(16)), [], []
     run = with_flags(env.run, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
-    ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
+    metrics = ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
     columns = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
     for score, kl, values in zip(SCORES, *columns, strict=True):
         rewards, row = [-0.1 * k for k in kl], []
@@ -123,6 +124,8 @@ def test_gae(env):
         targets += [a + value for a, value in zip(row, values)]
     assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=1e-5)
     assert samples.returns.tolist() == pytest.approx(targets, abs=1e-5)
+    left = np.var(np.array(targets) - samples.values.numpy()) / np.var(targets)
+    assert metrics["train/explained_variance"] == pytest.approx(1 - left, abs=1e-5) and abs(1 - left) > 1e-3
 
 
 def test_shaping_comes_before_the_group(env):

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import hashlib
+import importlib.util
 import inspect
 import json
 import os
@@ -161,6 +162,14 @@ def test_refused_before_the_process_group(monkeypatch, line):
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_without_flash_attn_a_gpu_takes_varlen_and_says_how_to_build_it(monkeypatch, capsys):
+    choose = ppo.choose_attention
+    monkeypatch.setattr(ppo, "choose_attention", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
+    assert ppo.start_run(ppo.parse_args(NEEDED)).backend == "varlen"
+    assert "attention: varlen (flash-attn is not installed; to build it: pip install flash-attn" in capsys.readouterr().out
 
 
 def test_too_old_a_transformers_is_named(tmp_path):
@@ -377,7 +386,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                  "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
                  "train/kl",
                  "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
-                 "perf/update_tokens_per_second"):
+                 "perf/update_tokens_per_second", "perf/peak_memory_gib"):
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
 

@@ -69,6 +69,21 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
         assert generate(env, step, 5)[1] == expected[5 * group:5 * group + 5]
 
 
+def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatch):
+    """A prompt for all its samples, its pictures for the whole step."""
+    env, pictures, prefilled = start(qwen25, picture_rows), [], []
+    features, hidden = ppo.image_features, ppo.language_hidden
+    monkeypatch.setattr(ppo, "image_features", lambda *args: pictures.append(len(args[2])) or features(*args))
+    monkeypatch.setattr(ppo, "language_hidden", lambda model, row, attention: prefilled.append(
+        row.input_ids.shape[1] if isinstance(attention, vlm.PackedAttention) else 0) or hidden(model, row, attention))
+    step = take(env)
+    samples, _ = generate(env, step, 5)
+    assert sum(prefilled) == sum(step.lengths)
+    generate(env, step, 1, greedy=True)
+    ppo.score_tokens(env.run, env.actor, step, samples)
+    assert sum(pictures) == 4
+
+
 def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
     env = start(qwen25, picture_rows)
     base = generate(env, take(env), 2)[1]
@@ -133,15 +148,17 @@ def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
             assert stop not in env.processor.tokenizer.decode(short[:-1], skip_special_tokens=True)
             assert (stop in decoded) or len(short) == len(full)
             assert not (stop in decoded and truncated)
+    ends = {tokens[0][2], tokens[5][1]}
+    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_tokens", ",".join(text([end]) for end in ends))
+    samples, cut = generate(again, take(again), 4)
+    assert cut == [next((t[:n] for n in range(1, len(t)) if t[n - 1] in ends), t) for t in tokens]
+    assert {t[-1] for t, truncated in zip(cut, samples.truncated) if not truncated} >= ends
     least = ("--max_new_tokens", "64", "--min_new_tokens", "3")                                # a stop string waits for that
     env, again = start(qwen25, picture_rows, *least), start(qwen25, picture_rows, *least, "--stop_strings", f'["{stop}"]',
                                                             "--poll_every", "8")
     (_, tokens), (_, cut) = generate(env, take(env), 4), generate(again, take(again), 4)
     assert cut == [next((t[:max(n, 3)] for n in range(1, len(t)) if stop in text(t[:n])), t) for t in tokens]
     assert {3} < {*map(len, cut)}
-    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_tokens", env.processor.tokenizer.decode([tokens[0][2]]))
-    cut = generate(again, take(again), 4)[1]
-    assert all(t[:-1].count(tokens[0][2]) == 0 for t in cut) and cut[0] == tokens[0][:tokens[0].index(tokens[0][2]) + 1]
 
 
 def test_top_k_and_top_p_truncate_but_logprobs_do_not():

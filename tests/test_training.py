@@ -1,5 +1,5 @@
 """Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
-2 and 5, export, schedules, and what a run does when something goes wrong.
+2 and 8, export, schedules, and what a run does when something goes wrong.
 
 Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every
 list of flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
@@ -25,6 +25,7 @@ from conftest import start, take, write_checkpoint
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -145,16 +146,20 @@ HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01
               "--min_new_tokens 2").split()
 
 
-@pytest.fixture(scope="module")
-def env(qwen25, picture_rows):
-    """One rank's models with a random value head, and hand-made samples."""
-    env = start(qwen25, picture_rows, *HAND_FLAGS)
+def hand_env(checkpoint: Path | str, rows: str):
+    """Models with a random value head, and hand-made samples."""
+    env = start(checkpoint, rows, *HAND_FLAGS)
     with torch.no_grad():
         weight = env.critic.value_head.weight.to_local()
         weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
     env.step = take(env)
     env.samples = hand_samples(env, env.step)
     return env
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows):
+    return hand_env(qwen25, picture_rows)
 
 
 def gradient(run: ppo.Run, module, prompts, samples: Samples) -> tuple[dict[str, torch.Tensor], int]:
@@ -587,7 +592,16 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     assert step["rollout/total_length"] == pytest.approx(np.mean(total)) and step["rollout/episode"] == 0.5
     train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
     told = capsys.readouterr().out
-    assert "mode: one update per rollout" in told and "warning: step" not in told and " -> '" not in told
+    assert "mode: one update per rollout" in told and "warning:" not in told and " -> '" not in told
+    train(qwen25, task, tmp_path / "c", "--advantage", "dr_grpo", "--top_k", "9", "--kl_coef", "0.1", "--kl_in", "loss",
+          "--policy_loss", "gspo")
+    told = capsys.readouterr().out
+    for warning in ("--top_k/--top_p truncate", "the expected gradient of k1 as a loss", "gspo is a loss per sequence"):
+        assert f"warning: {warning}" in told
+    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
+    picture = events.Images("samples/step")[0]
+    assert picture.width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
+    assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
 
 
 def on_a_gpu(monkeypatch, run: ppo.Run) -> ppo.Run:
@@ -684,13 +698,15 @@ def test_profile_writes_a_trace(qwen25, task, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
-def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path):
+def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
     bad = ("--data", str(task / "bad.jsonl"))
     with pytest.raises(ppo.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
         ppo.main(flags(qwen25, task, tmp_path / "a", *bad))
     steps = train(qwen25, task, tmp_path / "b", *bad, "--on_bad_row", "skip", "--steps", "2", "--minibatches", "4")
     assert [step["rollout/dropped_prompts"] for step in steps] == [1, 2]
     assert [step["rollout/samples"] for step in steps] == [9, 9]
+    told = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
+    assert told.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
     skip = ("--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip")
     held_out = ppo.main(flags(qwen25, task, tmp_path / "c", *skip))
@@ -857,7 +873,7 @@ def launch(ranks: int, plan: Path, file: str = __file__) -> None:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(qwen25, task, tmp_path_factory):
+def two_ranks(qwen25, task, picture_rows, tmp_path_factory):
     """Every run above on one and on two ranks: folders of the outputs."""
     checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
     shutil.copytree(checkpoints["qwen3_vl"], task / "judge")                                    # of another family: its own tower
@@ -874,6 +890,7 @@ def two_ranks(qwen25, task, tmp_path_factory):
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
     plan = [run_flags(name, spec, checkpoints, task, two) for name, spec in (RUNS | FAILURES).items()]
     (two / "plan.json").write_text(json.dumps(plan))
+    (two / "hand.json").write_text(json.dumps([str(qwen25), picture_rows]))
     launch(2, two / "plan.json")
     for name, spec in RUNS.items():
         ppo.main(run_flags(name, spec, checkpoints, task, one))
@@ -897,6 +914,15 @@ def assert_same_run(one: Path, other: Path) -> None:
         for name, value in ours.items():
             if not name.startswith("perf/") and not name.endswith("seconds"):
                 assert theirs[name] == pytest.approx(value, abs=1e-4, rel=1e-4), (ours["step"], name)
+
+
+@pytest.mark.parametrize("part", ["actor", "critic"])
+def test_gradient_of_two_ranks_is_that_of_one(env, two_ranks, part):
+    """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
+    both = load_file(two_ranks[1] / "gradients-1.safetensors")
+    found = {name.removeprefix(f"{part}."): value for name, value in both.items() if name.startswith(part)}
+    expected, packs = gradient(env.run, getattr(env, part), env.step, env.samples)
+    assert packs == 1 and distance(found, expected) < 1e-6
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -955,13 +981,13 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    five, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
-                        "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
-                  for name in ("five", "one"))
-    (tmp_path / "plan.json").write_text(json.dumps([five]))
-    launch(5, tmp_path / "plan.json")
+    eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
+                         "--eval_every", "1", "--eval_data", str(task / "eval.jsonl"), "--max_eval_rows", "3")
+                  for name in ("eight", "one"))
+    (tmp_path / "plan.json").write_text(json.dumps([eight]))
+    launch(8, tmp_path / "plan.json")
     ppo.main(one)
-    assert_same_run(tmp_path / "one", tmp_path / "five")
+    assert_same_run(tmp_path / "one", tmp_path / "eight")
 
 
 def check_exchange() -> None:
@@ -997,6 +1023,12 @@ def program(plan: Path) -> None:
         except ppo.UserError as error:
             errors.append(str(error))
     check_exchange()
+    if (hand := plan.with_name("hand.json")).exists():
+        env = hand_env(*json.loads(hand.read_text()))
+        run = with_flags(env.run, max_tokens_per_pack=110)
+        found = {f"{part}.{name}": value for part in ("actor", "critic")
+                 for name, value in gradient(run, getattr(env, part), env.step, env.samples)[0].items()}
+        save_file(found, plan.with_name(f"gradients-{env.run.rank}.safetensors"))
     (plan.parent / f"errors-{dist.get_rank()}.json").write_text(json.dumps(errors))
     dist.destroy_process_group()
 

@@ -85,7 +85,7 @@ def compare_heads(flags) -> None:
 
 
 def toy_growth(steps: int, work: Path) -> None:
-    """Resident memory of the embedded toy along a run without evaluations but with records and checkpoints."""
+    """Peak of the resident memory of the embedded toy along a run without evaluations but with records and checkpoints."""
     flags = ["--steps", str(steps), "--eval_every", "0", "--save_every", "50", "--out", str(work / "run")]
     subprocess.run(
         [sys.executable, str(ROOT / "train_ppo_vl.py"), *flags],
@@ -94,9 +94,9 @@ def toy_growth(steps: int, work: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
-    resident = {line["step"]: line["perf/resident_memory_gib"] * 1024 for line in lines if "perf/resident_memory_gib" in line}
+    resident = {line["step"]: line["perf/peak_memory_gib"] * 1024 for line in lines if "perf/peak_memory_gib" in line}
     shown = sorted({s for s in (1, 5, 10, 20, 50, 100, 150, steps) if s <= steps})
-    print("toy, resident MiB at step: " + "  ".join(f"{s}: {resident[s]:.1f}" for s in shown))
+    print("toy, peak resident MiB up to step: " + "  ".join(f"{s}: {resident[s]:.1f}" for s in shown))
     first = min(20, steps)
     middle = (steps + first) // 2
     print(
