@@ -588,6 +588,16 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
     told = capsys.readouterr().out
     assert "mode: one update per rollout" in told and "warning: step" not in told and " -> '" not in told
+    assert "of the KL" not in told and "k1 as a loss" not in told
+
+
+@pytest.mark.parametrize("place, estimator, warning", [("reward", "full", "full as a reward does not have the gradient"),
+                                                       ("loss", "k1", "the expected gradient of k1 as a loss is zero")])
+def test_an_estimator_at_the_wrong_place_is_told(env, tmp_path, capsys, place, estimator, warning):
+    for kind in (estimator, "k1+"):
+        run = with_flags(env.run, kl_coef=0.1, kl_in=place, kl_estimator=kind, out=tmp_path / kind)
+        ppo.open_log(run, [env.prompts], [], 0).close()
+        assert (f"warning: {warning}" in capsys.readouterr().out) == (kind == estimator)
 
 
 def on_a_gpu(monkeypatch, run: ppo.Run) -> ppo.Run:
