@@ -322,8 +322,9 @@ class AlgorithmArgs:
                                     "0: off", low=0)
     kl_coef: float = flag(0.0, "weight of the KL to the reference; 0: no reference is loaded", low=0)
     kl_in: str = flag("reward", "where the KL acts", ("reward", "loss"))
-    kl_estimator: str = flag("k1", "k1 belongs in the reward, k2 or k3+ in the loss; full: the whole vocabulary, for one more "
-                                   "forward pass of the reference", ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
+    kl_estimator: str = flag("k1", "in the reward k1, which alone has the gradient of the KL there; in the loss k2, k3+ or "
+                                   "full: the whole vocabulary, for one more forward pass of the reference",
+                             ("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"))
     kl_target: float = flag(0.0, "KL per token that an adaptive weight aims at; 0: the weight is fixed", low=0)
     kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
     loss_aggregation: str = flag("token-mean", "how token losses are averaged",
@@ -2225,8 +2226,13 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
                  f"{share * update.steps * per_step / len(part):.1f} passes")
     if args.rollout.top_k or args.rollout.top_p < 1:
         log.line("warning: --top_k/--top_p truncate the sampling distribution; the gradient assumes they do not")
-    if args.algorithm.kl_in == "loss" and args.algorithm.kl_estimator == "k1" and args.algorithm.kl_coef:
-        log.line("warning: the expected gradient of k1 as a loss is zero; use k2 or k3+")
+    kl, place = args.algorithm.kl_estimator, args.algorithm.kl_in
+    if args.algorithm.kl_coef and place == "loss" and kl == "k1":
+        log.line("warning: the expected gradient of k1 as a loss is zero in a step's first update, and later leads away from "
+                 "its samples; use k2, k3+ or full")
+    if args.algorithm.kl_coef and place == "reward" and kl not in ("k1", "k1+"):
+        log.line(f"warning: {kl} as a reward does not have the gradient of the KL and hardly holds the policy; use k1, or "
+                 "--kl_in loss")
     if args.algorithm.policy_loss in ("gspo", "gmpo") and args.algorithm.loss_aggregation != "seq-mean-token-mean":
         log.line(f"warning: {args.algorithm.policy_loss} is a loss per sequence; --loss_aggregation seq-mean-token-mean "
                  "makes it the paper's")

@@ -313,7 +313,8 @@ def kl_penalty(kind: str, logp: torch.Tensor, ref: torch.Tensor) -> torch.Tensor
     """(N,) estimates of KL(policy | reference) on samples of the policy (Schulman 2020, "Approximating KL divergence").
 
     k1, k2, k3, abs. A trailing ``+`` keeps the value and takes the gradient of k2, which is
-    that of the KL in expectation; the gradient of k1 is zero in expectation, so k1 belongs in the reward.
+    that of the KL in expectation; the gradient of k1 is zero in expectation, so k1 belongs in the reward. There no other
+    does: what multiplies grad log p must be the log-ratio itself, and of the exact KL, which no draw changes, nothing is left.
     """
     if kind.endswith("+"):
         k2 = kl_penalty("k2", logp, ref)

@@ -18,6 +18,7 @@ RUNS = [
     ("memory.py", "--tokens 64 --vocabulary 5000 --hidden 64 --chunk 16 --steps 0", r"chunks of +16: +\d+ MiB, 1/"),
     ("scale.py", "", r"\| 72B \| 512 \|"),
     ("trl.py", "--help", r"GRPOTrainer"),
+    ("learning.py", "--steps 4 --only gae", r"\| gae \| 0\.22\d \| 0\."),
     ("host.py", "--startup", r'"build_models", \d'),
 ]
 

@@ -359,6 +359,23 @@ def test_kl_golden_and_straight_through_gradients():
         losses.kl_penalty("other", LOGP, OLD)
 
 
+def test_where_an_estimator_has_the_gradient_of_the_kl():
+    """Exact expectations over five tokens. As a reward k1 alone has it, and the exact KL has none; as a loss k2 and ``+``."""
+    ref = torch.tensor([.4, .3, .15, .1, .05], dtype=torch.float64).log()
+    logits = torch.tensor([.3, -1., 2., 0., 1.], dtype=torch.float64, requires_grad=True)
+    logp = logits.log_softmax(0)
+    gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]  # noqa: E731
+    wanted = gradient((logp.exp() * (logp - ref)).sum())
+    agree = lambda found: torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)  # noqa: E731
+    estimates = {kind: losses.kl_penalty(kind, logp, ref) for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")}
+    as_reward = {kind: gradient((logp.exp() * x.detach()).sum()) for kind, x in estimates.items()}
+    as_loss = {kind: gradient((logp.exp().detach() * x).sum()) for kind, x in estimates.items()}
+    assert [kind for kind, found in as_reward.items() if agree(found)] == ["k1", "k1+"]
+    assert [kind for kind, found in as_loss.items() if agree(found)] == ["k2", "k1+", "k3+", "abs+"]
+    exact = (logp.exp() * (logp - ref)).sum().detach()
+    assert gradient((logp.exp() * exact).sum()).abs().max() < 1e-12 and as_loss["k1"].abs().max() < 1e-12
+
+
 # Log-probs
 
 

@@ -604,6 +604,15 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
     assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
 
 
+@pytest.mark.parametrize("place, estimator, warning", [("reward", "full", "full as a reward does not have the gradient"),
+                                                       ("loss", "k1", "the expected gradient of k1 as a loss is zero")])
+def test_an_estimator_at_the_wrong_place_is_told(env, tmp_path, capsys, place, estimator, warning):
+    for kind in (estimator, "k1+"):
+        run = with_flags(env.run, kl_coef=0.1, kl_in=place, kl_estimator=kind, out=tmp_path / kind)
+        ppo.open_log(run, [env.prompts], [], 0).close()
+        assert (f"warning: {warning}" in capsys.readouterr().out) == (kind == estimator)
+
+
 def on_a_gpu(monkeypatch, run: ppo.Run) -> ppo.Run:
     """The same run as one on an H100 that has taken 1 s per stage, for what `perf_metrics` says of it."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
