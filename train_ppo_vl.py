@@ -482,6 +482,8 @@ def check_args(args: Args) -> None:
         f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
         f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
+        "--system_prompt is for --row_kind prompts: a judge's own system_instruction stands before judgements":
+            args.data.row_kind == "prompts" or not args.data.system_prompt,
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--ptx_data and a --ptx_coef above 0 are needed together": bool(args.data.ptx_data) == (update.ptx_coef > 0),
