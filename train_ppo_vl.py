@@ -636,11 +636,13 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
         processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
                               args.video_max_pixels)
         if judgements:
+            learned = processor.files["judge"].get("kinds", {})
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
         datasets = [load("data", path, args.max_rows) for path, _ in sets]
         held_out = load("eval_data", args.eval_data, args.max_eval_rows) if args.eval_data else []
-        if judgements:
-            count_judgements(judge, [(row.label, row.reference, True) for rows in datasets for row in rows])
+        if judgements:                               # who learned its verdicts behind critiques only goes on writing them
+            wrote = {kind for kind, own in learned.items() if 0 < own.get("examples", 0) == own.get("critiques")}
+            count_judgements(judge, [(row.label, row.reference, row.label not in wrote) for rows in datasets for row in rows])
     weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(datasets, sets)]
     return processor, datasets, weights, held_out
 

@@ -634,7 +634,7 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
             part["file"] = image
     if system_prompt:
         if any(m["role"] == "system" for m in messages):
-            raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+            raise ValueError("a system message in the row, and a system prompt by flag or judge.json: drop one of them")
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     return messages, [part.pop("file") for part in places]
 
@@ -837,8 +837,8 @@ class PromptLoader:
         """The prompts of a step, decoded."""
         prompts = self.collect(*self.pending.pop(index))
         if len(prompts.dropped) == len(prompts.prompts):
-            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others "
-                            "decodes")
+            raise UserError(f"no prompt is left of {len(prompts.prompts)} drawn together: no picture of "
+                            f"{prompts.prompts[0].source} and the others decodes")
         return prompts
 
     def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:

@@ -352,6 +352,23 @@ def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows
         assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
 
 
+def test_critiques_are_remembered_over_rl(judges, tmp_path):
+    """Rewards for verdicts do not teach a judge to say them bare."""
+    folder = tmp_path / "judge"
+    shutil.copytree(judges["near"], folder)
+    judge = vlm.judge_settings({})
+    vlm.count_judgements(judge, [("correct", "yes", False), ("score", "1", False), ("score", "2", True)])
+    (folder / "judge.json").write_text(json.dumps(judge))
+    rows = [{"question": "a", "response": "b", "correct": True}, {"question": "a", "response": "b", "score": 2},
+            {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    processor, *_ = ppo.load_data(ppo.start_run(ppo.parse_args(
+        ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--row_kind", "judgements", "--reward", "verdict"])))
+    kinds = processor.files["judge"]["kinds"]
+    assert {kind: (kinds[kind]["examples"], kinds[kind]["critiques"]) for kind in ("correct", "score", "answers")} == {
+        "correct": (1, 1), "score": (1, 0), "answers": (2, 0)}
+
+
 def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
     """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
     write_family("qwen2", tmp_path / "text", picture_rows)
