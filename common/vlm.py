@@ -988,14 +988,15 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     both = pair and orders == "both"
     if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
         raise ValueError(f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}")
+    plain = functools.partial(re.sub, "|".join(PLACES), " ")     # what is judged has no pictures, whatever it says
     examples = []
     for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
-        first, second = row.get("responses", ["", ""])[::turn]
+        first, second = map(plain, row.get("responses", ["", ""])[::turn])
         verdict = row.get("preferred") or (
             f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
         verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
         said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
-        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
+        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=plain(row.get("response", "")),
                         response_a=first, response_b=second)
         text = said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)
         if parse_verdict(text, judge["which_answer"], [verdict]) is None:
