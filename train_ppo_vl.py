@@ -71,10 +71,10 @@ from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention
                         count_judgements, count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes,
                         image_features, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
                         layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize,
-                        move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
-                        resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded,
-                        use_attention, user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower,
-                        without_adapters)
+                        move_module, move_state, parse_verdict, positions_of, question_text, read_frames, read_judgement,
+                        resident_bytes, resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton,
+                        trained_parts, unsharded, use_attention, user_text, vision_parameters, visual_token_ids, with_grids,
+                        with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -1695,8 +1695,8 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
     questions, grids = [], {}
     for group, text, order in asked:
         row = prompts.prompts[group]
-        question, said, answer = (without_markup(part or "", processor)
-                                  for part in (user_text(row.messages), text, row.reference))
+        plain = functools.partial(without_markup, processor=processor)
+        question, said, answer = question_text(row.messages, len(row.images), plain), plain(text), plain(row.reference or "")
         first, second = (said, answer)[::order]
         ask = {"prompt": question, "images": list(row.images), "question": fill(
             template, prompt=question, response=said, response_a=first, response_b=second)}

@@ -871,6 +871,16 @@ def user_text(messages: list[dict]) -> str:
     return "\n".join(part["text"] for m in messages if m["role"] == "user" for part in m["content"] if part["type"] == "text")
 
 
+def question_text(messages: list[dict], images: int, plain: Callable[[str], str] = str) -> str:
+    """What the user says, each text made `plain`, for a question about it and the prompt's `images` pictures and clips: with
+    their places; without where they come before all text, as in a row that does not say where, or not from the user."""
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    kinds = [part["type"] for content in users for part in content]
+    first = "text" not in kinds[:images] or len(kinds) - kinds.count("text") != images
+    said = lambda part: plain(part["text"]) if part["type"] == "text" else "" if first else f"<{part['type']}>"  # noqa: E731
+    return "\n".join("".join(map(said, content)) for content in users)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Judgements: rows to questions, targets and verdicts. judge.json holds what is needed to ask in the same way.
 # ---------------------------------------------------------------------------------------------------------------------
@@ -984,6 +994,8 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
         return [ask | {"text": row["response"], "verdict": parse_verdict(row["response"], judge["which_answer"], None)}]
+    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):     # else `make_prompt` says what is wrong
+        prompt = question_text(_turns(prompt), len(images))
     pair = kind in ("pictures", "answers")
     both = pair and orders == "both"
     if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):

@@ -325,10 +325,10 @@ def test_a_pair_is_asked_in_both_orders(env):
 def test_a_response_is_no_place_for_a_picture(env, task):
     """As in train_ppo_vl.py, which asks about whatever a policy says."""
     asked = [vlm.read_judgement(row, settings(), "given")[0] for row in (
-        {"question": "<image> what?", "images": ["0.png"], "response": "an <image>", "correct": True},
+        {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
         {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
     texts = [vlm.judge_prompt(env.processor, ask, 0, "x", folder=str(task)).text for ask in asked]
-    assert "Question: <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
+    assert "Question: what <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
 
 
 def test_other_rows():
