@@ -271,7 +271,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    values, _ = read_flags({field.name: field.type for field in fields(Args)}, __doc__, argv, "grm_args.json")
+    values, given = read_flags({field.name: field.type for field in fields(Args)}, __doc__, argv, "grm_args.json")
+    if "max_epochs" in given and "steps" not in given:         # else the steps of a --config, or of the toy's, would count
+        values["steps"] = 0
     for name in ("system_instruction", *(f"{kind}_template" for kind in JUDGEMENTS)):
         if os.path.isfile(values.get(name, "")):
             values[name] = Path(values[name]).read_text(encoding="utf-8-sig").strip("\n")
@@ -282,6 +284,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
         f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens "
         f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
         "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
+        "--keep_best needs --eval_data and evaluations (--eval_every)":
+            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
         "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
         "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),

@@ -72,10 +72,10 @@ from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention
                         count_judgements, count_parameters, differing_tower, encode_target, fill, freeze, gathered_bytes,
                         image_features, init_adapters, judge_prompt, judge_settings, language_hidden, language_model,
                         layer_activations, load_judgements, load_prompts, load_rows, load_weights, make_prompt, materialize,
-                        move_module, move_state, parse_verdict, positions_of, read_frames, read_judgement, resident_bytes,
-                        resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton, trained_parts, unsharded,
-                        use_attention, user_text, vision_parameters, visual_token_ids, with_grids, with_same_tower,
-                        without_adapters)
+                        move_module, move_state, parse_verdict, positions_of, question_text, read_frames, read_judgement,
+                        resident_bytes, resolve_folder, router_logits, routers, row_pictures, shard_of, skeleton,
+                        trained_parts, unsharded, use_attention, user_text, vision_parameters, visual_token_ids, with_grids,
+                        with_same_tower, without_adapters)
 
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # batch sizes of CUDA graphs; the last batch is all slots
 GRAPH_PAYS = 16      # decoding steps after which a capture, which takes about as long as so many launches, pays
@@ -484,6 +484,8 @@ def check_args(args: Args) -> None:
         f"--max_new_tokens = {longest}": update.max_tokens_per_pack >= longest,
         f"--prefill_tokens {rollout.prefill_tokens} must hold one prompt: --max_prompt_tokens {args.data.max_prompt_tokens}":
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
+        "--system_prompt is for --row_kind prompts: a judge's own system_instruction stands before judgements":
+            args.data.row_kind == "prompts" or not args.data.system_prompt,
         "--keep_best needs --eval_data and evaluations (--eval_every)":
             not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--ptx_data and a --ptx_coef above 0 are needed together": bool(args.data.ptx_data) == (update.ptx_coef > 0),
@@ -632,11 +634,13 @@ def load_data(run: Run) -> tuple[Processor, list[list[Prompt]], list[float], lis
         processor = Processor(str(folder), args.min_pixels, args.max_pixels, args.video_frames, args.video_fps,
                               args.video_max_pixels)
         if judgements:
+            learned = processor.files["judge"].get("kinds", {})
             judge = processor.files["judge"] = judge_settings(processor.files["judge"], which="last")          # is exported
         datasets = [load(path, args.max_rows) for path, _ in sets]
         held_out = load(args.eval_data, args.max_eval_rows) if args.eval_data else []
-        if judgements:
-            count_judgements(judge, [(row.label, row.reference, True) for rows in datasets for row in rows])
+        if judgements:                               # who learned its verdicts behind critiques only goes on writing them
+            wrote = {kind for kind, own in learned.items() if 0 < own.get("examples", 0) == own.get("critiques")}
+            count_judgements(judge, [(row.label, row.reference, row.label not in wrote) for rows in datasets for row in rows])
     weights = [float(len(rows)) if weight is None else weight for rows, (_, weight) in zip(datasets, sets)]
     return processor, datasets, weights, held_out
 
@@ -1676,8 +1680,8 @@ def ask_judge(run: Run, source: Source, prompts: StepPrompts, samples: Samples, 
     questions, grids = [], {}
     for group, text, order in asked:
         row = prompts.prompts[group]
-        question, said, answer = (without_markup(part or "", processor)
-                                  for part in (user_text(row.messages), text, row.reference))
+        plain = functools.partial(without_markup, processor=processor)
+        question, said, answer = question_text(row.messages, len(row.images), plain), plain(text), plain(row.reference or "")
         first, second = (said, answer)[::order]
         ask = {"prompt": question, "images": list(row.images), "question": fill(
             template, prompt=question, response=said, response_a=first, response_b=second)}

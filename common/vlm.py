@@ -634,7 +634,7 @@ def _chat(prompt: str | list, images: list, system_prompt: str) -> tuple[list[di
             part["file"] = image
     if system_prompt:
         if any(m["role"] == "system" for m in messages):
-            raise ValueError("a system message in the row, and a system prompt by flag: drop one of them")
+            raise ValueError("a system message in the row, and a system prompt by flag or judge.json: drop one of them")
         messages.insert(0, {"role": "system", "content": [{"type": "text", "text": system_prompt}]})
     return messages, [part.pop("file") for part in places]
 
@@ -838,8 +838,8 @@ class PromptLoader:
         """The prompts of a step, decoded."""
         prompts = self.collect(*self.pending.pop(index))
         if len(prompts.dropped) == len(prompts.prompts):
-            raise UserError(f"no prompt is left in step {index + 1}: no picture of {prompts.prompts[0].source} and the others "
-                            "decodes")
+            raise UserError(f"no prompt is left of {len(prompts.prompts)} drawn together: no picture of "
+                            f"{prompts.prompts[0].source} and the others decodes")
         return prompts
 
     def submit(self, prompts: list[Prompt], draws: list[int]) -> tuple:
@@ -872,6 +872,16 @@ class PromptLoader:
 def user_text(messages: list[dict]) -> str:
     """What the user says in the messages of a prompt, without markup and image places."""
     return "\n".join(part["text"] for m in messages if m["role"] == "user" for part in m["content"] if part["type"] == "text")
+
+
+def question_text(messages: list[dict], images: int, plain: Callable[[str], str] = str) -> str:
+    """What the user says, each text made `plain`, for a question about it and the prompt's `images` pictures and clips: with
+    their places; without where they come before all text, as in a row that does not say where, or not from the user."""
+    users = [m["content"] for m in messages if m["role"] == "user"]
+    kinds = [part["type"] for content in users for part in content]
+    first = "text" not in kinds[:images] or len(kinds) - kinds.count("text") != images
+    said = lambda part: plain(part["text"]) if part["type"] == "text" else "" if first else f"<{part['type']}>"  # noqa: E731
+    return "\n".join("".join(map(said, content)) for content in users)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -987,18 +997,21 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
         return [ask | {"text": row["response"], "verdict": parse_verdict(row["response"], judge["which_answer"], None)}]
+    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):     # else `make_prompt` says what is wrong
+        prompt = question_text(_turns(prompt), len(images))
     pair = kind in ("pictures", "answers")
     both = pair and orders == "both"
     if both and re.search(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b", critique):
         raise ValueError(f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}")
+    plain = functools.partial(re.sub, "|".join(PLACES), " ")     # what is judged has no pictures, whatever it says
     examples = []
     for order, turn in (("given", 1), ("swapped", -1))[:2 if both else 1]:
-        first, second = row.get("responses", ["", ""])[::turn]
+        first, second = map(plain, row.get("responses", ["", ""])[::turn])
         verdict = row.get("preferred") or (
             f"{row['score']:g}" if kind == "score" else judge["kinds"][kind]["verdicts"][not row["correct"]])
         verdict = SWAPPED.get(verdict, verdict) if turn < 0 else verdict
         said = fill(critique, **dict(zip("AB", "AB"[::turn]))) if pair else critique
-        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=row.get("response", ""),
+        question = fill(judge["kinds"][kind]["template"], prompt=prompt, response=plain(row.get("response", "")),
                         response_a=first, response_b=second)
         text = said + "\n" * bool(said) + fill(judge["answer"], verdict=verdict)
         if parse_verdict(text, judge["which_answer"], [verdict]) is None:

@@ -134,6 +134,7 @@ REFUSED = {
     "--profile 5 --steps 4": "--profile 5 exceeds --steps 4",
     "--min_pixels 9 --max_pixels 8": "--min_pixels exceeds --max_pixels",
     "--eval_only": "--eval_only needs --eval_data",
+    "--row_kind judgements --system_prompt x": "--system_prompt is for --row_kind prompts",
     "--eval_ema": "--eval_ema and --export_ema need an average: --ema_beta above 0",
     "--export_ema": "--eval_ema and --export_ema need an average: --ema_beta above 0",
     "--ema_beta 1": "--ema_beta 1.0 must be at least 0 and at most 0.999999",

@@ -322,6 +322,15 @@ def test_a_pair_is_asked_in_both_orders(env):
     assert len(vlm.read_judgement(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
 
 
+def test_a_response_is_no_place_for_a_picture(env, task):
+    """As in train_ppo_vl.py, which asks about whatever a policy says."""
+    asked = [vlm.read_judgement(row, settings(), "given")[0] for row in (
+        {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
+        {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
+    texts = [vlm.judge_prompt(env.processor, ask, 0, "x", folder=str(task)).text for ask in asked]
+    assert "Question: what <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
+
+
 def test_other_rows():
     judge = settings(correct_template="{prompt} -> {response}")
     assert [vlm.read_judgement(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
@@ -613,11 +622,21 @@ def test_the_toy_brings_judgements(tmp_path):
     assert sum(map(len, datasets)) > 256 and len(held_out) > 128
 
 
+def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
+    """args.json has the steps counted out, the toy's own a number of its own."""
+    path = tmp_path / "args.json"
+    path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "steps": 2500}))
+    steps = lambda *more: grm.plan_steps(grm.parse_args(["--config", str(path), *more]), 100).update.steps  # noqa: E731
+    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 2, 7)
+
+
 def test_flags():
     for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
                           "--model m --data d --max_tokens 99999": "must hold one example", "--model m --data ,": "separated",
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
+                          "--model m --data d --keep_best eval/accuracy": "--keep_best needs --eval_data and evaluations",
+                          "--model m --data d --eval_data e --eval_every 0 --keep_best eval/loss": "--keep_best needs",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
         with pytest.raises(grm.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -138,6 +138,34 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
             ppo.score_rewards(env.run, env.processor, reward, step, samples)
 
 
+def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp_path, monkeypatch):
+    """A row says where its pictures stand, in the text, before it, or not at all: its judge reads what it read in training."""
+    pictures = sorted(map(str, Path(picture_rows).parent.glob("*.png")))
+    rows = [{"prompt": prompt, "images": pictures[:count]} for prompt, count in (
+        ("is <image> larger than <image>?", 2), ("<image>what?", 1), ("<image><image>\nwhat?", 2), ("what?", 1), ("what?", 0),
+        ("what is <image>", 1))]
+    rows[4]["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}]}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
+    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage", "grpo", "--reward", f"grm:{judges['near']}",
+                "--grm_question", "correct")
+    reward = ppo.load_reward(env.args.reward)
+    ppo.build_reward_models(env.run, reward, env.processor)
+    rows[4]["prompt"] = "what?"
+    step, processor, asked = take(env), reward.sources[0].processor, []
+    ppo.compute_features(env.run, env.actor, step)
+    lend = ppo.lend_pictures
+    monkeypatch.setattr(ppo, "lend_pictures", lambda *given: asked.extend(given[-1]) or lend(*given))
+    scored = ppo.score_rewards(env.run, env.processor, reward, step, as_samples([[torch.tensor([40, 41])]] * len(rows)))
+    said = env.processor.tokenizer.decode([40, 41])
+    for row, prompt in zip(rows, asked, strict=True):
+        (ask,) = vlm.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
+                                    processor.files["judge"], "both")
+        trained = vlm.judge_prompt(processor, ask, 0, "x", folder="/")
+        assert prompt.text == trained.text and prompt.images == trained.images and torch.equal(prompt.input_ids, trained.input_ids)
+    assert "Question: is <|vision_start|>" in asked[0].text and "<|vision_end|>Question: what?" in asked[1].text
+    assert scored.scores.isfinite().all()
+
+
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges, which):
     flags = ["--reward", f"grm:{judges[which]}", "--grm_question", "correct", "--grm_mode", "critique", "--grm_max_new_tokens", "7"]
@@ -355,6 +383,23 @@ def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows
         (folder / "judge.json").write_text(json.dumps(judge))
         prepare(qwen25, picture_rows, "--reward", f"grm:{folder}", "--grm_mode", mode)
         assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
+
+
+def test_critiques_are_remembered_over_rl(judges, tmp_path):
+    """Rewards for verdicts do not teach a judge to say them bare."""
+    folder = tmp_path / "judge"
+    shutil.copytree(judges["near"], folder)
+    judge = vlm.judge_settings({})
+    vlm.count_judgements(judge, [("correct", "yes", False), ("score", "1", False), ("score", "2", True)])
+    (folder / "judge.json").write_text(json.dumps(judge))
+    rows = [{"question": "a", "response": "b", "correct": True}, {"question": "a", "response": "b", "score": 2},
+            {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    processor, *_ = ppo.load_data(ppo.start_run(ppo.parse_args(
+        ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--row_kind", "judgements", "--reward", "verdict"])))
+    kinds = processor.files["judge"]["kinds"]
+    assert {kind: (kinds[kind]["examples"], kinds[kind]["critiques"]) for kind in ("correct", "score", "answers")} == {
+        "correct": (1, 1), "score": (1, 0), "answers": (2, 0)}
 
 
 def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
