@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     running = {"kl_controller": kl_controller, "moments": losses.RunningMoments()}
     running_state = lambda: {name: part.state_dict() for name, part in running.items()}  # noqa: E731
-    fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0} | running_state()
+    fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0, "evaluations": 0} | running_state()
     used = {"data (rows)": contents([path for path, _ in parse_datasets(args.data.data)], rows),
             "ptx_data (rows)": contents([args.data.ptx_data], len(text.rows)) if text else ""}
     state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models, keep_newer=args.eval.eval_only)
@@ -115,10 +115,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
 
+    passes = lambda batches: batches * args.rollout.prompts_per_step / max(1, rows)  # noqa: E731
+
     def evaluate_at(step: int) -> dict[str, float]:
         with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
-            return evaluate(run, processor, actor, reward, eval_prompts, log, step, data_rows=rows,
-                            taken=state["batches_taken"])
+            return evaluate(run, processor, actor, reward, eval_prompts, log, step) | {
+                "eval/index": state["evaluations"], "eval/episode": passes(state["batches_taken"])}
 
     def export_at(step: int) -> None:
         checkpoints.export_if_due(actor, processor, step, args.update.steps)
@@ -179,11 +181,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
             taken = state["batches_taken"] + rolled["rollout/rollouts"]
-            metrics |= rolled | {"rollout/episode": taken * args.rollout.prompts_per_step / rows}
+            metrics |= rolled | {f"{part}/{name}": value for part in ("rollout", "train")
+                                 for name, value in (("episode", passes(taken)), ("global_step", step))}
             metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
             log_samples(run, log, step, metrics, processor, prompts, samples)
-            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken}
-            state |= running_state()
+            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken,
+                      "evaluations": state["evaluations"] + evaluation_due(args, step, rows)} | running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -2115,9 +2118,8 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
-             step: int, *, data_rows: int, taken: int) -> dict[str, float]:
-    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics, of which index counts
-    the evaluations after the one at the start, and episode the passes of ``taken`` batches over ``data_rows`` prompts."""
+             step: int) -> dict[str, float]:
+    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
@@ -2140,9 +2142,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
         for name, value in record["components"].items():
             sums.add(f"eval/{name}_reward_mean", value, 1)
     metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
-                               "eval/seconds": time.perf_counter() - started, "eval/train_step": step,
-                               "eval/index": sum(evaluation_due(run.args, k, data_rows) for k in range(1, step + 1)),
-                               "eval/episode": taken * size / max(1, data_rows)}
+                               "eval/seconds": time.perf_counter() - started, "eval/train_step": step}
     if count > 1 and any("accuracy" in record["components"] for record in records):
         solved: dict[int, float] = {}
         for record in (record for record in records if "accuracy" in record["components"]):
@@ -2176,8 +2176,9 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, frames of the videos, what was asked, what was answered, what it earned."""
     return [draw_sample(read_frames(record["images"], 6), record["question"], record["response"],
-                        f"reward {record['reward']:.2f}   reference: {record['reference']}\n"
-                        f"{record.get('judgement', '')}".strip())
+                        f"reward {record['reward']:.2f}   "
+                        + (f"advantage {record['advantage']:+.2f}   " if "advantage" in record else "")
+                        + f"reference: {record['reference']}\n{record.get('judgement', '')}".strip())
             for record in records]
 
 
@@ -2253,7 +2254,7 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
             ("ev", "train/explained_variance"), ("s", "perf/step_seconds")]
     short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
     log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
-    log.update(step, {"reward": short["reward"]})
+    log.update(step, short)
     largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
     if largest > 10:
         log.line(f"warning: step {step} has an advantage of absolute value {largest:.1f}; --advantage_clip bounds them")
