@@ -858,14 +858,18 @@ def test_a_critic_from_another_run(flags, finished, qwen25, picture_rows, tmp_pa
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
-def test_intervals(flags, finished, tmp_path):
+def test_intervals(flags, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
     assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
+    save, waiting = logging.Checkpoints.save, []
+    monkeypatch.setattr(logging.Checkpoints, "save", lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
     train(flags(tmp_path / "run", "--save_every 0 --export_every 1"))
     assert steps(tmp_path / "run") == []
     assert sorted(path.name for path in (tmp_path / "run" / "export").iterdir()) == ["latest", "step-1", "step-2"]
     train(flags(tmp_path / "last", "--save_every -1 --export_every 0"))
     assert steps(tmp_path / "last") == [2] and not (tmp_path / "last" / "export").exists()
+    train(flags(tmp_path / "blocking", "--steps 1 --export_every 0 --save_blocking"))
+    assert waiting == [False, True]                                                  # one in the background, one waited for
 
 
 def test_exported_weights_are_a_model(flags, finished, tmp_path):

@@ -375,8 +375,9 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                  "train/critic_grad_norm", "train/approx_kl", "train/clipped_low", "train/clipped_high",
                  "train/clipped_dual",
                  "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
-                 "train/kl",
-                 "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
+                 "train/kl", "train/values", "train/actor_lr", "train/critic_lr", "train/episode", "train/global_step",
+                 "rollout/reward_std", "rollout/accuracy_reward", "rollout/total_length", "rollout/return", "rollout/episode",
+                 "rollout/global_step", "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
                  "perf/update_tokens_per_second"):
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0

@@ -507,6 +507,13 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
             assert [s["advantage"] for s in samples[k:k + 3]] == pytest.approx(expected, abs=1e-5)
 
 
+def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
+    for line, roles in (("", (True, False)), ("--advantage grpo", (False, False)),
+                        ("--advantage rloo --kl_coef 0.1", (False, True))):
+        env = start(qwen25, picture_rows, *line.split())
+        assert (env.critic is not None, env.reference is not None) == roles, line
+
+
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     """One controller drives either: the weight that the step's rewards, or its updates, see is the controller's."""
