@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
 
-    passes = lambda batches: batches * args.rollout.prompts_per_step / max(1, rows)  # noqa: E731
+    passes = lambda batches: batches * args.prompts_per_rollout / max(1, rows)  # noqa: E731
 
     def evaluate_at(step: int) -> dict[str, float]:
         with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     catch_signals()
     metrics = state["metrics"]
 
-    draws = args.update.steps * args.rollout.prompts_per_step * max(1, args.algorithm.dynamic_sampling)
+    draws = args.update.steps * args.prompts_per_rollout * max(args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling)
     choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, draws))
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
@@ -267,6 +267,8 @@ class DataArgs:
 class RolloutArgs:
     """rollout"""
     prompts_per_step: int = flag(128, "prompts per step, over all ranks", low=1)
+    rollouts_per_step: int = flag(1, "rollouts of a step, of equally many prompts, whose samples feed its updates together; "
+                                     "must divide --prompts_per_step", low=1)
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(1024, "longest response, tokens", low=1)
     min_new_tokens: int = flag(0, "shortest response, tokens: before, stop tokens are impossible and stop strings wait", low=0)
@@ -421,6 +423,10 @@ class Args:
         return json.loads(self.rollout.stop_strings or "[]")
 
     @property
+    def prompts_per_rollout(self) -> int:
+        return self.rollout.prompts_per_step // self.rollout.rollouts_per_step
+
+    @property
     def whiten(self) -> bool:
         norm = self.algorithm.advantages_norm
         return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++", "reinforce_baseline"))
@@ -460,6 +466,10 @@ def check_args(args: Args) -> None:
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
             rollout.prompts_per_step % max(1, update.minibatches) == 0,
+        f"--rollouts_per_step {rollout.rollouts_per_step} must divide --prompts_per_step {rollout.prompts_per_step}":
+            rollout.prompts_per_step % max(1, rollout.rollouts_per_step) == 0,
+        f"--rollouts_per_step {rollout.rollouts_per_step} exceeds --dynamic_sampling {algorithm.dynamic_sampling}":
+            rollout.rollouts_per_step <= (algorithm.dynamic_sampling or math.inf),
         f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
         f"{rollout.samples_per_prompt} must be at least 2": algorithm.advantage not in COMPARE_GROUPS
             or rollout.samples_per_prompt > 1,
@@ -925,7 +935,7 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int) -> dict[
         text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
         room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(stay.values())
         slot = length * cache_bytes(text, itemsize)
-        wanted = min(args.rollout.slots or 256, -(-args.rollout.prompts_per_step // args.run.plan_world)
+        wanted = min(args.rollout.slots or 256, -(-args.prompts_per_rollout // args.run.plan_world)
                      * args.rollout.samples_per_prompt)
         work = rollout_work(module, args.rollout, itemsize)
         slots = wanted if args.rollout.slots else max(1, min(wanted, int(0.9 * (room - root - layers - work) // slot)))
@@ -1008,8 +1018,9 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray, number: np.ndarray,
                      index: int) -> tuple[list[Prompt], list[int]] | None:
     """Batch ``index`` of prompts, 0-based, and their draw numbers: how many prompts were taken before each. A step takes
-    one batch, or more with --dynamic_sampling. Draw j is draw ``number[j]`` of dataset ``which[j]``. None behind the last."""
-    draws = slice(index * args.rollout.prompts_per_step, (index + 1) * args.rollout.prompts_per_step)
+    --rollouts_per_step batches, or more with --dynamic_sampling. Draw j is draw ``number[j]`` of dataset ``which[j]``. None
+    behind the last."""
+    draws = slice(index * args.prompts_per_rollout, (index + 1) * args.prompts_per_rollout)
     if draws.start >= len(which):
         return None
     picks = take_rows(which[draws], number[draws], [len(rows) for rows in datasets], args.run.seed)
@@ -1018,12 +1029,14 @@ def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray
 
 def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Reward", loader: PromptLoader,
                      batch: int) -> tuple[StepPrompts, Samples, dict[str, float]]:
-    """Roll out and score the prompts of a step, which begin at 0-based ``batch``; with --dynamic_sampling, go on with further
-    batches until --prompts_per_step of them have samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
+    """Roll out and score the --rollouts_per_step batches of a step, which begin at 0-based ``batch``; with --dynamic_sampling,
+    go on with further ones until --prompts_per_step prompts have samples that earn different rewards (DAPO, Yu et al. 2025,
+    section 3.2).
 
     Where the limit comes first, prompts without spread fill the step. Returns metrics, too.
     """
-    args, size, limit = run.args, run.args.rollout.prompts_per_step, max(1, run.args.algorithm.dynamic_sampling)
+    args, size, dynamic = run.args, run.args.rollout.prompts_per_step, run.args.algorithm.dynamic_sampling
+    limit = dynamic or args.rollout.rollouts_per_step
     parts, useful, generated = [], [], 0
     while len(parts) < limit and len(useful) < size:
         with run.timer("data"):
@@ -1049,7 +1062,7 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
         groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}
         dull, room = sorted(groups.difference(useful, lost), reverse=True), max(0, size - len(useful))
         prompts, samples = merge_steps(parts, sorted(useful + (dull + lost)[:room])[:size])      # what has no samples, last
-        metrics |= {"rollout/groups_without_spread": len(dull), "rollout/groups_not_replaced": room}
+        metrics |= {"rollout/groups_without_spread": len(dull), "rollout/groups_not_replaced": room} if dynamic else {}
     lengths = torch.tensor(prompts.lengths)[samples.group] + samples.lengths                                             # (S,)
     return prompts, samples, metrics | {"rollout/total_length": float(lengths.double().mean())}
 
@@ -2227,8 +2240,10 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
     updates, samples = update.epochs * update.minibatches, per_step * args.rollout.samples_per_prompt
-    log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, "
-             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass")
+    rollouts, mode = args.rollout.rollouts_per_step, "several updates per rollout" if updates > 1 else "one update per rollout"
+    mode, after = ("several rollouts per update", f" after {rollouts} rollouts") if rollouts > 1 else (mode, "")
+    log.line(f"mode: {mode}; {samples // rollouts} samples per rollout, {updates} updates of {samples // update.minibatches} "
+             f"each{after}, {rows / args.prompts_per_rollout:.1f} rollouts per pass")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):

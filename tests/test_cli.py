@@ -115,6 +115,8 @@ REFUSED = {
     "--top_p 0": "--top_p 0.0 must be at least 1e-06 and at most 1",
     "--eval_every -2": "--eval_every -2 must be at least -1",
     "--prompts_per_step 10 --minibatches 4": "--minibatches 4 must divide --prompts_per_step 10",
+    "--prompts_per_step 10 --rollouts_per_step 4": "--rollouts_per_step 4 must divide --prompts_per_step 10",
+    "--rollouts_per_step 4 --dynamic_sampling 3": "--rollouts_per_step 4 exceeds --dynamic_sampling 3",
     "--minibatches 0": "--minibatches 0 must be at least 1",
     "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
     "--advantage rloo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
