@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     kl_controller = losses.KLController(args.algorithm.kl_coef, args.algorithm.kl_target or None, args.algorithm.kl_horizon)
     running = {"kl_controller": kl_controller, "moments": losses.RunningMoments()}
     running_state = lambda: {name: part.state_dict() for name, part in running.items()}  # noqa: E731
-    fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0} | running_state()
+    fresh = {"step": 0, "metrics": {}, "dropped_prompts": 0, "batches_taken": 0, "evaluations": 0} | running_state()
     used = {"data (rows)": contents([path for path, _ in parse_datasets(args.data.data)], rows),
             "ptx_data (rows)": contents([args.data.ptx_data], len(text.rows)) if text else ""}
     state = checkpoints.resume(flags_of(args) | used, neutral_flags(args), fresh, models, keep_newer=args.eval.eval_only)
@@ -116,10 +116,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
 
+    passes = lambda batches: batches * args.prompts_per_rollout / max(1, rows)  # noqa: E731
+
     def evaluate_at(step: int) -> dict[str, float]:
         with averaged(actor_optimizer) if args.eval.eval_ema else nullcontext():
-            return evaluate(run, processor, actor, reward, eval_prompts, log, step, data_rows=rows,
-                            taken=state["batches_taken"])
+            return evaluate(run, processor, actor, reward, eval_prompts, log, step) | {
+                "eval/index": state["evaluations"], "eval/episode": passes(state["batches_taken"])}
 
     def export_at(step: int) -> None:
         checkpoints.export_if_due(actor, processor, step, args.update.steps)
@@ -153,7 +155,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     catch_signals()
     metrics = state["metrics"]
 
-    draws = args.update.steps * args.rollout.prompts_per_step * max(1, args.algorithm.dynamic_sampling)
+    draws = args.update.steps * args.prompts_per_rollout * max(args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling)
     choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, draws))
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
@@ -180,11 +182,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 metrics["train/kl_coef"] = kl_controller.value
                 kl_controller.update(metrics["train/kl"], len(samples))
             taken = state["batches_taken"] + rolled["rollout/rollouts"]
-            metrics |= rolled | {"rollout/episode": taken * args.rollout.prompts_per_step / rows}
+            metrics |= rolled | {f"{part}/{name}": value for part in ("rollout", "train")
+                                 for name, value in (("episode", passes(taken)), ("global_step", step))}
             metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
             log_samples(run, log, step, metrics, processor, prompts, samples)
-            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken}
-            state |= running_state()
+            state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken,
+                      "evaluations": state["evaluations"] + evaluation_due(args, step, rows)} | running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -265,6 +268,8 @@ class DataArgs:
 class RolloutArgs:
     """rollout"""
     prompts_per_step: int = flag(128, "prompts per step, over all ranks", low=1)
+    rollouts_per_step: int = flag(1, "rollouts of a step, of equally many prompts, whose samples feed its updates together; "
+                                     "must divide --prompts_per_step", low=1)
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
     max_new_tokens: int = flag(1024, "longest response, tokens", low=1)
     min_new_tokens: int = flag(0, "shortest response, tokens: before, stop tokens are impossible and stop strings wait", low=0)
@@ -420,6 +425,10 @@ class Args:
         return json.loads(self.rollout.stop_strings or "[]")
 
     @property
+    def prompts_per_rollout(self) -> int:
+        return self.rollout.prompts_per_step // self.rollout.rollouts_per_step
+
+    @property
     def whiten(self) -> bool:
         norm = self.algorithm.advantages_norm
         return norm == "on" or (norm == "auto" and self.algorithm.advantage in ("gae", "reinforce++", "reinforce_baseline"))
@@ -459,6 +468,10 @@ def check_args(args: Args) -> None:
         "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
             rollout.prompts_per_step % max(1, update.minibatches) == 0,
+        f"--rollouts_per_step {rollout.rollouts_per_step} must divide --prompts_per_step {rollout.prompts_per_step}":
+            rollout.prompts_per_step % max(1, rollout.rollouts_per_step) == 0,
+        f"--rollouts_per_step {rollout.rollouts_per_step} exceeds --dynamic_sampling {algorithm.dynamic_sampling}":
+            rollout.rollouts_per_step <= (algorithm.dynamic_sampling or math.inf),
         f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
         f"{rollout.samples_per_prompt} must be at least 2": algorithm.advantage not in COMPARE_GROUPS
             or rollout.samples_per_prompt > 1,
@@ -911,7 +924,7 @@ def plan_memory(args: Args, models: dict[str, nn.Module], longest: int, checkpoi
         text, (root, _, layers) = module.model.config.get_text_config(), gathered_bytes(module, itemsize)
         room = (args.run.plan_gpu_gib - RESERVED_GIB) * 2 ** 30 - sum(stay.values())
         slot = length * cache_bytes(text, itemsize)
-        wanted = min(args.rollout.slots or 256, -(-args.rollout.prompts_per_step // args.run.plan_world)
+        wanted = min(args.rollout.slots or 256, -(-args.prompts_per_rollout // args.run.plan_world)
                      * args.rollout.samples_per_prompt)
         work = rollout_work(module, args.rollout, itemsize)
         slots = wanted if args.rollout.slots else max(1, min(wanted, int(0.9 * (room - root - layers - work) // slot)))
@@ -994,8 +1007,9 @@ def lr_factor(step: int, args: UpdateArgs, delay: int = 0) -> float:
 def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray, number: np.ndarray,
                      index: int) -> tuple[list[Prompt], list[int]] | None:
     """Batch ``index`` of prompts, 0-based, and their draw numbers: how many prompts were taken before each. A step takes
-    one batch, or more with --dynamic_sampling. Draw j is draw ``number[j]`` of dataset ``which[j]``. None behind the last."""
-    draws = slice(index * args.rollout.prompts_per_step, (index + 1) * args.rollout.prompts_per_step)
+    --rollouts_per_step batches, or more with --dynamic_sampling. Draw j is draw ``number[j]`` of dataset ``which[j]``. None
+    behind the last."""
+    draws = slice(index * args.prompts_per_rollout, (index + 1) * args.prompts_per_rollout)
     if draws.start >= len(which):
         return None
     picks = take_rows(which[draws], number[draws], [len(rows) for rows in datasets], args.run.seed)
@@ -1004,12 +1018,14 @@ def prompts_of_batch(args: Args, datasets: list[list[Prompt]], which: np.ndarray
 
 def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Reward", loader: PromptLoader,
                      batch: int) -> tuple[StepPrompts, Samples, dict[str, float]]:
-    """Roll out and score the prompts of a step, which begin at 0-based ``batch``; with --dynamic_sampling, go on with further
-    batches until --prompts_per_step of them have samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
+    """Roll out and score the --rollouts_per_step batches of a step, which begin at 0-based ``batch``; with --dynamic_sampling,
+    go on with further ones until --prompts_per_step prompts have samples that earn different rewards (DAPO, Yu et al. 2025,
+    section 3.2).
 
     Where the limit comes first, prompts without spread fill the step. Returns metrics, too.
     """
-    args, size, limit = run.args, run.args.rollout.prompts_per_step, max(1, run.args.algorithm.dynamic_sampling)
+    args, size, dynamic = run.args, run.args.rollout.prompts_per_step, run.args.algorithm.dynamic_sampling
+    limit = dynamic or args.rollout.rollouts_per_step
     parts, useful, generated = [], [], 0
     while len(parts) < limit and len(useful) < size:
         with run.timer("data"):
@@ -1035,7 +1051,7 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
         groups = {(i, group) for i, (prompts, _) in enumerate(parts) for group in range(len(prompts.prompts))}
         dull, room = sorted(groups.difference(useful, lost), reverse=True), max(0, size - len(useful))
         prompts, samples = merge_steps(parts, sorted(useful + (dull + lost)[:room])[:size])      # what has no samples, last
-        metrics |= {"rollout/groups_without_spread": len(dull), "rollout/groups_not_replaced": room}
+        metrics |= {"rollout/groups_without_spread": len(dull), "rollout/groups_not_replaced": room} if dynamic else {}
     lengths = torch.tensor(prompts.lengths)[samples.group] + samples.lengths                                             # (S,)
     return prompts, samples, metrics | {"rollout/total_length": float(lengths.double().mean())}
 
@@ -2109,9 +2125,8 @@ def evaluation_due(args: Args, step: int, rows: int) -> bool:
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
-             step: int, *, data_rows: int, taken: int) -> dict[str, float]:
-    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics, of which index counts
-    the evaluations after the one at the start, and episode the passes of ``taken`` batches over ``data_rows`` prompts."""
+             step: int) -> dict[str, float]:
+    """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
@@ -2134,9 +2149,7 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
         for name, value in record["components"].items():
             sums.add(f"eval/{name}_reward_mean", value, 1)
     metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
-                               "eval/seconds": time.perf_counter() - started, "eval/train_step": step,
-                               "eval/index": sum(evaluation_due(run.args, k, data_rows) for k in range(1, step + 1)),
-                               "eval/episode": taken * size / max(1, data_rows)}
+                               "eval/seconds": time.perf_counter() - started, "eval/train_step": step}
     if count > 1 and any("accuracy" in record["components"] for record in records):
         solved: dict[int, float] = {}
         for record in (record for record in records if "accuracy" in record["components"]):
@@ -2170,8 +2183,9 @@ def sample_records(processor: Processor, prompts: StepPrompts, samples: Samples)
 def sample_pictures(records: list[dict]) -> list:
     """Pictures of samples: the images, frames of the videos, what was asked, what was answered, what it earned."""
     return [draw_sample(read_frames(record["images"], 6), record["question"], record["response"],
-                        f"reward {record['reward']:.2f}   reference: {record['reference']}\n"
-                        f"{record.get('judgement', '')}".strip())
+                        f"reward {record['reward']:.2f}   "
+                        + (f"advantage {record['advantage']:+.2f}   " if "advantage" in record else "")
+                        + f"reference: {record['reference']}\n{record.get('judgement', '')}".strip())
             for record in records]
 
 
@@ -2220,8 +2234,10 @@ def open_log(run: Run, datasets: list[list[Prompt]], eval_prompts: list[Prompt],
              f"{args.rollout.samples_per_prompt} samples, {update.epochs * update.minibatches} updates; {update.steps} "
              f"steps = {update.steps * per_step / max(1, rows):.1f} passes over the data; output: {args.run.out}")
     updates, samples = update.epochs * update.minibatches, per_step * args.rollout.samples_per_prompt
-    log.line(f"mode: {'several updates' if updates > 1 else 'one update'} per rollout; {samples} samples per rollout, "
-             f"{updates} updates of {samples // update.minibatches} each, {rows / per_step:.1f} rollouts per pass")
+    rollouts, mode = args.rollout.rollouts_per_step, "several updates per rollout" if updates > 1 else "one update per rollout"
+    mode, after = ("several rollouts per update", f" after {rollouts} rollouts") if rollouts > 1 else (mode, "")
+    log.line(f"mode: {mode}; {samples // rollouts} samples per rollout, {updates} updates of {samples // update.minibatches} "
+             f"each{after}, {rows / args.prompts_per_rollout:.1f} rollouts per pass")
     sets = parse_datasets(args.data.data) if len(datasets) > 1 else []
     total = sum(weight or len(part) for part, (_, weight) in zip(datasets, sets))
     for part, (path, weight) in zip(datasets, sets):
@@ -2252,7 +2268,7 @@ def log_samples(run: Run, log: RunLogger, step: int, metrics: dict[str, float], 
             ("ev", "train/explained_variance"), ("s", "perf/step_seconds")]
     short = {name: f"{metrics[key]:.3f}" for name, key in show if key in metrics}
     log.line(f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in short.items()))
-    log.update(step, {"reward": short["reward"]})
+    log.update(step, short)
     largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
     if largest > 10:
         log.line(f"warning: step {step} has an advantage of absolute value {largest:.1f}; --advantage_clip bounds them")

@@ -527,6 +527,7 @@ class Checkpoints:
         self.first_step, self.saved_at = 0, 0                # from which this life goes on; when its save began, ns (rank 0)
         self.new_group = lambda: dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
         self.group = self.new_group()                                                                   # of the background
+        self.hosts = all_gather_json(socket.gethostname())                                              # of the ranks
         self.pending: tuple[int, Path, Any] | None = None
         mark = self.folder / all_gather_json(f".tmp-seen-{time.time_ns()}")[0]           # a name that no cache can know
         with failing_together(f"--out {out}"):
@@ -668,7 +669,7 @@ class Checkpoints:
         try:
             future.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
-            problem = f"rank {self.rank} on {socket.gethostname()}: {describe_failure(error)}"
+            problem = describe_failure(error, self.hosts)
         if problem := next(filter(None, all_gather_json(problem)), None):
             self.group = self.new_group()                              # one that has timed out is of no use to any later save
         if self.rank == 0 and not problem:
@@ -808,12 +809,13 @@ def check_arrival(folder: Path, written: list[list[WriteResult]]) -> None:
         raise OSError(f"{', '.join(missing)}: written by other ranks, but not to the {folder} that rank 0 sees")
 
 
-def describe_failure(error: BaseException) -> str:
-    """One line; torch's CheckpointException carries the failures of the ranks."""
+def describe_failure(error: BaseException, hosts: list[str] = []) -> str:
+    """One line; torch's CheckpointException carries the failures of the ranks, which run on ``hosts``."""
     failures = getattr(error, "failures", None) or {dist.get_rank(): error}
     rank, cause = next(iter(failures.items()))
     cause = cause[0] if isinstance(cause, tuple) else cause
-    return f"{type(cause).__name__} on rank {rank}: {str(cause).splitlines()[0] if str(cause) else ''}"
+    where = f"rank {rank}" + f", host {hosts[rank]}" * bool(hosts)
+    return f"{type(cause).__name__} on {where}: {str(cause).splitlines()[0] if str(cause) else ''}"
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:

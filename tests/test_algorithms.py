@@ -449,6 +449,29 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert state["batches_taken"] == batch
 
 
+@pytest.mark.parametrize("advantage", ["dr_grpo", "remax"])
+def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, capsys, advantage):
+    """Two rollouts of two prompts give what one of four gives, to rounding; resumed between two steps, every bit."""
+    more = ["--dynamic_sampling", "0", "--advantage", advantage, "--minibatches", "2", "--max_new_tokens", "3", "--steps"]
+    one = dynamic(qwen25, ruled, tmp_path / "one", *more, "4")
+    whole = dynamic(qwen25, ruled, tmp_path / "whole", *more, "4", "--rollouts_per_step", "2")
+    assert "mode: several rollouts per update; 4 samples per rollout, 2 updates of 4 each after 2 rollouts, 4.0 rollouts per " \
+        "pass" in capsys.readouterr().out
+    dynamic(qwen25, ruled, tmp_path / "parts", *more, "2", "--rollouts_per_step", "2")
+    parts = dynamic(qwen25, ruled, tmp_path / "parts", *more, "4", "--rollouts_per_step", "2")
+    for first, second, third in zip(one, whole, parts, strict=True):
+        first, second, third = ({k: v for k, v in step.items() if "perf" not in k} for step in (first, second, third))
+        assert second == third and (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
+        assert second == pytest.approx(first, rel=1e-3, abs=1e-5)
+    answers = [[json.loads(line)["response"] for line in (tmp_path / name / "samples" / "step-000004.jsonl").open()]
+               for name in ("one", "whole")]
+    assert answers[0] == answers[1] and len(answers[0]) == 8
+    state = json.loads((tmp_path / "parts" / "checkpoints" / "step-4" / "state.json").read_text())
+    assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
+    with pytest.raises(ppo.UserError, match="flags that alter the result .*--rollouts_per_step 2 -> 1"):
+        dynamic(qwen25, ruled, tmp_path / "parts", *more, "5")
+
+
 def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
     """Each step sees all eight rows: three of spread, two whose picture does not decode, and three flat ones, of which one
     fills the step. An evaluation counts the passes by what was drawn."""

@@ -118,6 +118,11 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
     logging.HuggingFaceStorageWriter.write_data = write
 
 
+def name_hosts() -> None:
+    """Every rank is on a host of its own."""
+    socket.gethostname = lambda: f"node-{os.environ['RANK']}"
+
+
 def other_disk(rank: int, folder: str, call: int = 0) -> None:
     """A relative --out is another folder for one rank: from the start, or (1-based) only for what it writes at a save."""
     if call == 0:
@@ -175,8 +180,8 @@ def tell_shards() -> None:
     ppo.build_optimizer = told
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, other_disk, hang, time_saves,
-                                              tell_shards)}
+HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, name_hosts, other_disk, hang,
+                                              time_saves, tell_shards)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -527,10 +532,11 @@ def test_killed_at_random_instants(lives, flags, undisturbed, tmp_path):
 def test_write_error_on_one_rank(lives, flags, tmp_path):
     """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
     out = tmp_path / "run"
-    output = lives(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, [["change_writes", 1, [2, 4]]])
+    hooks = [["change_writes", 1, [2, 4]], ["name_hosts"]]
+    output = lives(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, hooks)
     told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
     assert told == [("2", "1"), ("4", "1")]
-    assert "OSError on rank 1" in output and "Input/output error" in output
+    assert output.count("in a row): OSError on rank 1, host node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
     assert [record.get("perf/failed_saves") for record in records(out)] == [0, 1, 0, 1, 0]
     assert not list((out / "checkpoints").glob(".tmp-*"))
@@ -852,14 +858,18 @@ def test_a_critic_from_another_run(flags, finished, qwen25, picture_rows, tmp_pa
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
-def test_intervals(flags, finished, tmp_path):
+def test_intervals(flags, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
     assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
+    save, waiting = logging.Checkpoints.save, []
+    monkeypatch.setattr(logging.Checkpoints, "save", lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
     train(flags(tmp_path / "run", "--save_every 0 --export_every 1"))
     assert steps(tmp_path / "run") == []
     assert sorted(path.name for path in (tmp_path / "run" / "export").iterdir()) == ["latest", "step-1", "step-2"]
     train(flags(tmp_path / "last", "--save_every -1 --export_every 0"))
     assert steps(tmp_path / "last") == [2] and not (tmp_path / "last" / "export").exists()
+    train(flags(tmp_path / "blocking", "--steps 1 --export_every 0 --save_blocking"))
+    assert waiting == [False, True]                                                  # one in the background, one waited for
 
 
 def test_exported_weights_are_a_model(flags, finished, tmp_path):

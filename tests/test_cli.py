@@ -116,6 +116,8 @@ REFUSED = {
     "--top_p 0": "--top_p 0.0 must be at least 1e-06 and at most 1",
     "--eval_every -2": "--eval_every -2 must be at least -1",
     "--prompts_per_step 10 --minibatches 4": "--minibatches 4 must divide --prompts_per_step 10",
+    "--prompts_per_step 10 --rollouts_per_step 4": "--rollouts_per_step 4 must divide --prompts_per_step 10",
+    "--rollouts_per_step 4 --dynamic_sampling 3": "--rollouts_per_step 4 exceeds --dynamic_sampling 3",
     "--minibatches 0": "--minibatches 0 must be at least 1",
     "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
     "--advantage rloo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
@@ -385,8 +387,9 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                  "train/critic_grad_norm", "train/approx_kl", "train/clipped_low", "train/clipped_high",
                  "train/clipped_dual",
                  "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
-                 "train/kl",
-                 "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
+                 "train/kl", "train/values", "train/actor_lr", "train/critic_lr", "train/episode", "train/global_step",
+                 "rollout/reward_std", "rollout/accuracy_reward", "rollout/total_length", "rollout/return", "rollout/episode",
+                 "rollout/global_step", "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
                  "perf/update_tokens_per_second", "perf/peak_memory_gib"):
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0

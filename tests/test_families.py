@@ -545,18 +545,20 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
-def test_the_critic_is_balanced_too(family):
-    """While its head is zero, nothing but the balance moves its routers."""
+def test_actor_and_critic_are_balanced(family):
+    """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
     for coef in (0.0, 0.5):
         env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
         prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
         with torch.no_grad():
             ppo.compute_features(env.run, env.actor, prompts)
-        samples.values = samples.returns = torch.zeros(len(samples.tokens))
-        before = [router.weight.full_tensor().clone() for router in vlm.routers(env.critic.model)]
-        ppo.update_critic(env.run, env.critic, ppo.build_optimizer(env.critic, 1e-3, env.args), prompts, samples, 1)
-        for router, old in zip(vlm.routers(env.critic.model), before, strict=True):
-            assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
+        samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
+        samples.old_logprobs = samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
+        for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.0,))):
+            before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
+            update(env.run, module, ppo.build_optimizer(module, 1e-3, env.args), prompts, samples, 1, *more)
+            for router, old in zip(vlm.routers(module.model), before, strict=True):
+                assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)

@@ -484,7 +484,12 @@ def test_evaluation_has_every_example_once(one_rank, env):
         assert result["summary"]["counts"]["pairs_in_both_orders"] == 3
     assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 3, 4]
     first, last = records(one_rank)[0], records(one_rank)[-1]
-    assert last["eval/loss"] < first["eval/loss"] and last["train/loss_mean"] > last["train/loss"] > 0
+    assert last["eval/loss"] < first["eval/loss"] and last["train/loss"] > 0
+    mean, steps = None, [record for record in records(one_rank) if "train/loss" in record]
+    for step in steps:
+        mean = step["train/loss"] if mean is None else 0.9 * mean + 0.1 * step["train/loss"]
+        assert step["train/loss_mean"] == pytest.approx(mean, rel=1e-6)
+    assert len(steps) == 4
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
 
 

@@ -52,15 +52,27 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
 
 
-def test_samples_do_not_depend_on_batching(checkpoint, picture_rows):
+def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch):
     """Slots, prefill size and polling change what is computed together; a sample is a function of its number alone."""
+    engines, prefills, prefill = [], [], ppo.RolloutEngine.prefill
+
+    def watched(engine, batch):
+        engines.append(engine)
+        prefills.append([engine.prompts.lengths[group] for group, _ in batch])
+        prefill(engine, batch)
+
+    monkeypatch.setattr(ppo.RolloutEngine, "prefill", watched)
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
+    assert engines[-1].cache.slots == 20 and list(map(len, prefills)) == [4]
     assert len({tuple(t) for t in expected}) == len(expected)
     assert (step := take(env)).lengths is step.lengths                           # not counted anew for each of thousands
     for changes in ({"slots": 1}, {"slots": 3}, {"slots": 7, "poll_every": 4}, {"prefill_tokens": 64}, {"poll_every": 8}):
         env.run = with_rollout(env, **changes)
+        prefills.clear()
         assert generate(env, take(env), 5)[1] == expected, changes
+        assert engines[-1].cache.slots == changes.get("slots", 20) and all(
+            len(batch) == 1 or sum(batch) <= changes.get("prefill_tokens", 600) for batch in prefills)
     env.run = with_rollout(env)
     alone = take(env)                                # each prompt in a rollout of its own, with the same draw number
     for group in range(4):
@@ -161,7 +173,7 @@ def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
     assert {3} < {*map(len, cut)}
 
 
-def test_top_k_and_top_p_truncate_but_logprobs_do_not():
+def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
     assert torch.isfinite(ppo.truncate_distribution(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
     kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
@@ -169,6 +181,12 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not():
     equal = torch.tensor([[0.0, -torch.inf, 0.0]])                                    # the smallest set: one half is enough
     assert ppo.truncate_distribution(equal, 0, 0.5).isfinite().sum() == 1
     assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
+    env = start(qwen25, picture_rows)
+    greedy, expected = generate(env, take(env), 1, greedy=True)
+    for changes in ({"top_k": 1}, {"top_p": 1e-6}):                                     # the likeliest alone is left to draw
+        env.run = with_rollout(env, **changes)
+        samples, drawn = generate(env, take(env), 1)
+        assert drawn == expected and torch.equal(samples.logprobs, greedy.logprobs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -277,10 +277,11 @@ def test_an_update_has_that_gradient(env, monkeypatch):
         return 0.0, True
 
     monkeypatch.setattr(ppo, "apply_gradients", catch)
-    for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.1,))):
+    now = with_flags(env.run, kl_coef=0.3)                      # the controller's weight counts, not the flag it began with
+    for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.3,))):
         caught.clear()
         update(run, module, None, env.step, env.samples, 1, *more)
-        assert distance(caught, gradient(env.run, module, env.step, env.samples)[0]) < 1e-6
+        assert distance(caught, gradient(now, module, env.step, env.samples)[0]) < 1e-6
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_rows):
@@ -511,15 +512,30 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
             assert [s["advantage"] for s in samples[k:k + 3]] == pytest.approx(expected, abs=1e-5)
 
 
-def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch):
-    controllers, true_class = [], losses.KLController
+def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
+    for line, roles in (("", (True, False)), ("--advantage grpo", (False, False)),
+                        ("--advantage rloo --kl_coef 0.1", (False, True))):
+        env = start(qwen25, picture_rows, *line.split())
+        assert (env.critic is not None, env.reference is not None) == roles, line
+
+
+@pytest.mark.parametrize("place", ["reward", "loss"])
+def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
+    """One controller drives either: the weight that the step's rewards, or its updates, see is the controller's."""
+    controllers, true_class, seen, rewards, update = [], losses.KLController, [], losses.token_rewards, ppo.update_actor
     monkeypatch.setattr(losses, "KLController", lambda *args: controllers.append(true_class(*args)) or controllers[-1])
+    if place == "reward":
+        monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
+    else:
+        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[6]) or update(*args))
     steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
-                  "--kl_horizon", "24", "--freezing_actor_steps", "1", "--actor_lr", "1e-2")
-    value = 0.1
+                  "--kl_horizon", "24", "--freezing_actor_steps", "1", "--actor_lr", "1e-2", "--kl_in", place)
+    value, expected = 0.1, [0.1] * (place == "reward")                        # a frozen step has rewards, and no update
     for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
+        expected.append(value)
         value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
-    assert controllers[0].value == pytest.approx(value, rel=1e-5) and value != pytest.approx(0.1)
+    assert seen == pytest.approx(expected, rel=1e-5) and value != pytest.approx(0.1)
+    assert controllers[0].value == pytest.approx(value, rel=1e-5)
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
@@ -560,6 +576,8 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     evaluated = [record for record in records(tmp_path) if "eval/index" in record]
     assert [(record["eval/index"], record["eval/train_step"]) for record in evaluated] == list(enumerate((0, 3, 6, 8, 9)))
     assert [record["eval/episode"] for record in evaluated] == [step * 3 / 8 for step in (0, 3, 6, 8, 9)]
+    state = json.loads((tmp_path / "checkpoints" / "step-9" / "state.json").read_text())
+    assert state["evaluations"] == 4                     # saved: after a resume with another --eval_every the count goes on
 
 
 def test_evaluation_changes_nothing(qwen25, task, tmp_path):
@@ -573,8 +591,11 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
+def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     """The mode at the start, a decoded sample per record, lengths and passes, and a warning of large advantages."""
+    captions, bars, draw, move = [], [], ppo.draw_sample, logging.RunLogger.update
+    monkeypatch.setattr(ppo, "draw_sample", lambda *args: captions.append(args[3]) or draw(*args))
+    monkeypatch.setattr(logging.RunLogger, "update", lambda log, step, short: bars.append(short) or move(log, step, short))
     source = "def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n"
     (task / "large.py").write_text(source)
     step, = train(qwen25, task, tmp_path / "a", "--advantage", "dr_grpo", "--minibatches", "2", "--epochs", "3",
@@ -589,7 +610,10 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys):
         assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
     rows = vlm.load_prompts(str(task / "train.jsonl"), vlm.Processor(qwen25), max_prompt_tokens=512)
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
-    assert step["rollout/total_length"] == pytest.approx(np.mean(total)) and step["rollout/episode"] == 0.5
+    assert step["rollout/total_length"] == pytest.approx(np.mean(total))
+    assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
+    assert bars[0].keys() >= {"reward", "length", "entropy", "clip"}
+    assert captions == [f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1" for s in samples[::3]]
     train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
     told = capsys.readouterr().out
     assert "mode: one update per rollout" in told and "warning:" not in told and " -> '" not in told
