@@ -28,7 +28,6 @@ import functools
 import json
 import math
 import os
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -50,8 +49,8 @@ from torch.nn.utils.rnn import pad_sequence
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
-from common.logging import (EXIT_PREEMPTED, CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model,
-                            catch_signals, check_same_flags, contents, draw_sample, falls_due, fill_groups, flag, list_flags,
+from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, catch_signals,
+                            check_same_flags, contents, draw_sample, end_run, falls_due, fill_groups, flag, list_flags,
                             print_plan, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state,
                             write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
@@ -144,18 +143,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             metrics = end_step(step, metrics)
             checkpoints.export_if_due(judge, processor, step, last)
-    preempted = state["step"] < last
-    if checkpoints.failed:
-        raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
-    log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             "done" + " before this start" * (checkpoints.first_step >= last) +
-             f": metrics in {args.run.out}/metrics.jsonl" + f", judgements in {args.run.out}/eval" * bool(held_out)
-             + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
-    log.close()
-    checkpoints.close()
-    if preempted:
-        dist.destroy_process_group()
-        sys.exit(EXIT_PREEMPTED)
+    end_run(log, checkpoints, state["step"], last, f", judgements in {args.run.out}/eval" * bool(held_out))
     return metrics
 
 

@@ -62,9 +62,9 @@ from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, concatenate, data_order,
                             exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, take_rows)
-from common.logging import (EXIT_PREEMPTED, RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer,
-                            absolute, absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents,
-                            describe_failure, draw_sample, falls_due, fill_groups, flag, list_flags, print_plan, out_of_bounds,
+from common.logging import (RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
+                            absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents, describe_failure,
+                            draw_sample, end_run, falls_due, fill_groups, flag, list_flags, print_plan, out_of_bounds,
                             read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
@@ -196,18 +196,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             metrics = end_step(step, metrics)
             export_at(step)
-    preempted = state["step"] < args.update.steps
-    if checkpoints.failed:
-        raise UserError(f"the run ended after step {state['step']}, and its last checkpoint could not be saved")
-    log.line(f"stopped by a signal after step {state['step']}; the same command goes on from there" if preempted else
-             "done" + " before this start" * (checkpoints.first_step >= args.update.steps) +
-             f": metrics in {args.run.out}/metrics.jsonl, TensorBoard in {args.run.out}/tensorboard, samples in "
-             f"{args.run.out}/samples" + f", weights in {args.run.out}/export" * (args.checkpoint.export_every != 0))
-    log.close()
-    checkpoints.close()
-    if preempted:
-        dist.destroy_process_group()
-        sys.exit(EXIT_PREEMPTED)
+    end_run(log, checkpoints, state["step"], args.update.steps,
+            f", TensorBoard in {args.run.out}/tensorboard, samples in {args.run.out}/samples")
     return metrics
 
 

@@ -942,6 +942,21 @@ def stop_requested() -> bool:
     return any(all_gather_json(bool(STOP_SIGNALS)))
 
 
+def end_run(log: RunLogger, checkpoints: Checkpoints, step: int, last: int, products: str) -> None:
+    """Say after ``step`` how a run to step ``last`` ended and where its ``products`` are; exits the process if a signal ended
+    it. Raises UserError: the last checkpoint could not be saved."""
+    if checkpoints.failed:
+        raise UserError(f"the run ended after step {step}, and its last checkpoint could not be saved")
+    log.line(f"stopped by a signal after step {step}; the same command goes on from there" if step < last else
+             "done" + " before this start" * (checkpoints.first_step >= last) + f": metrics in {log.out}/metrics.jsonl"
+             + products + f", weights in {checkpoints.out}/export" * (checkpoints.args.export_every != 0))
+    log.close()
+    checkpoints.close()
+    if step < last:
+        dist.destroy_process_group()
+        sys.exit(EXIT_PREEMPTED)
+
+
 def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main: exit code 2 and one message from rank 0 for what the user can mend, on every rank alike."""
     try:

@@ -957,7 +957,7 @@ def test_one_live_run_per_folder(lives, flags, copy):
 def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
-    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[ppo.EXIT_PREEMPTED] * 2)
+    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[logging.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output
     assert steps(tmp_path / "run") == [2]                        # its record, and its evaluation, are the next life's
     lives(argv, 2)

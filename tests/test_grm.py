@@ -562,7 +562,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
-    assert stop.value.code == grm.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 0
+    assert stop.value.code == logging.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 0
     del stop
     gc.collect()
     logging.STOP_SIGNALS.clear()
