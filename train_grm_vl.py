@@ -51,8 +51,8 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, catch_signals,
                             check_same_flags, contents, draw_sample, end_run, falls_due, fill_groups, flag, list_flags,
-                            print_plan, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state,
-                            write_durably)
+                            print_plan, progress, out_of_bounds, read_flags, run_main, start_log, stop_requested,
+                            training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -611,7 +611,7 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     used = set().union(*needed)
     own, shapes = row_pictures(model, prompts, used, run.dtype)
     features = exchange_features(own, prompts.owners, needed, shapes, run.dtype)
-    for pack in packs[run.rank]:
+    for pack in progress(packs[run.rank], "packed rows"):
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
                         {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))

@@ -64,8 +64,8 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents, describe_failure,
-                            draw_sample, end_run, falls_due, fill_groups, flag, list_flags, print_plan, out_of_bounds,
-                            read_flags, run_main, start_log, stop_requested, training_state)
+                            draw_sample, end_run, falls_due, fill_groups, flag, list_flags, print_plan, progress,
+                            out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -1763,7 +1763,7 @@ def packed_rows(run: Run, model: nn.Module, prompts: StepPrompts, samples: Sampl
     used = set().union(*needed)
     own, shapes = row_pictures(model, prompts, used, run.dtype)
     features = exchange_features(own, prompts.owners, needed, shapes, run.dtype)
-    for pack in packs[run.rank]:
+    for pack in progress(packs[run.rank], "packed rows"):
         members = {group for group, _ in pack}
         row = build_row(samples, pack, {g: prompts.prompts[g].input_ids for g in members},
                         {g: positions_of(model, prompts, g) for g in members}, features, visual_token_ids(config))
@@ -2339,7 +2339,9 @@ class RolloutEngine:
         waiting = deque((group, range(first, min(first + self.cache.slots, count)))
                         for group in groups for first in range(0, count, self.cache.slots))
         results: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        bar = progress(range(len(groups) * count), "own samples")
         while waiting or any(self.owner):
+            bar.update(len(results) - bar.n)
             while self.admit(waiting):
                 pass
             self.harvest(results)                                            # one-token responses end with the prefill
@@ -2350,6 +2352,7 @@ class RolloutEngine:
                 for _ in range(self.poll):
                     self.decode(max(active) + 1)
                 self.harvest(results)
+        bar.close()
         return results
 
     def admit(self, waiting: deque) -> bool:

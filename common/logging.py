@@ -354,6 +354,11 @@ class RunLogger:
             self._writer.close()
 
 
+def progress(items: Iterable, name: str) -> tqdm:
+    """``items``, with a bar on rank 0's terminal for what takes more than two seconds; it is gone when all are done."""
+    return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=None if int(os.environ.get("RANK", 0)) == 0 else True)
+
+
 def start_log(out: Path, flags: dict[str, Any], total_steps: int, first_step: int, eval_only: bool) -> RunLogger:
     """Write args.json and open the records of a run; ``eval_only``: beside them, in a folder of its own, so that they stay as
     they are. Raises UserError on every rank alike: files that cannot be read or written."""

@@ -1,5 +1,7 @@
 """Metric reduction, the files of a run, and its pictures."""
 
+import functools
+import io
 import json
 import math
 import os
@@ -14,7 +16,9 @@ import torch
 from figures import plot_curves
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
+from common import logging
 from common.logging import (MetricSums, RunLogger, StageTimer, _font, _wrap, contact_sheet, draw_sample, environment,
                             read_records, run_main)
 
@@ -120,6 +124,21 @@ def test_ranks_refuse_the_same_metrics_and_only_one_writes(tmp_path, capsys, is_
         assert steps(tmp_path / "run") == [1]  # and no half of a refused record
     else:
         assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "") and log.last_step == -1
+
+
+def test_a_bar_inside_a_step(monkeypatch, capsys):
+    """On the terminal of rank 0, after two seconds, until all is done; nowhere else."""
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    monkeypatch.setattr(logging, "tqdm", functools.partial(tqdm, file=screen, mininterval=0))
+    for rank, late, shown in (("0", 3, True), ("0", 0, False), ("1", 3, False)):
+        monkeypatch.setenv("RANK", rank)
+        bar = logging.progress(range(5), "packed rows")
+        bar.start_t = getattr(bar, "start_t", 0) - late
+        assert list(bar) == [0, 1, 2, 3, 4] and ("packed rows:" in screen.getvalue()) == shown
+        screen.truncate(0)
+    monkeypatch.undo()
+    assert list(logging.progress(range(5), "packed rows")) == [0, 1, 2, 3, 4] and capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("first_step, kept", [(3, [0, 1, 2, 3]), (0, [])])
