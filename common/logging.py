@@ -819,8 +819,8 @@ def describe_failure(error: BaseException, hosts: list[str] = []) -> str:
     failures = getattr(error, "failures", None) or {dist.get_rank(): error}
     rank, cause = next(iter(failures.items()))
     cause = cause[0] if isinstance(cause, tuple) else cause
-    where = f"rank {rank}" + f", host {hosts[rank]}" * bool(hosts)
-    return f"{type(cause).__name__} on {where}: {str(cause).splitlines()[0] if str(cause) else ''}"
+    host = f", host {hosts[rank]}" if hosts else ""
+    return f"{type(cause).__name__} on rank {rank}{host}: {str(cause).splitlines()[0] if str(cause) else ''}"
 
 
 def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:

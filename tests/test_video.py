@@ -180,7 +180,7 @@ def test_the_judge_generates_what_generate_does(family, rows):
 
 
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
-    """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; <video> stays text."""
+    """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
     settings = vlm.judge_settings({})
     vlm.count_judgements(settings, [("correct", "yes", True)])
@@ -196,8 +196,9 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     oracle = AutoModelForImageTextToText.from_pretrained(judge, attn_implementation="eager").eval()
     processor = reward.sources[0].processor
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
-    for prompt, text, score in zip(env.prompts, said, scores.tolist()):
-        question = ppo.without_markup(vlm.user_text(prompt.messages), processor)
+    questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
+                 "before <video><image> and <video><video>"]
+    for prompt, question, text, score in zip(env.prompts, questions, said, scores.tolist()):
         ask = {"prompt": question, "images": list(prompt.images), "question": vlm.fill(
             vlm.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
         asked = hf_inputs(family, vlm.judge_prompt(processor, ask, 0, "", folder="/"))
