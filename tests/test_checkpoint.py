@@ -905,7 +905,8 @@ def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
     assert steps(tmp_path / "run") == kept
 
 
-@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4), ("", None)])
+@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4),
+                                        ("eval/source/piece", 2), ("", None)])
 def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, name: value}) + "\n"
                                                     for step, value in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0))))
