@@ -1607,7 +1607,8 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor, ro
                         for p in (processor, actor_processor)]
             source.shares_tower = settings[0] == settings[1] and not args.model.train_vision \
                 and not differing_tower(own, folder)
-            model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
+            model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm",
+                             longest=args.data.max_prompt_tokens + args.rollout.max_new_tokens)
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
                 source.question = judge_question(processor.files["judge"], args.reward.grm_question)

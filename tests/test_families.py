@@ -433,6 +433,9 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     for role in (("--critic_model", str(other)), ("--kl_coef", "0.1", "--advantage", "grpo", "--reference_model", str(other))):
         with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
+    env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
+    with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
 
 
 def test_what_our_attention_is_not_is_refused():
