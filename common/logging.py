@@ -599,6 +599,8 @@ class Checkpoints:
             newer = [old for step, old in complete_checkpoints(self.folder) if step > state["step"] and not keep_newer]
             if newer and (records := self.out / "metrics.jsonl").exists():
                 shutil.copy(records, records.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
+            if newer:
+                write_pointer(self.folder / "latest", Path(path).name)
             for old in newer:
                 old.rename(old.with_name(f"replaced-{old.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)

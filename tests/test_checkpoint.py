@@ -742,7 +742,7 @@ def test_going_back(flags, copy, tmp_path, capfd):
     """--resume PATH of the run's own folder: what came after is set aside, neither lost nor taken for the run's own."""
     path, before = copy / "checkpoints" / "step-1", (copy / "export" / "step-2" / "model.safetensors").read_bytes()
     train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
-    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1]
+    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1] and pointer(copy) == "step-1"
     assert len(list((copy / "checkpoints").glob("replaced-step-2-*"))) == 1
     assert (copy / "export" / "step-2" / "model.safetensors").read_bytes() != before
     assert [record["step"] for record in records(copy)] == [1, 2]
