@@ -749,8 +749,8 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
                               alpha=args.model.lora_alpha, targets=args.model.lora_targets, dtype=run.dtype)
     with failing_together():
         folder, own_tower = resolve_folder(args.model.model, weights=not args.run.dry_run), args.model.train_vision
-        model = skeleton(processor.config, sees_pixels=own_tower,
-                         longest=args.data.max_prompt_tokens + args.rollout.max_new_tokens)
+        longest = args.data.max_prompt_tokens + args.rollout.max_new_tokens
+        model = skeleton(processor.config, sees_pixels=own_tower, longest=longest)
         if not own_tower:
             freeze(vision_parameters(model), run.dtype)
         if args.update.aux_loss_coef and not routers(model):
@@ -761,7 +761,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
         actor.spelled = load_sharded(run, actor, folder)
         if args.algorithm.advantage == "gae":
             path, config = with_same_tower(args.model.critic_model, folder, processor.config, own_tower)
-            body = skeleton(config, vision=own_tower, head=False, sees_pixels=own_tower)
+            body = skeleton(config, vision=own_tower, head=False, sees_pixels=own_tower, longest=longest)
             if args.model.lora_rank:
                 adapt(body)
             critic = Critic(body)
@@ -770,7 +770,7 @@ def build_models(run: Run, processor: Processor) -> tuple[Policy, Critic | None,
             reference = actor                                                  # without its adapters
         elif args.algorithm.kl_coef > 0:
             path, config = with_same_tower(args.model.reference_model, folder, processor.config, own_tower)
-            model = skeleton(config, vision=own_tower, sees_pixels=own_tower)
+            model = skeleton(config, vision=own_tower, sees_pixels=own_tower, longest=longest)
             reference = Policy(model, processor, args).requires_grad_(False).eval()
             load_sharded(run, reference, path)
             put_away(run, frozen=reference)
@@ -876,7 +876,8 @@ def dry_run(run: Run, datasets: list[list[Prompt]], weights: list[float], actor:
     lines = [f"{len(rows)} prompts of {sum(lengths) / len(rows):.0f} tokens, at most {max(lengths)}; of pictures "
              f"{sum(pictures) / len(rows):.0f}, at most {max(pictures)}", f"{update.steps} steps of {size} prompts x {count} "
              f"samples = {update.steps * size / len(rows):.1f} passes; {update.epochs * update.minibatches} updates per step"]
-    first = [len(row.input_ids) for row in prompts_of_batch(args, datasets, *mix(weights, size), 0)[0]]
+    choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, size))
+    first = [len(row.input_ids) for batch in range(args.rollout.rollouts_per_step) for row in choose(batch)[0]]
     groups = minibatches(size, update.minibatches, (args.run.seed, 1, 0))[0]
     for length in (args.rollout.max_new_tokens, -(-args.rollout.max_new_tokens // 2)):
         samples = as_samples([[torch.zeros(length, dtype=torch.int64)] * count] * size)
@@ -1606,7 +1607,8 @@ def build_reward_models(run: Run, reward: Reward, actor_processor: Processor, ro
                         for p in (processor, actor_processor)]
             source.shares_tower = settings[0] == settings[1] and not args.model.train_vision \
                 and not differing_tower(own, folder)
-            model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm")
+            model = skeleton(processor.config, vision=not source.shares_tower, head=kind == "grm",
+                             longest=args.data.max_prompt_tokens + args.rollout.max_new_tokens)
             freeze(vision_parameters(model), run.dtype)
             if kind == "grm":
                 source.question = judge_question(processor.files["judge"], args.reward.grm_question)

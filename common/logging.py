@@ -356,7 +356,8 @@ class RunLogger:
 
 def progress(items: Iterable, name: str) -> tqdm:
     """``items``, with a bar on rank 0's terminal for what takes more than two seconds; it is gone when all are done."""
-    return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=None if int(os.environ.get("RANK", 0)) == 0 else True)
+    hidden = True if int(os.environ.get("RANK", 0)) else None                                # None: where there is no terminal
+    return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=hidden)
 
 
 def start_log(out: Path, flags: dict[str, Any], total_steps: int, first_step: int, eval_only: bool) -> RunLogger:
@@ -477,8 +478,8 @@ def print_plan(lines: list[str], phases_with: Callable[[bool], dict[str, dict[st
     rank: too little of it."""
     (table, peak), (_, otherwise) = (memory_plan(phases_with(on), gpu_gib) for on in (checkpointing, not checkpointing))
     if dist.get_rank() == 0:
-        print(*lines, *table, f"with{'out' * checkpointing} --gradient_checkpointing the peak is {otherwise:.1f} GiB", sep="\n",
-              flush=True)
+        print(*lines, *table, f"with{'out' * checkpointing} --gradient_checkpointing the peak is {otherwise:.1f} GiB",
+              sep="\n", flush=True)
     if peak > gpu_gib:
         raise UserError(f"{table[-1]}; --gradient_checkpointing, a smaller --max_tokens_per_pack or more GPUs need less")
     return {"plan/peak_gib": peak}
@@ -598,6 +599,8 @@ class Checkpoints:
             newer = [old for step, old in complete_checkpoints(self.folder) if step > state["step"] and not keep_newer]
             if newer and (records := self.out / "metrics.jsonl").exists():
                 shutil.copy(records, records.with_name(f"metrics.old-{time.time_ns()}.jsonl"))
+            if newer:
+                write_pointer(self.folder / "latest", Path(path).name)
             for old in newer:
                 old.rename(old.with_name(f"replaced-{old.name}-{time.time_ns()}"))
             print(f"resuming from {path}" + (f"; changed: {'; '.join(changed)}" if changed else ""), flush=True)
@@ -719,7 +722,7 @@ class Checkpoints:
         memory: they outlive a kill, and a resume drops those of steps that are taken again."""
         name, path = self.args.keep_best, self.out / "metrics.jsonl"
         records = read_records(path) if name and path.exists() else []
-        sign = -1 if name.endswith(("loss", "ece")) else 1
+        sign = -1 if name in ("eval/loss", "eval/likelihood_ece") else 1          # whole names: a source's may end so, too
         values = {record["step"]: sign * record[name] for record in records if name in record}
         return max((step for step, _ in complete_checkpoints(self.folder) if step in values), key=values.get, default=None)
 

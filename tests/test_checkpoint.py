@@ -742,7 +742,7 @@ def test_going_back(flags, copy, tmp_path, capfd):
     """--resume PATH of the run's own folder: what came after is set aside, neither lost nor taken for the run's own."""
     path, before = copy / "checkpoints" / "step-1", (copy / "export" / "step-2" / "model.safetensors").read_bytes()
     train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
-    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1]
+    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1] and pointer(copy) == "step-1"
     assert len(list((copy / "checkpoints").glob("replaced-step-2-*"))) == 1
     assert (copy / "export" / "step-2" / "model.safetensors").read_bytes() != before
     assert [record["step"] for record in records(copy)] == [1, 2]
@@ -905,7 +905,8 @@ def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
     assert steps(tmp_path / "run") == kept
 
 
-@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4), ("", None)])
+@pytest.mark.parametrize("name, best", [("eval/accuracy", 2), ("eval/loss", 4), ("eval/likelihood_ece", 4),
+                                        ("eval/source/piece", 2), ("", None)])
 def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": step, name: value}) + "\n"
                                                     for step, value in ((2, 0.9), (4, 0.1), (6, 0.5), (8, 0.0))))

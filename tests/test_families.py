@@ -428,6 +428,14 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     family = SimpleNamespace(kind="internvl", folder=tmp_path, env=env,
                              oracle=model.from_pretrained(tmp_path, attn_implementation="eager").eval())
     check_logprobs(family, [2, 1, 1, 2], hf_inputs)
+    shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
+    edit_config(other, "text_config", max_position_embeddings=511)
+    for role in (("--critic_model", str(other)), ("--kl_coef", "0.1", "--advantage", "grpo", "--reference_model", str(other))):
+        with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+            start(tmp_path, data, "--max_prompt_tokens", "500", *role)
+    env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
+    with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
 
 
 def test_what_our_attention_is_not_is_refused():

@@ -226,7 +226,8 @@ def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
     with torch.no_grad():
         ppo.compute_features(env.run, env.actor, step)
     ppo.main(["--model", str(qwen25), "--data", picture_rows, "--dry_run", "--plan_world", "1", "--max_prompt_tokens", "512",
-              "--max_new_tokens", "12", "--prefill_tokens", "600", "--prompts_per_step", "4", "--reward", "exact", *more])
+              "--max_new_tokens", "12", "--prefill_tokens", "600", "--prompts_per_step", "4", "--rollouts_per_step", "2", "--reward", "exact",
+              *more])
     text = capsys.readouterr().out
     prompts = ppo.prompts_of_batch(env.args, [env.prompts], *ppo.mix([1.0], 4), 0)[0]
     order = [env.prompts.index(prompt) for prompt in prompts]
