@@ -628,7 +628,7 @@ class Checkpoints:
             return None, state, []
         path = found[0][1]
         try:
-            state |= json.loads((path / "state.json").read_text())              # an older one may lack a counter
+            state = state | json.loads((path / "state.json").read_text())       # an older one may lack a counter
             self.saved_at = (path / "state.json").stat().st_mtime_ns
         except (OSError, ValueError) as error:
             raise ValueError(f"{path / 'state.json'} cannot be read: {error}") from error
