@@ -50,8 +50,8 @@ from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
 from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, catch_signals,
-                            check_same_flags, contents, draw_sample, end_run, falls_due, fill_groups, flag, list_flags,
-                            print_plan, progress, out_of_bounds, read_flags, run_main, start_log, stop_requested,
+                            check_same_flags, contents, draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag,
+                            list_flags, print_plan, progress, out_of_bounds, read_flags, run_main, start_log, stop_requested,
                             training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
@@ -660,13 +660,6 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation, records, export
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def evaluation_due(args: Args, step: int, rows: int) -> bool:
-    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.update.prompts_per_step // rows for done in (step - 1, step)]
-    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
-                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
 @torch.no_grad()

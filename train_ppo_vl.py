@@ -64,8 +64,8 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
                             absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents, describe_failure,
-                            draw_sample, end_run, falls_due, fill_groups, flag, list_flags, print_plan, progress,
-                            out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
+                            draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag, list_flags, print_plan,
+                            progress, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -2105,13 +2105,6 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
 # ---------------------------------------------------------------------------------------------------------------------
 # Evaluation, records, export
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def evaluation_due(args: Args, step: int, rows: int) -> bool:
-    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.rollout.prompts_per_step // rows if rows else 0 for done in (step - 1, step)]
-    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
-                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
