@@ -49,10 +49,10 @@ from torch.nn.utils.rnn import pad_sequence
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
-from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, catch_signals,
-                            check_same_flags, contents, draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag,
-                            list_flags, print_plan, progress, out_of_bounds, read_flags, run_main, start_log, stop_requested,
-                            training_state, write_durably)
+from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, broken_rules,
+                            catch_signals, check_same_flags, contents, draw_sample, end_run, evaluation_due, falls_due,
+                            fill_groups, flag, list_flags, print_plan, progress, read_flags, run_main, start_log,
+                            stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -266,23 +266,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if os.path.isfile(values.get(name, "")):
             values[name] = Path(values[name]).read_text(encoding="utf-8-sig").strip("\n")
     args = fill_groups(Args, values)
-    problems, update = out_of_bounds(args), args.update
-    rules = {
-        "--model and --data are needed together": bool(args.model.model and (args.data.data or args.eval.eval_only)),
-        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens "
-        f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
-        "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
-        "--keep_best needs --eval_data and evaluations (--eval_every)":
-            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
-        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
-        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
-        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
-        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
+    problems = broken_rules(args, {
+        f"--max_tokens_per_pack {args.update.max_tokens_per_pack} must hold one example: --max_tokens "
+        f"{args.data.max_tokens}": args.update.max_tokens_per_pack >= args.data.max_tokens,
         f"--system_instruction {args.data.system_instruction}: no such file": not Path(args.data.system_instruction).suffix
             or len(args.data.system_instruction.split()) > 1,
-        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
-    }
-    problems += [message for message, holds in rules.items() if not holds]
+    })
     try:
         parse_datasets(args.data.data)
         if any(weight is not None for _, weight in parse_datasets(args.data.eval_data)):

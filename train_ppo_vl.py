@@ -63,9 +63,9 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
-                            absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents, describe_failure,
-                            draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag, list_flags, print_plan,
-                            progress, out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
+                            absolute_model, broken_rules, catch_signals, check_same_flags, complete_checkpoints, contents,
+                            describe_failure, draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag, list_flags,
+                            print_plan, progress, read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -453,9 +453,7 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     rollout, algorithm, update = args.rollout, args.algorithm, args.update
     longest = args.data.max_prompt_tokens + rollout.max_new_tokens
-    problems = out_of_bounds(args)
     rules = {
-        "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
             rollout.prompts_per_step % max(1, update.minibatches) == 0,
         f"--rollouts_per_step {rollout.rollouts_per_step} must divide --prompts_per_step {rollout.prompts_per_step}":
@@ -489,25 +487,17 @@ def check_args(args: Args) -> None:
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
         "--system_prompt is for --row_kind prompts: a judge's own system_instruction stands before judgements":
             args.data.row_kind == "prompts" or not args.data.system_prompt,
-        "--keep_best needs --eval_data and evaluations (--eval_every)":
-            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--ptx_data and a --ptx_coef above 0 are needed together": bool(args.data.ptx_data) == (update.ptx_coef > 0),
         "--eval_ema and --export_ema need an average: --ema_beta above 0":
             update.ema_beta > 0 or not (args.eval.eval_ema or update.export_ema),
-        "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
-        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
-        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
-        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
         f"--profile {args.run.profile} exceeds --steps {update.steps}": args.run.profile <= update.steps,
-        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
-        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
             args.reward.remote_timeout <= args.reward.reward_timeout
             or "http" not in args.reward.reward + args.reward.reward_recipe,
     }
-    problems += [message for message, holds in rules.items() if not holds]
+    problems = broken_rules(args, rules)
     try:
         strings = args.stop_strings
     except json.JSONDecodeError:
