@@ -115,14 +115,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
-        loader.prefetch(first)
         for step in range(first + 1, last + 1):
             run.timer.reset()
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             with run.timer("data"):
                 examples, prompts = examples_of(step - 1), loader.take(step - 1)
-                loader.prefetch(step)
             samples = as_samples([[] if g in prompts.dropped else [example.target for example in group]
                                   for g, group in enumerate(examples)])
             with run.timer("update"):
@@ -660,12 +658,11 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     size = run.args.eval.eval_batch * run.world
-    chunks = [order[start:start + size] for start in range(0, len(order), size)]
-    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
-        submit = lambda chunk: loader.submit([examples[i].prompt for i in chunk], chunk)  # noqa: E731
-        pending = submit(chunks[0])
-        for chunk, following in zip(chunks, [*chunks[1:], []]):
-            prompts, pending = loader.collect(*pending), submit(following)     # decodes while the model judges
+    chunks = [order[start:start + size] for start in range(0, len(order), size)] + [[]]
+    choose = lambda n: ([examples[i].prompt for i in chunks[n]], chunks[n])  # noqa: E731
+    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row, choose) as loader:
+        for n, chunk in enumerate(chunks[:-1]):
+            prompts = loader.take(n, least=0)
             own = generate(run, processor, judge, prompts)
             texts = {int(g): text for part in all_gather_json(own) for g, text in part.items()}
             scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)

@@ -159,7 +159,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, draws))
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
-        loader.prefetch(state["batches_taken"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
             if run.device.type == "cuda":
@@ -1010,7 +1009,6 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
     while len(parts) < limit and len(useful) < size:
         with run.timer("data"):
             prompts = loader.take(batch + len(parts))
-            loader.prefetch(batch + len(parts) + 1)
         with run.timer("rollout"):
             samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
             greedy = rollout(run, processor, actor, prompts, 1, TRAIN, greedy=True) \
@@ -2103,13 +2101,11 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
-    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
-        chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        pending = loader.submit([rows[i] for i in chunks[0]], [rows[i].index for i in chunks[0]])
-        for n, chunk in enumerate(chunks):
-            prompts = loader.collect(*pending)
-            if n + 1 < len(chunks):                                   # decode the next pictures while the model answers
-                pending = loader.submit([rows[i] for i in chunks[n + 1]], [rows[i].index for i in chunks[n + 1]])
+    chunks = [rows[start:start + size] for start in range(0, len(rows), size)] + [[]]
+    choose = lambda n: (chunks[n], [row.index for row in chunks[n]])  # noqa: E731
+    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row, choose) as loader:
+        for n in range(len(chunks) - 1):
+            prompts = loader.take(n, least=0)
             samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
             samples = score_rewards(run, processor, reward, prompts, samples)
             records += sample_records(processor, prompts, samples)
