@@ -582,10 +582,8 @@ def start_run(args: Args) -> Run:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
-    try:
+    with failing_together():
         backend = choose_attention("auto" if args.run.dry_run else args.model.attention, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     ranks = args.run.plan_world if args.run.dry_run else world
     if ranks % max(1, args.run.hsdp):
         raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {ranks}")
