@@ -1072,16 +1072,11 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
         with torch.inference_mode(), bare_forwards(actor.model):       # a toy step costs a seventh less than under no_grad
             results = engine.generate(own, count)
-    order = sorted(results)
-    tokens = [results[key][0] for key in order]
-    local = Samples(
-        group=torch.tensor([group for group, _ in order], dtype=torch.int64),
-        number=torch.tensor([number for _, number in order], dtype=torch.int64),
-        lengths=torch.tensor([len(t) for t in tokens], dtype=torch.int64),
-        truncated=torch.tensor([results[key][2] for key in order], dtype=torch.bool),
-        tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
-        logprobs=torch.cat([torch.zeros(0), *(results[key][1] for key in order)]))
-    return gather_samples(local)
+    found = [[results[g, number] for number in range(count)] if g in own else [] for g in range(len(prompts.prompts))]
+    logprobs, truncated = ([sample[k] for part in found for sample in part] for k in (1, 2))
+    local = as_samples([[tokens for tokens, *_ in part] for part in found])
+    return gather_samples(replace(local, logprobs=torch.cat([torch.zeros(0), *logprobs]),
+                                  truncated=torch.tensor(truncated, dtype=torch.bool)))
 
 
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
