@@ -666,14 +666,13 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
             scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)
             records += [judgement_record(processor.files["judge"], chunk[g], examples[chunk[g]], texts[g], *scores[g])
                         for g in sorted(scores)]
-        dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
     if bad := [record for record in records if not math.isfinite(record["loss"] + sum(record["probabilities"].values()))]:
         raise UserError(f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out examples is not "
                         f"finite, the first of them {bad[0]['info']['row']}; are the weights?")
-    summary = {"step": step, "dropped": dropped} | summarise(records)
+    summary = {"step": step, "dropped": loader.dropped} | summarise(records)
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         result = json.dumps({"summary": summary, "records": records}, indent=1)
@@ -681,7 +680,7 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     metrics = {f"eval/{name}": value for name, value in summary.items() if isinstance(value, float)}
     for name in ("source", "kind", "order"):
         metrics |= {f"eval/{name}/{key}": value for key, value in summary[f"accuracy_per_{name}"].items()}
-    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped,
                 "eval/seconds": time.perf_counter() - started}
     count = run.args.run.log_samples
     shown = records[::max(1, len(records) // max(1, count))][:count] if run.rank == 0 else []

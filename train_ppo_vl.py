@@ -2102,7 +2102,6 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
             samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
             samples = score_rewards(run, processor, reward, prompts, samples)
             records += sample_records(processor, prompts, samples)
-        dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     for record in records:                                     # every rank has all records: these sums need no reduction
@@ -2110,13 +2109,12 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
             sums.add(f"eval/{name}_mean", float(record[name]), 1)
         for name, value in record["components"].items():
             sums.add(f"eval/{name}_reward_mean", value, 1)
-    metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+    metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped,
                                "eval/seconds": time.perf_counter() - started, "eval/train_step": step}
-    if count > 1 and any("accuracy" in record["components"] for record in records):
-        solved: dict[int, float] = {}
-        for record in (record for record in records if "accuracy" in record["components"]):
-            solved[record["index"]] = max(solved.get(record["index"], 0.0), float(record["components"]["accuracy"] >= 1))
-        metrics[f"eval/pass@{count}"] = sum(solved.values()) / len(solved)
+    graded = [record for record in records if "accuracy" in record["components"]]
+    if count > 1 and graded:
+        solved = {record["index"] for record in graded if record["components"]["accuracy"] >= 1}
+        metrics[f"eval/pass@{count}"] = len(solved) / len({record["index"] for record in graded})
     pictures = sample_pictures(records[:run.args.run.log_samples]) if run.rank == 0 else []
     log.samples(step, records, pictures, stem="eval")
     log.line(f"eval  step {step:5d}  " + "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items()))
