@@ -2425,9 +2425,7 @@ class RolloutEngine:
     def harvest(self, results: dict) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the device."""
         active = [slot for slot, owner in enumerate(self.owner) if owner]
-        if not active:
-            return
-        done = self.done.tolist()
+        done = self.done.tolist() if active else []
         ready = [slot for slot in active if done[slot] or self.stop_strings]
         if not ready:
             return

@@ -171,8 +171,6 @@ def exchange_features(features: dict[int, torch.Tensor], owners: list[int], need
     moved = lambda a, b: [p for p in sorted(needed[b]) if p in shapes and owners[p] == a != b]  # noqa: E731
     send, receive = [moved(rank, r) for r in range(world)], [moved(r, rank) for r in range(world)]
     result = {p: features[p] for p in needed[rank] if p in shapes and owners[p] == rank}
-    if world == 1:
-        return result
     sent, received = ([sum(math.prod(shapes[p]) for p in prompts) for prompts in lists] for lists in (send, receive))
     outgoing = torch.cat([torch.empty(0, dtype=dtype)] + [features[p].flatten() for prompts in send for p in prompts])
     incoming = torch.empty(sum(received), dtype=dtype)
