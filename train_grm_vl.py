@@ -49,10 +49,10 @@ from torch.nn.utils.rnn import pad_sequence
 from common import losses
 from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples, build_row, exchange_features,
                             failing_together, make_blocks, make_packs, mix, parse_datasets, take_rows)
-from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, catch_signals,
-                            check_same_flags, contents, draw_sample, end_run, falls_due, fill_groups, flag, list_flags,
-                            print_plan, progress, out_of_bounds, read_flags, run_main, start_log, stop_requested,
-                            training_state, write_durably)
+from common.logging import (CheckpointArgs, Checkpoints, RunLogger, StageTimer, absolute, absolute_model, broken_rules,
+                            catch_signals, check_same_flags, contents, draw_sample, end_run, evaluation_due, falls_due,
+                            fill_groups, flag, list_flags, print_plan, progress, read_flags, run_main, start_log,
+                            stop_requested, training_state, write_durably)
 from common.vlm import (FLASH_ATTN_INSTALL, JUDGEMENTS, SWAPPED, VALUE_HEADS, PackedAttention, Processor, Prompt, PromptLoader,
                         StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes, cache_bytes,
                         choose_attention, clear_forward_order, count_judgements, count_parameters, encode_target, fill, freeze,
@@ -115,14 +115,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
-        loader.prefetch(first)
         for step in range(first + 1, last + 1):
             run.timer.reset()
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             with run.timer("data"):
                 examples, prompts = examples_of(step - 1), loader.take(step - 1)
-                loader.prefetch(step)
             samples = as_samples([[] if g in prompts.dropped else [example.target for example in group]
                                   for g, group in enumerate(examples)])
             with run.timer("update"):
@@ -266,23 +264,12 @@ def parse_args(argv: list[str] | None = None) -> Args:
         if os.path.isfile(values.get(name, "")):
             values[name] = Path(values[name]).read_text(encoding="utf-8-sig").strip("\n")
     args = fill_groups(Args, values)
-    problems, update = out_of_bounds(args), args.update
-    rules = {
-        "--model and --data are needed together": bool(args.model.model and (args.data.data or args.eval.eval_only)),
-        f"--max_tokens_per_pack {update.max_tokens_per_pack} must hold one example: --max_tokens "
-        f"{args.data.max_tokens}": update.max_tokens_per_pack >= args.data.max_tokens,
-        "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
-        "--keep_best needs --eval_data and evaluations (--eval_every)":
-            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
-        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
-        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
-        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
-        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
+    problems = broken_rules(args, {
+        f"--max_tokens_per_pack {args.update.max_tokens_per_pack} must hold one example: --max_tokens "
+        f"{args.data.max_tokens}": args.update.max_tokens_per_pack >= args.data.max_tokens,
         f"--system_instruction {args.data.system_instruction}: no such file": not Path(args.data.system_instruction).suffix
             or len(args.data.system_instruction.split()) > 1,
-        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
-    }
-    problems += [message for message, holds in rules.items() if not holds]
+    })
     try:
         parse_datasets(args.data.data)
         if any(weight is not None for _, weight in parse_datasets(args.data.eval_data)):
@@ -392,10 +379,8 @@ def start_run(args: Args) -> Run:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
-    try:
+    with failing_together():
         backend = choose_attention("auto" if args.run.dry_run else args.model.attention, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     ranks = args.run.plan_world if args.run.dry_run else world
     if ranks % max(1, args.run.hsdp):
         raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {ranks}")
@@ -662,13 +647,6 @@ def apply_gradients(run: Run, module: nn.Module, optimizer: torch.optim.Optimize
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def evaluation_due(args: Args, step: int, rows: int) -> bool:
-    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.update.prompts_per_step // rows for done in (step - 1, step)]
-    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
-                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
-
-
 @torch.no_grad()
 def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Example], log: RunLogger,
              step: int) -> dict[str, float]:
@@ -678,25 +656,23 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     torch.manual_seed(run.args.run.seed * 1_000_003 + step * run.world + run.rank)            # only sampling reads it
     order = sorted(range(len(examples)), key=lambda i: -len(examples[i].prompt.input_ids))   # batches of one length
     size = run.args.eval.eval_batch * run.world
-    chunks = [order[start:start + size] for start in range(0, len(order), size)]
-    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
-        submit = lambda chunk: loader.submit([examples[i].prompt for i in chunk], chunk)  # noqa: E731
-        pending = submit(chunks[0])
-        for chunk, following in zip(chunks, [*chunks[1:], []]):
-            prompts, pending = loader.collect(*pending), submit(following)     # decodes while the model judges
+    chunks = [order[start:start + size] for start in range(0, len(order), size)] + [[]]
+    choose = lambda n: ([examples[i].prompt for i in chunks[n]], chunks[n])  # noqa: E731
+    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row, choose) as loader:
+        for n, chunk in enumerate(chunks[:-1]):
+            prompts = loader.take(n, least=0)
             own = generate(run, processor, judge, prompts)
             texts = {int(g): text for part in all_gather_json(own) for g, text in part.items()}
             scores = score_verdicts(run, processor, judge, [examples[i] for i in chunk], prompts)
             records += [judgement_record(processor.files["judge"], chunk[g], examples[chunk[g]], texts[g], *scores[g])
                         for g in sorted(scores)]
-        dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
     if bad := [record for record in records if not math.isfinite(record["loss"] + sum(record["probabilities"].values()))]:
         raise UserError(f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out examples is not "
                         f"finite, the first of them {bad[0]['info']['row']}; are the weights?")
-    summary = {"step": step, "dropped": dropped} | summarise(records)
+    summary = {"step": step, "dropped": loader.dropped} | summarise(records)
     if run.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         result = json.dumps({"summary": summary, "records": records}, indent=1)
@@ -704,7 +680,7 @@ def evaluate(run: Run, processor: Processor, judge: Judge, examples: list[Exampl
     metrics = {f"eval/{name}": value for name, value in summary.items() if isinstance(value, float)}
     for name in ("source", "kind", "order"):
         metrics |= {f"eval/{name}/{key}": value for key, value in summary[f"accuracy_per_{name}"].items()}
-    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped,
                 "eval/seconds": time.perf_counter() - started}
     count = run.args.run.log_samples
     shown = records[::max(1, len(records) // max(1, count))][:count] if run.rank == 0 else []

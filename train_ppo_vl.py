@@ -63,9 +63,9 @@ from common.buffers import (Row, Samples, UserError, all_gather_json, as_samples
                             exchange_features, failing_together, gather_samples, label_text, make_blocks, make_packs,
                             minibatches, mix, parse_datasets, take_rows)
 from common.logging import (RESERVED_GIB, CheckpointArgs, Checkpoints, MetricSums, RunLogger, StageTimer, absolute,
-                            absolute_model, catch_signals, check_same_flags, complete_checkpoints, contents, describe_failure,
-                            draw_sample, end_run, falls_due, fill_groups, flag, list_flags, print_plan, progress,
-                            out_of_bounds, read_flags, run_main, start_log, stop_requested, training_state)
+                            absolute_model, broken_rules, catch_signals, check_same_flags, complete_checkpoints, contents,
+                            describe_failure, draw_sample, end_run, evaluation_due, falls_due, fill_groups, flag, list_flags,
+                            print_plan, progress, read_flags, run_main, start_log, stop_requested, training_state)
 from common.vlm import (FLASH_ATTN_INSTALL, PLACES, VALUE_HEADS, DecodeAttention, PackedAttention, Processor, Prompt,
                         PromptLoader, SlotCache, StepPrompts, add_adapters, answer_frame, attention_segments, backward_bytes,
                         bare_forwards, cache_bytes, check_judgement, check_media, choose_attention, clear_forward_order,
@@ -159,7 +159,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     choose = functools.partial(prompts_of_batch, args, datasets, *mix(weights, draws))
     with checkpoints, PromptLoader(processor, args.data.data_threads, args.data.on_bad_row, choose,
                                    state["dropped_prompts"]) as loader:
-        loader.prefetch(state["batches_taken"])
         for step in range(state["step"] + 1, args.update.steps + 1):
             run.timer.reset()
             if run.device.type == "cuda":
@@ -453,9 +452,7 @@ def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     rollout, algorithm, update = args.rollout, args.algorithm, args.update
     longest = args.data.max_prompt_tokens + rollout.max_new_tokens
-    problems = out_of_bounds(args)
     rules = {
-        "--model and --data are needed together": bool(args.model.model) and bool(args.data.data or args.eval.eval_only),
         f"--minibatches {update.minibatches} must divide --prompts_per_step {rollout.prompts_per_step}":
             rollout.prompts_per_step % max(1, update.minibatches) == 0,
         f"--rollouts_per_step {rollout.rollouts_per_step} must divide --prompts_per_step {rollout.prompts_per_step}":
@@ -489,25 +486,17 @@ def check_args(args: Args) -> None:
             rollout.prefill_tokens >= args.data.max_prompt_tokens,
         "--system_prompt is for --row_kind prompts: a judge's own system_instruction stands before judgements":
             args.data.row_kind == "prompts" or not args.data.system_prompt,
-        "--keep_best needs --eval_data and evaluations (--eval_every)":
-            not args.checkpoint.keep_best or (bool(args.data.eval_data) and args.eval.eval_every != 0),
         "--ptx_data and a --ptx_coef above 0 are needed together": bool(args.data.ptx_data) == (update.ptx_coef > 0),
         "--eval_ema and --export_ema need an average: --ema_beta above 0":
             update.ema_beta > 0 or not (args.eval.eval_ema or update.export_ema),
-        "--eval_only needs --eval_data": bool(args.data.eval_data) or not args.eval.eval_only,
-        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
-        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
-        "--vision_lr_factor needs --train_vision": args.model.train_vision or update.vision_lr_factor == 1,
         "--cuda_graphs on needs a GPU, and torch sees none; leave it at auto":
             rollout.cuda_graphs != "on" or torch.cuda.is_available() or args.run.dry_run,
         f"--profile {args.run.profile} exceeds --steps {update.steps}": args.run.profile <= update.steps,
-        "--dry_run plans the training: it needs --data": bool(args.data.data) or not args.run.dry_run,
-        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
         f"--remote_timeout {args.reward.remote_timeout:g} exceeds --reward_timeout {args.reward.reward_timeout:g}":
             args.reward.remote_timeout <= args.reward.reward_timeout
             or "http" not in args.reward.reward + args.reward.reward_recipe,
     }
-    problems += [message for message, holds in rules.items() if not holds]
+    problems = broken_rules(args, rules)
     try:
         strings = args.stop_strings
     except json.JSONDecodeError:
@@ -593,10 +582,8 @@ def start_run(args: Args) -> Run:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dtype = {"auto": torch.bfloat16 if device.type == "cuda" else torch.float32, "float32": torch.float32,
              "bfloat16": torch.bfloat16}[args.model.dtype]
-    try:
+    with failing_together():
         backend = choose_attention("auto" if args.run.dry_run else args.model.attention, device, dtype)
-    except ValueError as error:
-        raise UserError(str(error)) from error
     ranks = args.run.plan_world if args.run.dry_run else world
     if ranks % max(1, args.run.hsdp):
         raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {ranks}")
@@ -1021,7 +1008,6 @@ def sample_and_score(run: Run, processor: Processor, actor: Policy, reward: "Rew
     while len(parts) < limit and len(useful) < size:
         with run.timer("data"):
             prompts = loader.take(batch + len(parts))
-            loader.prefetch(batch + len(parts) + 1)
         with run.timer("rollout"):
             samples = rollout(run, processor, actor, prompts, args.rollout.samples_per_prompt, TRAIN)
             greedy = rollout(run, processor, actor, prompts, 1, TRAIN, greedy=True) \
@@ -1087,16 +1073,11 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
         with torch.inference_mode(), bare_forwards(actor.model):       # a toy step costs a seventh less than under no_grad
             results = engine.generate(own, count)
-    order = sorted(results)
-    tokens = [results[key][0] for key in order]
-    local = Samples(
-        group=torch.tensor([group for group, _ in order], dtype=torch.int64),
-        number=torch.tensor([number for _, number in order], dtype=torch.int64),
-        lengths=torch.tensor([len(t) for t in tokens], dtype=torch.int64),
-        truncated=torch.tensor([results[key][2] for key in order], dtype=torch.bool),
-        tokens=torch.cat([torch.zeros(0, dtype=torch.int64), *tokens]),
-        logprobs=torch.cat([torch.zeros(0), *(results[key][1] for key in order)]))
-    return gather_samples(local)
+    found = [[results[g, number] for number in range(count)] if g in own else [] for g in range(len(prompts.prompts))]
+    logprobs, truncated = ([sample[k] for part in found for sample in part] for k in (1, 2))
+    local = as_samples([[tokens for tokens, *_ in part] for part in found])
+    return gather_samples(replace(local, logprobs=torch.cat([torch.zeros(0), *logprobs]),
+                                  truncated=torch.tensor(truncated, dtype=torch.bool)))
 
 
 def compute_features(run: Run, owner: nn.Module, prompts: StepPrompts) -> None:
@@ -2109,30 +2090,20 @@ def add_actor_stats(sums: MetricSums, rows: list[dict[str, torch.Tensor]], share
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def evaluation_due(args: Args, step: int, rows: int) -> bool:
-    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the data."""
-    passes = [done * args.rollout.prompts_per_step // rows if rows else 0 for done in (step - 1, step)]
-    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
-                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
-
-
 def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows: list[Prompt], log: RunLogger,
              step: int) -> dict[str, float]:
     """Answer every held-out prompt once over all ranks; write the answers; return the eval/ metrics."""
     count, size = run.args.eval.eval_samples, run.args.rollout.prompts_per_step
     sums, records = MetricSums(), []
     started = time.perf_counter()
-    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row) as loader:
-        chunks = [range(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
-        pending = loader.submit([rows[i] for i in chunks[0]], [rows[i].index for i in chunks[0]])
-        for n, chunk in enumerate(chunks):
-            prompts = loader.collect(*pending)
-            if n + 1 < len(chunks):                                   # decode the next pictures while the model answers
-                pending = loader.submit([rows[i] for i in chunks[n + 1]], [rows[i].index for i in chunks[n + 1]])
+    chunks = [rows[start:start + size] for start in range(0, len(rows), size)] + [[]]
+    choose = lambda n: (chunks[n], [row.index for row in chunks[n]])  # noqa: E731
+    with PromptLoader(processor, run.args.data.data_threads, run.args.data.on_bad_row, choose) as loader:
+        for n in range(len(chunks) - 1):
+            prompts = loader.take(n, least=0)
             samples = rollout(run, processor, actor, prompts, count, EVAL, greedy=count == 1)
             samples = score_rewards(run, processor, reward, prompts, samples)
             records += sample_records(processor, prompts, samples)
-        dropped = loader.dropped
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     for record in records:                                     # every rank has all records: these sums need no reduction
@@ -2140,13 +2111,12 @@ def evaluate(run: Run, processor: Processor, actor: Policy, reward: Reward, rows
             sums.add(f"eval/{name}_mean", float(record[name]), 1)
         for name, value in record["components"].items():
             sums.add(f"eval/{name}_reward_mean", value, 1)
-    metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": dropped,
+    metrics = sums.reduce() | {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped,
                                "eval/seconds": time.perf_counter() - started, "eval/train_step": step}
-    if count > 1 and any("accuracy" in record["components"] for record in records):
-        solved: dict[int, float] = {}
-        for record in (record for record in records if "accuracy" in record["components"]):
-            solved[record["index"]] = max(solved.get(record["index"], 0.0), float(record["components"]["accuracy"] >= 1))
-        metrics[f"eval/pass@{count}"] = sum(solved.values()) / len(solved)
+    graded = [record for record in records if "accuracy" in record["components"]]
+    if count > 1 and graded:
+        solved = {record["index"] for record in graded if record["components"]["accuracy"] >= 1}
+        metrics[f"eval/pass@{count}"] = len(solved) / len({record["index"] for record in graded})
     pictures = sample_pictures(records[:run.args.run.log_samples]) if run.rank == 0 else []
     log.samples(step, records, pictures, stem="eval")
     log.line(f"eval  step {step:5d}  " + "  ".join(f"{name[5:]} {value:.3f}" for name, value in metrics.items()))
@@ -2457,9 +2427,7 @@ class RolloutEngine:
     def harvest(self, results: dict) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the device."""
         active = [slot for slot, owner in enumerate(self.owner) if owner]
-        if not active:
-            return
-        done = self.done.tolist()
+        done = self.done.tolist() if active else []
         ready = [slot for slot in active if done[slot] or self.stop_strings]
         if not ready:
             return

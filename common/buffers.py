@@ -30,6 +30,11 @@ class UserError(ValueError):
     """Something the user can mend: one message from rank 0, exit code 2 of every worker, no traceback."""
 
 
+def tensors_of(record) -> dict[str, torch.Tensor]:
+    """The fields of a dataclass that hold tensors, by name."""
+    return {f.name: value for f in fields(record) if isinstance(value := getattr(record, f.name), torch.Tensor)}
+
+
 @dataclass
 class Samples:
     """Responses of one step, ordered by (prompt, sample number); per-token tensors are flat, (N,).
@@ -72,19 +77,14 @@ class Samples:
         """The samples ``order`` (k,), in that order."""
         offsets, lengths = self.offsets, self.lengths[order]
         flat = ragged_index(offsets[order], lengths)
-        chosen = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor):
-                chosen[f.name] = value[flat if f.name in PER_TOKEN else order]
+        chosen = {name: value[flat if name in PER_TOKEN else order] for name, value in tensors_of(self).items()}
         judgements = [self.judgements[i] for i in order.tolist()] if self.judgements else []
         return replace(self, **chosen, components={k: v[order] for k, v in self.components.items()}, judgements=judgements)
 
 
 def concatenate(parts: list[Samples]) -> Samples:
     """The samples of several parts, one after the other; a component that a part lacks is NaN there."""
-    joined = {f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(Samples)
-              if isinstance(getattr(parts[0], f.name), torch.Tensor)}
+    joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in tensors_of(parts[0])}
     names = dict.fromkeys(name for part in parts for name in part.components)
     missing = lambda part: torch.full((len(part),), float("nan"))  # noqa: E731
     components = {name: torch.cat([part.components.get(name, missing(part)) for part in parts]) for name in names}
@@ -150,12 +150,7 @@ def failing_together(what: str = ""):
 
 def gather_samples(local: Samples) -> Samples:
     """All ranks' samples, not yet scored, ordered by (prompt, sample number): the same on every rank, at any world size."""
-    parts: dict[str, torch.Tensor] = {}
-    for f in fields(local):
-        value = getattr(local, f.name)
-        if isinstance(value, torch.Tensor):
-            parts[f.name] = torch.cat(all_gather_ragged(value))
-    joined = Samples(**parts)
+    joined = Samples(**{name: torch.cat(all_gather_ragged(value)) for name, value in tensors_of(local).items()})
     return joined.select(torch.from_numpy(np.lexsort((joined.number.numpy(), joined.group.numpy()))))
 
 
@@ -176,8 +171,6 @@ def exchange_features(features: dict[int, torch.Tensor], owners: list[int], need
     moved = lambda a, b: [p for p in sorted(needed[b]) if p in shapes and owners[p] == a != b]  # noqa: E731
     send, receive = [moved(rank, r) for r in range(world)], [moved(r, rank) for r in range(world)]
     result = {p: features[p] for p in needed[rank] if p in shapes and owners[p] == rank}
-    if world == 1:
-        return result
     sent, received = ([sum(math.prod(shapes[p]) for p in prompts) for prompts in lists] for lists in (send, receive))
     outgoing = torch.cat([torch.empty(0, dtype=dtype)] + [features[p].flatten() for prompts in send for p in prompts])
     incoming = torch.empty(sum(received), dtype=dtype)
@@ -355,13 +348,9 @@ class Row:
 
     def to(self, device: torch.device) -> "Row":
         """The row on ``device``, but for ``flat``, which indexes CPU tensors."""
-        moved = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, torch.Tensor) and f.name != "flat":
-                value = value.pin_memory() if device.type == "cuda" else value
-                moved[f.name] = value.to(device, non_blocking=True)
-        return replace(self, **moved)
+        pinned = lambda value: value.pin_memory() if device.type == "cuda" else value  # noqa: E731
+        return replace(self, **{name: pinned(value).to(device, non_blocking=True) for name, value in tensors_of(self).items()
+                                if name != "flat"})
 
 
 def build_row(samples: Samples, blocks: list[Block], prompt_ids: dict[int, torch.Tensor],

@@ -159,8 +159,8 @@ def fill_groups(args_class: type, values: dict[str, Any]):
                                                    if field.name in values}) for group in dataclasses.fields(args_class)})
 
 
-def out_of_bounds(args) -> list[str]:
-    """What is wrong with single flags."""
+def broken_rules(args, rules: dict[str, bool]) -> list[str]:
+    """What is wrong with single flags, by the rules of both scripts, and by ``rules``: message -> whether the rule holds."""
     problems = []
     for group in vars(args).values():
         for field in dataclasses.fields(group):
@@ -168,7 +168,18 @@ def out_of_bounds(args) -> list[str]:
             if field.type in (int, float) and not low <= value <= high:
                 at_most = f" and at most {high:g}" if high < math.inf else ""
                 problems.append(f"--{field.name} {value} must be at least {low:g}{at_most}")
-    return problems
+    rules = {
+        "--model and --data are needed together": args.model.model and (args.data.data or args.eval.eval_only),
+        "--eval_only needs --eval_data": args.data.eval_data or not args.eval.eval_only,
+        "--keep_best needs --eval_data and evaluations (--eval_every)":
+            not args.checkpoint.keep_best or (args.data.eval_data and args.eval.eval_every != 0),
+        "--dry_run plans the training: it needs --data": args.data.data or not args.run.dry_run,
+        "--lora_targets needs --lora_rank": args.model.lora_rank > 0 or not args.model.lora_targets,
+        "--train_vision and --lora_rank: choose one of them": not (args.model.train_vision and args.model.lora_rank),
+        "--vision_lr_factor needs --train_vision": args.model.train_vision or args.update.vision_lr_factor == 1,
+        "--min_pixels exceeds --max_pixels": args.data.max_pixels == 0 or args.data.min_pixels <= args.data.max_pixels,
+    } | rules
+    return problems + [message for message, holds in rules.items() if not holds]
 
 
 def list_flags(args) -> dict[str, Any]:
@@ -492,6 +503,13 @@ def print_plan(lines: list[str], phases_with: Callable[[bool], dict[str, dict[st
 def falls_due(step: int, every: int, last: int) -> bool:
     """Whether something that happens every so many steps (-1: only after the last one, 0: never) happens after ``step``."""
     return (step == last and every != 0) or (every > 0 and step % every == 0)
+
+
+def evaluation_due(args, step: int, rows: int) -> bool:
+    """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the ``rows`` of the data."""
+    passes = [done * list_flags(args)["prompts_per_step"] // rows for done in (step - 1, step)]
+    return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
+                                          or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 
 
 @dataclass(frozen=True)

@@ -821,7 +821,7 @@ class PromptLoader:
         self.processor, self.on_bad_row, self.choose, self.dropped = processor, on_bad_row, choose, dropped
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="pictures")
-        self.pending: dict[int, tuple] = {}
+        self.ahead: tuple | None = None                            # what is decoding for the next `take`
 
     def __enter__(self) -> "PromptLoader":
         return self
@@ -829,15 +829,13 @@ class PromptLoader:
     def __exit__(self, *_) -> None:
         self.pool.shutdown(cancel_futures=True)
 
-    def prefetch(self, index: int) -> None:
-        """Start decoding this rank's pictures of the 0-based step ``index``."""
-        if chosen := self.choose(index):
-            self.pending[index] = self.submit(*chosen)
-
-    def take(self, index: int) -> StepPrompts:
-        """The prompts of a step, decoded."""
-        prompts = self.collect(*self.pending.pop(index))
-        if len(prompts.dropped) == len(prompts.prompts):
+    def take(self, index: int, least: int = 1) -> StepPrompts:
+        """The prompts of the 0-based step ``index``, decoded; from now on those of the next one decode. Steps are taken in
+        order. Raises UserError: of prompts whose pictures decode there are not ``least``."""
+        prompts = self.collect(*(self.ahead or self.submit(*self.choose(index))))
+        following = self.choose(index + 1)
+        self.ahead = following and self.submit(*following)
+        if len(prompts.prompts) - len(prompts.dropped) < least:
             raise UserError(f"no prompt is left of {len(prompts.prompts)} drawn together: no picture of "
                             f"{prompts.prompts[0].source} and the others decodes")
         return prompts

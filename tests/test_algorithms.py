@@ -495,7 +495,6 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     reward = ppo.load_reward(ppo.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     choose = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
     with ppo.PromptLoader(env.processor, 1, "error", choose) as loader:
-        loader.prefetch(0)
         step, samples, rolled = ppo.sample_and_score(run, env.processor, env.actor, reward, loader, 0)
     again = take(env)
     greedy = ppo.rollout(run, env.processor, env.actor, again, 1, ppo.TRAIN, greedy=True)
