@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
-        if evaluation_due(args, step, rows):
+        if evaluation_due(args, step, args.update.prompts_per_step, rows):
             metrics = metrics | evaluate_at(step)
             checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed})

@@ -116,6 +116,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         part.load_state_dict(state[name])
     log = open_log(run, datasets, eval_prompts, state["step"])
 
+    due = lambda step: evaluation_due(args, step, args.rollout.prompts_per_step, rows)  # noqa: E731
     passes = lambda batches: batches * args.prompts_per_rollout / max(1, rows)  # noqa: E731
 
     def evaluate_at(step: int) -> dict[str, float]:
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     def end_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Evaluation and record of a step whose checkpoint is on its way."""
-        if evaluation_due(args, step, rows):
+        if due(step):
             metrics = metrics | evaluate_at(step)
             checkpoints.check_quality(metrics)
         log.log(step, metrics | {"perf/failed_saves": checkpoints.failed, "perf/save_seconds": checkpoints.waited})
@@ -186,7 +187,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             metrics |= perf_metrics(run, actor, critic, prompts, samples, metrics)
             log_samples(run, log, step, metrics, processor, prompts, samples)
             state |= {"step": step, "metrics": metrics, "dropped_prompts": loader.dropped, "batches_taken": taken,
-                      "evaluations": state["evaluations"] + evaluation_due(args, step, rows)} | running_state()
+                      "evaluations": state["evaluations"] + due(step)} | running_state()
             stop = stop_requested()
             if stop or falls_due(step, args.checkpoint.save_every, args.update.steps):
                 checkpoints.save(step, training_state(models), state)
@@ -1073,7 +1074,9 @@ def rollout(run: Run, processor: Processor, actor: Policy, prompts: StepPrompts,
         engine = RolloutEngine(run, processor, actor, prompts, own, count, stream, greedy)
         with torch.inference_mode(), bare_forwards(actor.model):       # a toy step costs a seventh less than under no_grad
             results = engine.generate(own, count)
-    found = [[results[g, number] for number in range(count)] if g in own else [] for g in range(len(prompts.prompts))]
+    found = [[] for _ in prompts.prompts]
+    for group in own:
+        found[group] = [results[group, number] for number in range(count)]
     logprobs, truncated = ([sample[k] for part in found for sample in part] for k in (1, 2))
     local = as_samples([[tokens for tokens, *_ in part] for part in found])
     return gather_samples(replace(local, logprobs=torch.cat([torch.zeros(0), *logprobs]),

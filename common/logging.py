@@ -505,9 +505,9 @@ def falls_due(step: int, every: int, last: int) -> bool:
     return (step == last and every != 0) or (every > 0 and step % every == 0)
 
 
-def evaluation_due(args, step: int, rows: int) -> bool:
+def evaluation_due(args, step: int, prompts_per_step: int, rows: int) -> bool:
     """Whether to evaluate after ``step``; --eval_every -1: when it completes a pass over the ``rows`` of the data."""
-    passes = [done * list_flags(args)["prompts_per_step"] // rows for done in (step - 1, step)]
+    passes = [done * prompts_per_step // rows for done in (step - 1, step)]
     return bool(args.data.eval_data) and (falls_due(step, args.eval.eval_every, args.update.steps)
                                           or (args.eval.eval_every == -1 and passes[1] > passes[0]))
 

@@ -297,7 +297,7 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
     due = lambda every: [step for step in range(1, 10) if grm.evaluation_due(replace(  # noqa: E731
-        env.run.args, eval=grm.EvalArgs(eval_every=every), update=replace(env.run.args.update, steps=9)), step, 10)]
+        env.run.args, eval=grm.EvalArgs(eval_every=every), update=replace(env.run.args.update, steps=9)), step, 4, 10)]
     assert (due(-1), due(4), due(0)) == ([3, 5, 8, 9], [4, 8, 9], [])
 
 
