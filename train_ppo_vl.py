@@ -1973,9 +1973,9 @@ def update_actor(run: Run, actor: Policy, optimizer: torch.optim.Optimizer, prom
             pending = text and text.loader.submit(*next(text_draws))               # pictures decode meanwhile
             load = expert_load(run, actor, prompts, samples, groups)
             for row, attention in packed_rows(run, actor.model, prompts, samples, groups):
+                exact = reference_head(reference, row, attention) if reference is not None else None
                 with router_logits(actor.model) as logits:
-                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, reference, keep,
-                                             kept_weights)
+                    loss, stats = actor_loss(run, actor, row, attention, samples, weights, kl_coef, exact, keep, kept_weights)
                 balance = balance_loss(run, actor, row, logits, load)
                 ((loss + balance) * run.world).backward()                         # FSDP averages gradients over ranks
                 stats |= {"aux_loss": torch.as_tensor(balance).detach()} if load is not None else {}
@@ -2040,13 +2040,13 @@ def exceeds(rows: list[dict[str, torch.Tensor]], target_kl: float) -> bool:
 
 
 def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, samples: Samples, weights: torch.Tensor,
-               kl_coef: float, reference: Policy | None = None, keep: torch.Tensor | None = None,
+               kl_coef: float, exact: tuple | None = None, keep: torch.Tensor | None = None,
                kept_weights: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This row's share of the loss of a minibatch, and sums over its tokens for the metrics.
 
     Args:
         weights: (N,) weight of every token.
-        reference: for the exact KL in the loss.
+        exact: what `reference_head` gives for this row, for the exact KL in the loss.
         keep, kept_weights: (N,) the tokens of high entropy, and their weights in the policy term, which is theirs alone.
     """
     algorithm = run.args.algorithm
@@ -2054,7 +2054,6 @@ def actor_loss(run: Run, actor: Policy, row: Row, attention: PackedAttention, sa
     old, sampled = pick(samples.old_logprobs), pick(samples.logprobs)                                           # (T,)
     advantages, weight = pick(samples.advantages), pick(weights)                                                # (T,)
     in_loss = algorithm.kl_in == "loss" and samples.kl is not None
-    exact = reference_head(reference, row, attention) if in_loss and algorithm.kl_estimator == "full" else None
     logp, entropy, kl = actor(row, attention, entropy=True, reference=exact)                                    # (T,)
     correction = (old - sampled).exp().clamp(max=algorithm.importance_cap) if algorithm.recompute_old_logprobs else None
     terms, stats = losses.policy_loss(algorithm.policy_loss, logp, old, advantages, row.sample, len(samples), *run.args.clip,

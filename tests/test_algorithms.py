@@ -322,7 +322,8 @@ def test_the_exact_kl(env, qwen25):
     weights = ppo.minibatch_weights(run, samples, range(4))
     samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
     for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
-        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0, reference)[0].backward()
+        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0,
+                       ppo.reference_head(reference, row, attention))[0].backward()
     found = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
     ppo.rest_after_scoring(reference)

@@ -570,6 +570,24 @@ def test_actor_and_critic_are_balanced(family):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
+def test_the_reference_of_an_exact_kl_is_not_balanced(family):
+    """With adapters the reference is the actor itself: its forward has router logits, too."""
+    found = []
+    for estimator in ("k2", "full"):
+        env = start(family.folder, family.data, "--aux_loss_coef", "0.5", "--lora_rank", "4", "--advantage", "grpo",
+                    "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
+        prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
+        with torch.no_grad():
+            ppo.compute_features(env.run, env.actor, prompts)
+        samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
+        ppo.score_logprobs_and_values(env.run, env.actor, env.reference, None, prompts, samples)
+        samples.advantages = torch.zeros(len(samples.tokens))
+        optimizer, exact = ppo.build_optimizer(env.actor, 1e-3, env.args), env.reference if estimator == "full" else None
+        found.append(ppo.update_actor(env.run, env.actor, optimizer, prompts, samples, 1, 0.1, exact)["train/aux_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] > 0.5
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
     """Two of six: the other four multiply nothing."""
     env, prompts = family.env, take(family.env)

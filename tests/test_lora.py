@@ -150,7 +150,8 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
             env.actor.train()
             for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
-                loss, _ = ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0, reference)
+                loss, _ = ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0,
+                                         ppo.reference_head(reference, row, attention))
                 loss.backward()
             assert env.actor.training
             ppo.rest_after_scoring(reference)
