@@ -13,7 +13,8 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.logging import GREY, INK, PAPER, _font, read_records
+from common.cards import GREY, INK, PAPER, font
+from common.logging import read_records
 
 SERIES = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 
@@ -48,14 +49,14 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
     for tick in _ticks(y0, y1, most=6):
         y = place(x0, tick)[1]
         draw.line((left, y, right, y), fill="#e9edf2", width=k)
-        draw.text((left - 8 * k, y), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="rm")
+        draw.text((left - 8 * k, y), f"{tick:.6g}", font=font(12 * k), fill=GREY, anchor="rm")
     for tick in _ticks(x0, x1, most=8):
         x = place(tick, y0)[0]
         draw.line((x, bottom, x, bottom + 5 * k), fill=GREY, width=k)
-        draw.text((x, bottom + 9 * k), f"{tick:.6g}", font=_font(12 * k), fill=GREY, anchor="mt")
+        draw.text((x, bottom + 9 * k), f"{tick:.6g}", font=font(12 * k), fill=GREY, anchor="mt")
     draw.line((left, bottom, right, bottom), fill=GREY, width=k)
-    draw.text(((left + right) / 2, 430 * k), "step", font=_font(12 * k), fill=GREY, anchor="mb")
-    draw.text((left, 12 * k), title, font=_font(16 * k), fill=INK)
+    draw.text(((left + right) / 2, 430 * k), "step", font=font(12 * k), fill=GREY, anchor="mb")
+    draw.text((left, 12 * k), title, font=font(16 * k), fill=INK)
     x = left
     for colour, (name, points) in zip(SERIES * len(curves), curves.items()):
         spots = [place(*point) for point in points]
@@ -63,8 +64,8 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
         for spot in spots if len(spots) <= 30 else []:  # few values, such as evaluations, show where they were taken
             draw.circle(spot, 4 * k, fill=colour, outline=PAPER, width=k)
         draw.line((x, 48 * k, x + 18 * k, 48 * k), fill=colour, width=3 * k)
-        draw.text((x + 24 * k, 48 * k), name, font=_font(13 * k), fill=INK, anchor="lm")
-        x += 44 * k + _font(13 * k).getlength(name)
+        draw.text((x + 24 * k, 48 * k), name, font=font(13 * k), fill=INK, anchor="lm")
+        x += 44 * k + font(13 * k).getlength(name)
     image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # PPO with a critic on Geometry3k, with the settings of LightRFT's example: Qwen2.5-VL 7B or 3B on a node of 8 GPUs with 80 GB.
 #
-#   (first: launch/geo3k.py, which makes data/geo3k; for SLURM, mkdir -p logs)
+#   (first: data/geo3k, by the commands in launch/convert.py; pip install math-verify; for SLURM, mkdir -p logs)
 #   bash launch/geo3k_ppo.sh                                                     7B; further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-ppo-3b bash launch/geo3k_ppo.sh
-#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/ppo.slurm" bash launch/geo3k_ppo.sh
+#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_ppo.sh
 #
 # Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
 # No public score of PPO with a critic on this task is known to us; for GRPO see launch/geo3k_grpo.sh.
@@ -21,7 +21,7 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_ppo_vl.py} \
     --data "${DATA:-data/geo3k}/train.jsonl" --eval_data "${DATA:-data/geo3k}/test.jsonl" \
     --out "${OUT:-runs/geo3k-ppo-7b}" \
     --system_prompt 'First think about the problem between <think> and </think>, then give the final answer in \boxed{}.' \
-    --reward boxed --advantage gae --gamma 1 --gae_lambda 0.95 --advantages_norm on \
+    --reward launch/reward_math.py:score --reward_timeout 600 --advantage gae --gamma 1 --gae_lambda 0.95 --advantages_norm on \
     --prompts_per_step 128 --samples_per_prompt 2 --minibatches 2 --steps 492 \
     --max_prompt_tokens 1024 --max_new_tokens 2048 \
     --actor_lr 1e-6 --critic_lr 9e-6 --lr_schedule cosine --min_lr_ratio 0.1 --warmup_steps 15 \

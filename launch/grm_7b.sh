@@ -4,7 +4,7 @@
 #   export DATA=pairs.jsonl EVAL_DATA=held_out.jsonl      rows as in the README; with weights, too; for SLURM, mkdir -p logs
 #   bash launch/grm_7b.sh                                                        further flags are passed on
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/grm-3b bash launch/grm_7b.sh
-#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/grm.slurm" bash launch/grm_7b.sh
+#   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_grm_vl.py" bash launch/grm_7b.sh
 #
 # Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
 # https://opendilab.github.io/LightRFT/best_practice/reward_model.html has 71.88 % on HPDv3 for 3B after 8,000 steps.
@@ -19,6 +19,6 @@ ${LAUNCH:-torchrun --standalone --nproc_per_node 8 train_grm_vl.py} \
     --model "${MODEL:-Qwen/Qwen2.5-VL-7B-Instruct}" \
     --data "${DATA:?the training rows, JSONL}" --eval_data "${EVAL_DATA:?the held-out rows, JSONL}" \
     --out "${OUT:-runs/grm-7b}" \
-    --prompts_per_step 8 --max_epochs 5 --max_tokens 8192 --eval_max_new_tokens 512 \
+    --prompts_per_step 8 --max_epochs 5 --max_prompt_tokens 8192 --eval_max_new_tokens 512 \
     --lr 1e-5 --lr_schedule cosine --min_lr_ratio 0.1 --weight_decay 1e-4 --adam_beta2 0.95 \
     --gradient_checkpointing --eval_every 500 --save_every 500 "$@"

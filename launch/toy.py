@@ -47,7 +47,6 @@ TRAINER_ARGS = {
     "max_prompt_tokens": 256,
     "max_new_tokens": 4,
     "max_tokens_per_pack": 4096,
-    "prefill_tokens": 4096,
     "eval_every": 10,
 }
 
@@ -55,16 +54,16 @@ TRAINER_ARGS = {
 # words: any other takes a token per letter.
 JUDGE_ARGS = {
     "prompts_per_step": 32,
+    "max_epochs": 0,
     "steps": 2500,
     "lr": 3e-3,
     "lr_schedule": "linear",
     "warmup_steps": 20,
-    "max_tokens": 256,
+    "max_prompt_tokens": 256,
     "max_tokens_per_pack": 4096,
     "eval_every": 500,
     "eval_max_new_tokens": 24,
     "eval_batch": 128,
-    "log_samples_every": 500,
     "correct_template": "{prompt}\n{response}\n",
     "pictures_template": "A<image>B<image>\n{prompt}\n",
 }

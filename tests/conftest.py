@@ -1,18 +1,23 @@
 """Shared by the tests: tiny random checkpoints of both families, written once per session, and the project on the path."""
 
 import os
+import signal
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test must not depend on the network
-if not any("test_gpu" in argument or argument == "gpu" for argument in sys.argv[1:]):
+if not any("gpu.py" in argument or argument == "gpu" for argument in sys.argv):
     # Tests expect the numbers of a CPU, and start more ranks than there may be GPUs: only what is named sees them, as by
-    # `pytest tests/test_gpu.py` or `pytest tests -k gpu`.
+    # `pytest tests/test_gpu.py`, `pytest tests -k gpu` or the benchmark gpu.py.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
@@ -52,27 +57,67 @@ def qwen25(tmp_path_factory) -> Path:
 
 
 def start(checkpoint: Path, data: str | None = None, *flags: str):
-    """The script's own start-up in this process, as one rank: run, processor, prompts, models."""
+    """The script's own start-up in this process, as one rank: flags, rows, processor, models."""
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
+    from common import distributed
 
-    args = ppo.parse_args(["--model", str(checkpoint), "--data", str(data), "--max_prompt_tokens", "512", "--max_new_tokens", "12",
-                           "--prefill_tokens", "600", "--prompts_per_step", "4", *flags])
-    run = ppo.start_run(args)
-    processor, datasets, _, _ = ppo.load_data(run)
-    actor, critic, reference = ppo.build_models(run, processor)
-    return SimpleNamespace(run=run, args=args, processor=processor, prompts=sum(datasets, []), actor=actor, critic=critic,
-                           reference=reference)
+    line = ["--model", str(checkpoint), "--data", str(data), "--max_prompt_tokens", "512"]
+    line += ["--max_new_tokens", "12", "--prompts_per_step", "4", *flags]
+    args = ppo.parse_args(line)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    rows = ppo.load_rows(args)
+    actor, critic, reference = ppo.build_models(args, rows.processor, ranks)
+    return SimpleNamespace(
+        args=args,
+        ranks=ranks,
+        rows=rows,
+        processor=rows.processor,
+        prompts=rows.train,
+        sampling=ppo.Sampling.of(args, rows.processor, ranks.device),
+        actor=actor,
+        critic=critic,
+        reference=reference,
+    )
 
 
 def take(env, count: int | None = None):
-    """The first prompts of the file as one step, pictures decoded."""
-    import train_ppo_vl as ppo
+    """The first prompts of the file as one batch without samples, pictures decoded."""
+    from common.vlm import data as vlm_data
 
     rows = env.prompts[:count]
-    with ppo.PromptLoader(env.processor, 1, "error") as loader:
+    with vlm_data.PromptLoader(env.processor, env.args.data) as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
+
+
+def with_flags(args, **changes):
+    """The same arguments with other values of some flags, whatever their group."""
+    import dataclasses
+
+    groups = {}
+    for name, group in vars(args).items():
+        own = {field.name for field in dataclasses.fields(group)} & changes.keys()
+        groups[name] = dataclasses.replace(group, **{key: changes[key] for key in own})
+    return dataclasses.replace(args, **groups)
+
+
+@contextmanager
+def computing(module, apart=False, **changes):
+    """Inside, a model computes in another way: other packs, another chunk of its head; ``apart``: each response stands
+    with a copy of its prompt."""
+    import dataclasses
+
+    from common.vlm import model as vlm
+
+    compute, make_blocks = module.model.compute, vlm.make_blocks
+    module.model.compute = dataclasses.replace(compute, **changes)
+    if apart:
+        vlm.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
+    try:
+        yield
+    finally:
+        module.model.compute, vlm.make_blocks = compute, make_blocks
 
 
 @pytest.fixture(scope="session")

@@ -45,10 +45,10 @@ LIES = {
 
 def score(batch: dict) -> dict[str, list[float]]:
     """{"rewards": one number per sample}; further lists of that length are components that the trainer logs."""
-    words = lambda text: text.lower().split()  # noqa: E731
-    return {"rewards": [float(words(response) == words(reference))
-                        for response, reference in zip(batch["responses"], batch["references"])],
-            "pictures": [float(len(open_pictures(pictures))) for pictures in batch["images"]]}
+    right = []
+    for response, reference in zip(batch["responses"], batch["references"]):
+        right.append(float(response.lower().split() == reference.lower().split()))
+    return {"rewards": right, "pictures": [float(len(open_pictures(pictures))) for pictures in batch["images"]]}
 
 
 def open_pictures(pictures: list[str]) -> list[Image.Image]:

@@ -4,21 +4,24 @@ The formulas of common/losses.py have their own oracles in test_losses.py; here 
 command line to the advantages and to the gradient.
 """
 
+import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import start, take
-from test_training import gradient, hand_samples, with_flags
+from conftest import computing, start, take, with_flags
+from test_training import gradient, hand_batch, write_samples  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import losses
-from common.buffers import Samples
-from common.vlm import load_pixels
+from common import fsdp, losses, process, rewards as common_rewards, settings
+from common.buffers import Batch
+from common.vlm import data, model as vlm, weights as vlm_weights
+from common.vlm.data import load_pixels
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
 
@@ -26,20 +29,25 @@ SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--samples_per_prompt", "4")
-    env.step = take(env)
-    env.samples = hand_samples(env, env.step)
-    env.samples.scores = torch.tensor(SCORES)
-    env.samples.greedy_scores = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
-    env.samples.greedy_lengths = torch.full((16,), 11)
+    env.batch = hand_batch(env)
+    env.batch.scores = torch.tensor(SCORES)
+    env.batch.greedy_scores = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
+    env.batch.greedy_lengths = torch.full((16,), 11)
     return env
 
 
-def advantages(env, **changes) -> list[list[float]]:
+def state_of(env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None) -> ppo.TrainState:
+    """The state of a run with this weight of the KL and these moments of the rewards."""
+    state = ppo.TrainState.fresh(with_flags(env.args, kl_coef=kl_coef))
+    state.moments = moments or state.moments
+    return state
+
+
+def advantages(env, moments: losses.RunningMoments | None = None, **changes) -> list[list[float]]:
     """By sample, of a copy of the samples."""
-    samples = env.samples.select(torch.arange(16))
-    controller = losses.KLController(0.1)
-    ppo.compute_advantages(with_flags(env.run, **changes), samples, controller, changes.pop("moments", losses.RunningMoments()))
-    return [part.tolist() for part in samples.split(samples.advantages)]
+    batch = env.batch.select(torch.arange(16))
+    ppo.compute_advantages(batch, state_of(env, moments=moments), with_flags(env.args, **changes))
+    return [part.tolist() for part in batch.split(batch.advantages)]
 
 
 def spread(per_sample: list[float], lengths: list[int]) -> list[list[float]]:
@@ -68,25 +76,29 @@ def expected(name: str, scores: list[float], kl: list[list[float]], lengths: lis
         return [[x - g for x in row] for row, g in zip(to_go(rewards, gamma), greedy)]
     if name == "reinforce++":
         return whitened(to_go(rewards, gamma))
-    after = [s - beta * sum(row) for s, row in zip(scores, kl)]
     groups = [range(4 * g, 4 * g + 4) for g in range(4)]
+    if name in ("grpo", "group_norm", "cpgd"):
+        rows = []                              # of the scores alone; the KL to go afterwards, token by token
+        for i, (score, own_kl) in enumerate(zip(scores, kl)):
+            compared = scores if name == "cpgd" else [scores[k] for k in groups[i // 4]]
+            flat = max(compared) - min(compared) < 1e-6
+            value = 0.0 if flat else (score - np.mean(compared)) / (np.std(compared, ddof=1) + 1e-6)
+            rows.append([value - beta * sum(own_kl[t:]) for t in range(len(own_kl))])
+        return rows
+    after = [s - beta * sum(row) for s, row in zip(scores, kl)]
     result = []
     for i, score in enumerate(after):
         own = [after[k] for k in groups[i // 4]]
-        mean, std = np.mean(own), np.std(own, ddof=1)
+        mean = np.mean(own)
         flat = max(own) - min(own) < 1e-6
-        if name in ("grpo", "group_norm"):
-            value = (score - mean) / (std + 1e-6)
-        elif name == "rloo":
+        if name == "rloo":
             value = score - (sum(own) - score) / 3
         elif name == "opo":
             n = [lengths[k] for k in groups[i // 4]]
             value = score - sum(a * b for a, b in zip(n, own)) / sum(n)
         elif name == "gpg":
-            alive = sum(4 for g in groups if max(after[k] for k in g) - min(after[k] for k in g) >= 1e-6)
-            value = 16 / max(alive, 1) * (score - mean)
-        elif name == "cpgd":
-            value, flat = (score - np.mean(after)) / (np.std(after, ddof=1) + 1e-6), False
+            alive = sum(4 for g in groups if max(scores[k] for k in g) - min(scores[k] for k in g) >= 1e-6)
+            value = 16 / alive * (score - mean)
         else:
             value = score - mean
         result.append(0.0 if flat else value)
@@ -101,19 +113,55 @@ ESTIMATORS = ["reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_n
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators(env, name, kl_in):
     found = advantages(env, advantage=name, kl_in=kl_in, gamma=0.9)
-    kl = [part.tolist() for part in env.samples.split(env.samples.kl)]
-    wanted = expected(name, SCORES, kl, env.samples.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
-                      env.samples.greedy_scores.tolist())
+    kl = [part.tolist() for part in env.batch.split(env.batch.kl)]
+    wanted = expected(name, SCORES, kl, env.batch.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
+                      env.batch.greedy_scores.tolist())
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
     assert any(abs(x) > 0.1 for row in found for x in row)
 
 
+@pytest.mark.parametrize("name", ["grpo", "group_norm", "cpgd"])
+def test_equal_scores_leave_the_kl_to_go_alone(env, name):
+    """Not the noise of the KL over its spread, which is as large as any advantage, for any weight."""
+    samples = env.batch.select(torch.arange(16))
+    flat = [i for i in range(16) if SCORES[i] == 2.0]
+    if name == "cpgd":                                                            # its group is the step
+        samples.scores, flat = torch.full((16,), 2.0), list(range(16))
+    ppo.compute_advantages(samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward"))
+    kl, found = samples.split(samples.kl), samples.split(samples.advantages)
+    for i in flat:
+        wanted = [-0.001 * sum(kl[i].tolist()[t:]) for t in range(len(kl[i]))]
+        assert found[i].tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-9)
+    assert 0 < max(found[i].abs().max() for i in flat if len(found[i])) < 0.1
+
+
+def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
+    """Without spread in any group nothing is scaled up, and a KL alone does not make a spread."""
+    samples = env.batch.select(torch.arange(16))
+    samples.scores = torch.ones(16)
+    ppo.compute_advantages(samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward"))
+    assert samples.advantages.tolist() == [0.0] * len(samples.tokens) and samples.kl.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gae", "reinforce", "grpo", "rloo"])
+def test_the_return_is_the_sum_of_a_samples_rewards(env, name):
+    """Shaped, and after the KL, whatever the estimator makes of it; the critic's targets are others."""
+    samples = env.batch.select(torch.arange(16))
+    args = with_flags(env.args, advantage=name, kl_in="reward", gamma=0.9, reward_clip=1.5)
+    metrics = ppo.compute_advantages(samples, state_of(env), args)
+    kl = [sum(part.tolist()) for part in samples.split(samples.kl)]
+    wanted = np.mean([min(score, 1.5) - 0.1 * own for score, own in zip(SCORES, kl)])
+    assert metrics["rollout/return"] == pytest.approx(wanted, abs=1e-5)
+    assert metrics["train/returns"] == pytest.approx(float(samples.returns.mean()))
+    assert metrics["train/returns"] != pytest.approx(wanted, abs=1e-2)
+
+
 def test_gae(env):
     """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
-    samples, raw, targets = env.samples.select(torch.arange(16)), [], []
-    run = with_flags(env.run, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
-    metrics = ppo.compute_advantages(run, samples, losses.KLController(0.1), losses.RunningMoments())
+    samples, raw, targets = env.batch.select(torch.arange(16)), [], []
+    args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
+    metrics = ppo.compute_advantages(samples, state_of(env), args)
     columns = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
     for score, kl, values in zip(SCORES, *columns, strict=True):
         rewards, row = [-0.1 * k for k in kl], []
@@ -131,21 +179,23 @@ def test_gae(env):
 def test_shaping_comes_before_the_group(env):
     """Normalised, clipped, less the length penalty, in this order; then dr_grpo's mean of the group."""
     moments = losses.RunningMoments()
-    moments.update(torch.tensor([0.0, 4.0, -2.0]))
+    moments.update(torch.tensor([0.0, 4.0, -2.0, *SCORES]))                 # as `collect` has done
     found = advantages(env, advantage="dr_grpo", kl_in="loss", reward_norm=True, reward_clip=0.8, overlong_buffer=6,
                        overlong_factor=0.5, moments=moments)
+    assert moments.count == 19
     seen = np.array([0.0, 4.0, -2.0, *SCORES])
     shaped = np.clip((np.array(SCORES) - seen.mean()) / seen.std(ddof=1), -0.8, 0.8)
-    shaped += [min(0.0, -(n - (12 - 6)) / 6 * 0.5) for n in env.samples.lengths.tolist()]
+    shaped += [min(0.0, -(n - (12 - 6)) / 6 * 0.5) for n in env.batch.lengths.tolist()]
     means = shaped.reshape(4, 4).mean(axis=1).repeat(4)
     for i, row in enumerate(found):
         assert row == pytest.approx([shaped[i] - means[i]] * len(row), abs=1e-5)
-    assert moments.count == 19
+    moments = losses.RunningMoments()
+    moments.update(torch.tensor(SCORES))
     found = advantages(env, advantage="remax", kl_in="loss", reward_norm=True, reward_clip=0.8, overlong_buffer=6,
-                       moments=losses.RunningMoments())
+                       moments=moments)
     scale = lambda x: np.clip((np.array(x) - np.mean(SCORES)) / np.std(SCORES, ddof=1), -0.8, 0.8)  # noqa: E731
     penalty = lambda n: np.array([min(0.0, -(k - 6) / 6) for k in n])  # noqa: E731
-    lengths, greedy = env.samples.lengths.tolist(), env.samples.greedy_scores.tolist()
+    lengths, greedy = env.batch.lengths.tolist(), env.batch.greedy_scores.tolist()
     wanted = scale(SCORES) + penalty(lengths) - scale(greedy) - penalty([11] * 16)      # the greedy responses: 11 tokens
     for i, row in enumerate(found):
         assert row == pytest.approx([wanted[i]] * len(row), abs=1e-5)
@@ -162,16 +212,19 @@ def test_advantage_clip_and_norm(env):
 
 
 # ------------------------------------------------------------------------------------------------ losses
-def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: list[list[bool]] | None) -> torch.Tensor:
-    """Gradient for the head's weight: one forward per sample through Hugging Face's model, the loss by loops."""
+def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: list[list[bool]] | None,
+                    per_sequence: bool) -> torch.Tensor:
+    """Gradient for the head's weight: one forward per sample through Hugging Face's model, the loss by loops.
+
+    It is the mean over tokens, or over sequences of the mean over their tokens."""
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
-    samples, image_id = env.samples, env.processor.config.image_token_id
+    samples, image_id = env.batch, env.processor.config.image_token_id
     low, high = clip
     columns = [samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")]
     keep = keep or [[True] * n for n in samples.lengths.tolist()]
-    total, loss = sum(map(sum, keep)), torch.zeros(())
+    total, sequences, loss = sum(map(sum, keep)), sum(map(any, keep)), torch.zeros(())
     for i, (group, tokens, old, adv) in enumerate(zip(samples.group.tolist(), *columns)):
-        if not len(tokens):
+        if not any(keep[i]):
             continue
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
@@ -204,7 +257,7 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
             else:
                 tau = 1.0 if a > 0 else 1.05
                 term = -a * 4 / tau * torch.sigmoid(tau * (r - 1))
-            loss = loss + term / total
+            loss = loss + term / (sequences * len(kept) if per_sequence else total)
     loss.backward()
     return model.lm_head.weight.grad
 
@@ -212,24 +265,43 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
 CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "gmpo": (0.4, 0.4), "cispo": (1.0, 4.0), "sapo": (0, 0)}
 
 
-@pytest.mark.parametrize("name, clip", [*CLIPS.items(), ("ppo", (0.1, 0.3)), ("cispo", (0.5, 0.5))])
-def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip):
+def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, reference=None) -> torch.Tensor:
+    """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
+    trained = SimpleNamespace(module=env.actor, reference=reference)
+    part, = ppo.minibatches_of(env.actor, batch, 1, args)
+    for row in vlm.packed_rows(env.actor.model, batch, part.groups):
+        ppo.backward(ppo.actor_loss(trained, row, batch, part, kl_coef, args)[0])
+    found = env.actor.model.lm_head.weight.grad.full_tensor()
+    env.actor.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name, clip, aggregation", [
+    *((name, clip, "auto") for name, clip in CLIPS.items()),
+    ("ppo", (0.1, 0.3), "auto"), ("cispo", (0.5, 0.5), "auto"),
+    ("gspo", CLIPS["gspo"], "token-mean"), ("sapo", CLIPS["sapo"], "token-mean"),
+    ("ppo", CLIPS["ppo"], "seq-mean-token-mean")])
+def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip, aggregation):
+    """And with the aggregation of their papers, unless another one is asked for."""
     own = clip == CLIPS[name]
-    run = with_flags(env.run, policy_loss=name, kl_in="reward", entropy_coef=0.0, temperature=1.0, min_new_tokens=0,
-                     clip_low=-1.0 if own else clip[0], clip_high=-1.0 if own else clip[1])
-    found, _ = gradient(run, env.actor, env.step, env.samples)
-    wanted = oracle_gradient(env, qwen25, name, clip, None)
+    changes = {} if aggregation == "auto" else {"loss_aggregation": aggregation}        # nothing said: auto
+    args = with_flags(env.args, policy_loss=name, kl_in="reward", entropy_coef=0.0,
+                      clip_low=-1.0 if own else clip[0], clip_high=-1.0 if own else clip[1], **changes)
+    found, _ = gradient(args, env.actor, env.batch)
+    per_sequence = aggregation == "seq-mean-token-mean"
+    if aggregation == "auto":
+        per_sequence = name in ("gspo", "gmpo", "sapo")
+    wanted = oracle_gradient(env, qwen25, name, clip, None, per_sequence)
     assert (found["model.lm_head.weight"] - wanted).norm() < 1e-4 * wanted.norm()
 
 
 def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
-    run = with_flags(env.run, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
-    samples = env.samples.select(torch.arange(16))
-    samples.logprobs = env.samples.logprobs - 1
-    for recompute in (True, False):
-        flagged = with_flags(run, recompute_old_logprobs=recompute)
-        ppo.score_logprobs_and_values(flagged, env.actor, None, None, env.step, samples)
-        assert torch.allclose(samples.old_logprobs, samples.logprobs + recompute, atol=1e-5)
+    args = with_flags(env.args, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
+    samples = env.batch.select(torch.arange(16))
+    samples.logprobs = env.batch.logprobs - 1
+    for cap in (2.0, 0.0):
+        ppo.score(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
+        assert torch.allclose(samples.old_logprobs, samples.logprobs + bool(cap), atol=1e-5)
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     keep = []
     for group, tokens, found in zip(samples.group.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):
@@ -245,31 +317,82 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
         assert found.tolist() == pytest.approx(entropy.tolist(), abs=1e-4)
         best = sorted(range(len(tokens)), key=lambda t: -entropy[t])[:max(1, int(0.4 * len(tokens)))]
         keep.append([t in best for t in range(len(tokens))])
-    samples.old_logprobs = env.samples.old_logprobs
-    mask = losses.high_entropy_mask(samples.entropy, samples.lengths, 0.4)
-    assert [part.tolist() for part in samples.split(mask)] == keep
-    weights, kept = (ppo.minibatch_weights(run, samples, range(4), part) for part in (None, mask))
-    for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
-        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 0.0, None, mask, kept)[0].backward()
-    found = env.actor.model.lm_head.weight.grad.full_tensor()
-    env.actor.zero_grad(set_to_none=True)
-    wanted = oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep)
+    samples.old_logprobs = env.batch.old_logprobs
+    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+    assert [part.tolist() for part in samples.split(samples.in_policy_loss)] == keep
+    found = head_gradient(env, args, samples)
+    wanted = oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep, per_sequence=True)
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
+
+
+class Caught(fsdp.Trained):
+    """Keeps the gradient of each update, by parameter, and changes no weight."""
+
+    def __init__(self, module, args: ppo.Args, applied: bool = True):
+        super().__init__(module, args.optim, 1e-3)
+        self.gradients, self.applied = [], applied
+
+    def update(self, step: int) -> tuple[float, bool]:
+        self.gradients.append({name: p.grad.full_tensor() for name, p in self.module.named_parameters() if p.requires_grad})
+        self.module.zero_grad(set_to_none=True)
+        return 1.0, self.applied
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
+    """Nor count in it: the gradient of an update is that of the others alone, with weights of their own."""
+    samples = env.batch.select(torch.arange(16))
+    samples.truncated = torch.arange(16) % 3 == 0
+    args = with_flags(env.args, mask_truncated=True, policy_loss=name, kl_in="reward")
+    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+    trained = Caught(env.actor, args)
+    with computing(env.actor, max_tokens_per_pack=600):
+        metrics = ppo.update_actor(trained, samples, 1, 0.0, None, args)
+    keep = [[i % 3 != 0] * n for i, n in enumerate(samples.lengths.tolist())]
+    wanted = oracle_gradient(env, qwen25, name, CLIPS[name], keep, per_sequence=name == "gspo")
+    found = trained.gradients[0]["model.lm_head.weight"]
+    assert (found - wanted).norm() < 1e-4 * wanted.norm()
+    assert metrics["train/masked_responses"] == 6 and metrics["train/actor_updates"] == 1
+    entropies = samples.entropy = torch.rand(len(samples.tokens), generator=torch.Generator().manual_seed(0))
+    both = ppo.policy_tokens(samples, with_flags(args, high_entropy_ratio=0.5).algorithm)
+    for i, (kept, own) in enumerate(zip(samples.split(both), samples.split(entropies))):
+        best = sorted(own.tolist(), reverse=True)[:max(1, len(own) // 2)]
+        assert kept.tolist() == [i % 3 != 0 and x in best for x in own.tolist()]
+    samples.truncated[:] = True                                         # nothing to learn from: no update
+    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+    assert ppo.update_actor(trained, samples, 1, 0.0, None, args)["train/actor_updates"] == 0
+    assert len(trained.gradients) == 1 and env.actor.model.lm_head.weight.grad is None
+
+
+def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
+    """The critic's gradient, and what the actor's other terms add to its own, do not depend on the mask."""
+    samples = env.batch.select(torch.arange(16))
+    samples.truncated = torch.arange(16) % 3 == 0
+    actor, critic = Caught(env.actor, env.args), Caught(env.critic, env.args)
+    with computing(env.actor, max_tokens_per_pack=600), computing(env.critic, max_tokens_per_pack=600):
+        for masked in (False, True):
+            for terms in ({}, {"kl_in": "loss", "kl_estimator": "k3+"}, {"entropy_coef": 0.3}):
+                args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": masked} | terms))
+                samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+                ppo.update_actor(actor, samples, 1, 0.5, None, args)
+            ppo.update_critic(critic, samples, 1, args)
+    flat = [torch.cat([part.flatten() for part in found.values()]) for found in actor.gradients + critic.gradients]
+    plain, kl, entropy, plain_masked, kl_masked, entropy_masked, value, value_masked = flat
+    assert (plain - plain_masked).norm() > 0.1 * plain.norm()
+    for ours, theirs in ((kl - plain, kl_masked - plain_masked),
+                         (entropy - plain, entropy_masked - plain_masked), (value, value_masked)):
+        assert ours.norm() > 1e-2 and (ours - theirs).norm() < 1e-4 * ours.norm()
 
 
 @pytest.mark.parametrize("changes", [{"entropy_coef": 0.3}, {"kl_in": "loss", "kl_estimator": "k3+"}])
 def test_entropy_bonus_and_kl_are_of_all_tokens(env, changes):
     """What they add to the gradient does not depend on which tokens are in the policy term."""
-    keep, added = torch.arange(len(env.samples.tokens)) % 3 == 0, []
-    for mask in (None, keep):
-        heads = []
+    keep, added = torch.arange(len(env.batch.tokens)) % 3 == 0, []
+    for mask in (torch.ones_like(keep), keep):
+        batch, heads = dataclasses.replace(env.batch, in_policy_loss=mask), []
         for own in ({"kl_in": "reward"}, {"kl_in": "reward"} | changes):
-            run = with_flags(env.run, loss_aggregation="seq-mean-token-mean", **own)
-            weights, kept = (ppo.minibatch_weights(run, env.samples, range(4), part) for part in (None, mask))
-            for row, attention in ppo.packed_rows(run, env.actor.model, env.step, env.samples):
-                ppo.actor_loss(run, env.actor, row, attention, env.samples, weights, 0.5, None, mask, kept)[0].backward()
-            heads.append(env.actor.model.lm_head.weight.grad.full_tensor())
-            env.actor.zero_grad(set_to_none=True)
+            args = with_flags(env.args, loss_aggregation="seq-mean-token-mean", **own)
+            heads.append(head_gradient(env, args, batch, kl_coef=0.5))
         added.append(heads[1] - heads[0])
     assert added[0].norm() > 1e-2 and (added[1] - added[0]).norm() < 1e-4 * added[0].norm()
 
@@ -285,8 +408,9 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
 
 def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
-    reference = ppo.Policy(ppo.skeleton(env.processor.config, vision=False), env.processor, env.args).requires_grad_(False)
-    ppo.load_sharded(env.run, reference, qwen25)
+    builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
+    reference = ppo.Policy(builder.role("", frozen=True)[0], env.processor)
+    ppo.load(reference, qwen25, env.args, env.ranks)
     with torch.no_grad():
         for parameter in reference.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03
@@ -298,10 +422,10 @@ def test_the_exact_kl(env, qwen25):
             if name in ours:
                 parameter.copy_(ours[name])
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
-    run = with_flags(env.run, kl_estimator="full", kl_in="loss")
-    samples = env.samples.select(torch.arange(16))
+    args = with_flags(env.args, kl_estimator="full", kl_in="loss")
+    samples = env.batch.select(torch.arange(16))
     samples.kl = None
-    ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
+    ppo.score(samples, env.actor, reference, None, args)
     loss, kls = torch.zeros(()), []
     for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
         prompt = env.prompts[group]
@@ -319,14 +443,9 @@ def test_the_exact_kl(env, qwen25):
         loss = loss + kl.sum() / len(samples.tokens)
     assert samples.kl.tolist() == pytest.approx(kls, abs=1e-4) and max(kls) > 0.01
     loss.backward()
-    weights = ppo.minibatch_weights(run, samples, range(4))
     samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
-    for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
-        ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0,
-                       ppo.reference_head(reference, row, attention))[0].backward()
-    found = env.actor.model.lm_head.weight.grad.full_tensor()
-    env.actor.zero_grad(set_to_none=True)
-    ppo.rest_after_scoring(reference)
+    found = head_gradient(env, args, samples, kl_coef=1.0, reference=reference)
+    fsdp.rest_after_scoring(reference)
     assert (found - model.lm_head.weight.grad).norm() < 1e-4 * model.lm_head.weight.grad.norm()
     assert not any(p.requires_grad for p in reference.parameters())
 
@@ -343,20 +462,20 @@ def letters(prompts, responses, references, labels, images):
 """
 
 
-def hand_part(generator, groups: int, dropped: list[int]):
-    """A rollout of so many prompts, as `sample_and_score` has it before it merges, and by how many samples each."""
+def hand_part(generator, groups: int, dropped: list[int]) -> Batch:
+    """A rollout of so many prompts with two or three samples each, as `sample_and_score` returns it."""
     counts = [0 if g in dropped else int(torch.randint(2, 4, (), generator=generator)) for g in range(groups)]
     group = torch.arange(groups).repeat_interleave(torch.tensor(counts))
     lengths = torch.randint(0, 5, (len(group),), generator=generator)
     noise = lambda size: torch.rand(size, generator=generator)  # noqa: E731
-    samples = Samples(
+    name = lambda what: {g: noise(3) for g in range(groups) if g % 2 == what}  # noqa: E731
+    return Batch(
+        [f"prompt {float(noise(()))}" for _ in range(groups)], torch.randperm(99)[:groups].tolist(),
+        [g % 3 for g in range(groups)], dropped, patches=name(1), features=name(0), positions=name(0),
         group=group, number=torch.cat([torch.arange(n) for n in counts]), lengths=lengths, truncated=noise(len(group)) > 0.5,
         tokens=torch.randint(0, 99, (int(lengths.sum()),), generator=generator), logprobs=noise(int(lengths.sum())),
         scores=noise(len(group)).round(decimals=1), greedy_scores=noise(groups)[group],
         components={"style": noise(len(group))}, judgements=[f"said {float(x)}" for x in noise(len(group))])
-    name = lambda what: {g: noise(3) for g in range(groups) if g % 2 == what}  # noqa: E731
-    return ppo.StepPrompts([f"prompt {float(noise(()))}" for _ in range(groups)], torch.randperm(99)[:groups].tolist(),
-                           [g % 3 for g in range(groups)], name(0), name(1), name(0), dropped), samples
 
 
 def test_merged_steps_equal_a_loop():
@@ -364,17 +483,17 @@ def test_merged_steps_equal_a_loop():
     generator = torch.Generator().manual_seed(0)
     for chosen in ([[1, 3], [], [0, 1, 4]], [[0, 2, 4], [], []], [[2], [0, 5], [1]]):
         parts = [hand_part(generator, 6, dropped) for dropped in ([4], [0], [])]
-        prompts, samples = ppo.merge_steps(parts, [(i, group) for i, groups in enumerate(chosen) for group in groups])
-        picks = [(step, part, group) for (step, part), groups in zip(parts, chosen) for group in groups]
-        assert len(prompts.prompts) == len(picks) and samples.group.max() < len(picks)
+        picks = [(part, group) for part, groups in zip(parts, chosen) for group in groups]
+        samples = Batch.concatenate(parts).select_prompts([6 * i + g for i, groups in enumerate(chosen) for g in groups])
+        assert len(samples.prompts) == len(picks) and samples.group.max() < len(picks)
         own = iter(range(len(samples)))
-        for place, (step, part, group) in enumerate(picks):
+        for place, (part, group) in enumerate(picks):
             for column in ("prompts", "draws", "owners"):
-                assert getattr(prompts, column)[place] == getattr(step, column)[group]
+                assert getattr(samples, column)[place] == getattr(part, column)[group]
             for column in ("positions", "patches", "features"):
-                ours, theirs = getattr(prompts, column).get(place), getattr(step, column).get(group)
-                assert ours is theirs and (ours is None) == (group not in getattr(step, column))
-            assert (place in prompts.dropped) == (group in step.dropped)
+                ours, theirs = getattr(samples, column).get(place), getattr(part, column).get(group)
+                assert ours is theirs and (ours is None) == (group not in getattr(part, column))
+            assert (place in samples.dropped) == (group in part.dropped)
             for i in (part.group == group).nonzero()[:, 0].tolist():
                 k = next(own)
                 assert samples.group[k] == place and samples.judgements[k] == part.judgements[i]
@@ -389,12 +508,31 @@ def test_merged_steps_equal_a_loop():
 
 def test_groups_with_spread():
     generator = torch.Generator().manual_seed(1)
-    _, samples = hand_part(generator, 9, [2])
+    samples = hand_part(generator, 9, [2])
     samples.scores = samples.scores.round()
     wanted = [g for g in range(9) if len({float(s) for s, h in zip(samples.scores, samples.group) if h == g}) > 1]
-    assert ppo.groups_with_spread(samples) == wanted and 0 < len(wanted) < 8
+    assert common_rewards.groups_with_spread(samples) == wanted and 0 < len(wanted) < 8
     samples.scores = torch.full((len(samples),), 0.1) + torch.arange(len(samples)) * 1e-8           # equal up to rounding
-    assert ppo.groups_with_spread(samples) == []
+    assert common_rewards.groups_with_spread(samples) == []
+
+
+def test_groups_without_spread_are_counted():
+    """By the samples of each prompt; prompts with one sample each are compared over the whole step."""
+    generator = torch.Generator().manual_seed(1)
+    parts = [hand_part(generator, 9, [2]) for _ in range(2)]
+    count = lambda parts: common_rewards.groups_without_spread(Batch.concatenate(parts))  # noqa: E731
+    for part in parts:
+        part.scores = part.scores.round()
+    earned = [{float(s) for s, h in zip(part.scores, part.group) if h == g} for part in parts
+              for g in set(part.group.tolist())]
+    flat = sum(len(scores) == 1 for scores in earned)
+    assert count(parts) == flat and 0 < flat < len(earned)
+    single = [part.select((part.number == 0).nonzero()[:, 0]) for part in parts]
+    assert count(single) == 0
+    for value, part in enumerate(single):
+        part.scores = torch.full_like(part.scores, float(value))
+    assert [count([part]) for part in single] == [len(part) for part in single]
+    assert count(single) == 0
 
 
 @pytest.fixture(scope="module")
@@ -411,9 +549,9 @@ def ruled(tmp_path_factory, picture_rows):
 def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
     """Records of a run of 4 prompts x 2 samples per step, of at most 3 rollouts."""
     ppo.main(["--model", str(qwen25), "--data", str(ruled / "rows.jsonl"), "--reward", f"{ruled / 'rules.py'}:flat", "--out",
-              str(out), "--max_prompt_tokens", "256", "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens",
-              "400", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "dr_grpo", "--reward_norm", "--actor_lr", "1e-3",
-              "--dynamic_sampling", "3", "--log_samples_every", "1", "--log_samples", "0", *more])
+              str(out), "--max_prompt_tokens", "256", "--max_new_tokens", "4", "--max_tokens_per_pack", "400",
+              "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "dr_grpo", "--reward_norm", "--actor_lr", "1e-3",
+              "--dynamic_sampling", "3", "--log_samples", "1", *more])
     return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
 
 
@@ -422,7 +560,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     the moments of --reward_norm with it."""
     records = dynamic(qwen25, ruled, tmp_path / "whole", "--steps", "4", "--save_every", "2")
     order = np.concatenate([np.random.default_rng([0, epoch]).permutation(8) for epoch in range(6)]).tolist()
-    flat, batch, appetites = {0, 2, 3, 5, 6}, 0, []
+    flat, batch, appetites, scored = {0, 2, 3, 5, 6}, 0, [], []
     for step, record in enumerate(records, start=1):
         rolled, lively = [], 0
         while len(rolled) < 3 and lively < 4:
@@ -438,6 +576,8 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
         assert record["rollout/groups_without_spread"] == sum(row in flat for rows in rolled for row in rows)
         assert record["rollout/samples"] == 8
         appetites.append((len(rolled), missing))
+        for row in [row for rows in rolled for row in rows]:
+            scored += [0.5, 0.5] if row in flat else [0.0, 1.0]
     assert {n for n, _ in appetites} == {2, 3} and {missing > 0 for _, missing in appetites} == {True, False}, appetites
     dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "2")
     parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "4")
@@ -448,6 +588,10 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
         assert first == second
     state = json.loads((tmp_path / "whole" / "checkpoints" / "step-4" / "state.json").read_text())
     assert state["batches_taken"] == batch
+    moments = losses.RunningMoments()                           # of all that were scored, and then dropped
+    moments.load_state_dict(state["moments"])
+    assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5)) and len(scored) > 4 * 8
+    assert moments.std == pytest.approx(np.std(scored, ddof=1))
 
 
 @pytest.mark.parametrize("advantage", ["dr_grpo", "remax"])
@@ -469,7 +613,7 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, capsys, advant
     assert answers[0] == answers[1] and len(answers[0]) == 8
     state = json.loads((tmp_path / "parts" / "checkpoints" / "step-4" / "state.json").read_text())
     assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
-    with pytest.raises(ppo.UserError, match="flags that alter the result .*--rollouts_per_step 2 -> 1"):
+    with pytest.raises(process.UserError, match="flags that alter the result .*--rollouts_per_step 2 -> 1"):
         dynamic(qwen25, ruled, tmp_path / "parts", *more, "5")
 
 
@@ -480,32 +624,32 @@ def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ru
     (ruled / "damaged.png").write_bytes(Path(json.loads(whole[1])["images"][0]).read_bytes()[:-40])
     rows = [json.loads(line) | ({"images": ["damaged.png"]} if i in (3, 5) else {}) for i, line in enumerate(whole)]
     (ruled / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    steps = dynamic(qwen25, ruled, tmp_path, "--data", str(ruled / "bad.jsonl"), "--on_bad_row", "skip", "--dynamic_sampling",
-                    "2", "--steps", "3", "--minibatches", "4", "--eval_data", str(ruled / "rows.jsonl"), "--eval_every", "3")
-    for step in steps[1:]:
+    records = dynamic(qwen25, ruled, tmp_path, "--data", str(ruled / "bad.jsonl"), "--on_bad_row", "skip", "--dynamic_sampling",
+                      "2", "--steps", "3", "--minibatches", "4", "--eval_data", str(ruled / "rows.jsonl"), "--eval_every", "3")
+    steps = [record for record in records if "rollout/samples" in record]
+    for step in steps:
         found = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
         assert found == (8, 3, 1) and step["train/actor_updates"] == 4
-    assert steps[3]["eval/episode"] == steps[3]["rollout/episode"] == 3
+    first, last = (record for record in records if "eval/episode" in record)
+    assert len(steps) == 3 and first["eval/episode"] == 0 and last["eval/episode"] == steps[2]["rollout/episode"] == 3
 
 
 @pytest.mark.parametrize("limit", [0, 2])
 def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
     rollouts = max(1, limit)
-    run = with_flags(env.run, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
-    reward = ppo.load_reward(ppo.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
-    choose = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
-    with ppo.PromptLoader(env.processor, 1, "error", choose) as loader:
-        step, samples, rolled = ppo.sample_and_score(run, env.processor, env.actor, reward, loader, 0)
-    again = take(env)
-    greedy = ppo.rollout(run, env.processor, env.actor, again, 1, ppo.TRAIN, greedy=True)
+    args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
+    reward = common_rewards.load(settings.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
+    with data.PromptLoader(env.processor, args.data, order) as loader:
+        samples, rolled = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)
+    greedy = ppo.rollout(env.actor, take(env), dataclasses.replace(env.sampling, greedy=True), 1)
     texts = env.processor.tokenizer.batch_decode([t.tolist() for t in greedy.split(greedy.tokens)], skip_special_tokens=True)
     wanted = {prompt.source: sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(prompt.images)
               for prompt, text in zip(env.prompts, texts)}
     assert len(set(wanted.values())) == 4 and len(samples) == 16 * rollouts and rolled["rollout/rollouts"] == rollouts
     for group, baseline, score in zip(samples.group.tolist(), samples.greedy_scores.tolist(), samples.scores.tolist()):
-        assert baseline == pytest.approx(wanted[step.prompts[group].source], abs=1e-6)
-    ppo.compute_advantages(with_flags(run, kl_in="loss", advantages_norm="off"), samples, losses.KLController(0.0),
-                           losses.RunningMoments())
+        assert baseline == pytest.approx(wanted[samples.prompts[group].source], abs=1e-6)
+    ppo.compute_advantages(samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off"))
     for i, own in enumerate(samples.split(samples.advantages)):
         assert own.tolist() == pytest.approx([float(samples.scores[i] - samples.greedy_scores[i])] * len(own), abs=1e-6)

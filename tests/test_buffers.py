@@ -1,39 +1,62 @@
-"""Samples, minibatches, partition, packs and rows against python loops, on random inputs."""
+"""Batches, minibatches, partition, packs and rows against python loops, on random inputs."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Samples, as_samples, balanced_partition, build_row, data_order, make_blocks, make_packs,
-                            minibatches, mix, parse_datasets, ragged_index, take_rows)
+from common.buffers import (PER_TOKEN, Batch, balanced_partition, build_row, make_blocks, make_packs,
+                            ragged_index)
+from common.flags import parse_datasets
+from common.vlm.data import data_order, mix, take_rows
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
 
 
-def random_samples(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9,
-                   shortest: int = 0) -> Samples:
-    """Random groups (some may be absent), in (group, number) order, every field filled."""
+def random_batch(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9,
+                 shortest: int = 0) -> Batch:
+    """Random samples (some prompts may have none), in (group, number) order, every field filled."""
     counts = rng.integers(0, most + 1, groups)
     counts[rng.integers(groups)] = most                                     # never none at all
     lengths = rng.integers(shortest, longest + 1, counts.sum())
     total, flat = lengths.sum(), lambda: torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32))
-    return Samples(
+    return Batch(
+        prompts=prompts_of(range(1, groups + 1)), draws=list(range(50, 50 + groups)), owners=[g % 3 for g in range(groups)],
+        dropped=[g for g in range(groups) if counts[g] == 0], sampling="as it was", generated_tokens=int(total),
+        **{name: {g: torch.tensor([g, k]) for g in range(k, groups, 2)}
+           for k, name in enumerate(("patches", "features", "positions"))},
         group=torch.from_numpy(np.repeat(np.arange(groups), counts)),
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
         truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5),
         tokens=torch.from_numpy(rng.integers(4, 1000, total)),
         logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
         ref_logprobs=flat(), kl=flat(), entropy=flat(), values=flat(), advantages=flat(), returns=flat(),
+        in_policy_loss=flat() > 0,
         greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(len(lengths))],
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
 
 
-def pieces(samples: Samples, flat: torch.Tensor) -> list[list]:
+def prompts_of(lengths) -> list:
+    """Prompts of so many tokens: all that a batch knows of them."""
+    return [SimpleNamespace(input_ids=torch.arange(4, 4 + length)) for length in lengths]
+
+
+def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
+    return dataclasses.replace(batch, prompts=prompts_of(lengths))
+
+
+def batch_of(prompts: list[int], responses: list[int]) -> Batch:
+    """One response to each prompt, of so many tokens each."""
+    batch = Batch(prompts_of(prompts), draws=list(range(len(prompts))), owners=[0] * len(prompts))
+    return batch.with_targets([[torch.ones(length, dtype=torch.int64)] for length in responses])
+
+
+def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
     """A flat tensor cut into samples by a loop."""
     result, start = [], 0
     for length in samples.lengths.tolist():
@@ -42,24 +65,42 @@ def pieces(samples: Samples, flat: torch.Tensor) -> list[list]:
     return result
 
 
-# ------------------------------------------------------------------------------------------------ Samples
+# ------------------------------------------------------------------------------------------------ Batch
+OF_PROMPTS = ("prompts", "draws", "owners", "dropped", "patches", "features", "positions")
+
+
 @pytest.mark.parametrize("seed", SEEDS)
 def test_views_equal_loops(seed):
-    samples = random_samples(np.random.default_rng(seed))
+    samples = random_batch(np.random.default_rng(seed))
     parts = pieces(samples, samples.logprobs)
     assert samples.offsets.tolist() == [sum(samples.lengths.tolist()[:i]) for i in range(len(samples) + 1)]
     assert [part.tolist() for part in samples.split(samples.logprobs)] == parts
+    assert samples.per_sample_sum(samples.tokens).tolist() == [sum(part) for part in pieces(samples, samples.tokens)]
+    assert samples.prompt_lengths == [1, 2, 3, 4, 5, 6]
+
+
+def test_targets_take_the_place_of_samples():
+    batch = random_batch(np.random.default_rng(0))
+    targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
+    found = batch.with_targets(targets)
+    assert found.group.tolist() == [1, 2, 2] and found.number.tolist() == [0, 0, 1]
+    assert found.lengths.tolist() == [2, 1, 0] and found.tokens.tolist() == [7, 8, 9]
+    assert all(getattr(found, name) is getattr(batch, name) for name in OF_PROMPTS)
+    assert found.scores is None and found.logprobs is None and not found.components
+    assert len(batch.with_targets([[]] * 6)) == 0
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_select_takes_every_field_along(seed):
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples)))       # repeats and gaps
     chosen = samples.select(torch.from_numpy(order))
-    for f in dataclasses.fields(Samples):
+    for f in dataclasses.fields(Batch):
         old, new = getattr(samples, f.name), getattr(chosen, f.name)
-        if f.name == "judgements":
+        if f.name in (*OF_PROMPTS, "sampling", "generated_tokens"):
+            assert new is old
+        elif f.name == "judgements":
             assert new == [old[i] for i in order]
         elif f.name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
@@ -72,23 +113,25 @@ def test_select_takes_every_field_along(seed):
 @pytest.mark.parametrize("seed", SEEDS[:5])
 def test_parts_are_joined_in_order(seed):
     """Cut into parts and joined: the same; a component that a part lacks is NaN there."""
-    samples = random_samples(np.random.default_rng(seed))
-    parts = [samples.select(torch.arange(len(samples))[cut]) for cut in (slice(0, 2), slice(2, 2), slice(2, None))]
+    samples = random_batch(np.random.default_rng(seed))
+    parts = [samples.select_prompts(groups) for groups in ([0, 1], [], [2, 3, 4, 5])]
+    first = len(parts[0])
     parts[0].components["length"] = parts[0].lengths.float()
-    joined = buffers.concatenate(parts)
-    for f in dataclasses.fields(Samples):
-        if f.name != "components":
+    joined = Batch.concatenate(parts)
+    assert joined.generated_tokens == 3 * samples.generated_tokens                  # of three rollouts, kept or not
+    for f in dataclasses.fields(Batch):
+        if f.name not in ("components", "generated_tokens"):
             old, new = getattr(samples, f.name), getattr(joined, f.name)
             assert torch.equal(new, old) if torch.is_tensor(old) else new == old, f.name
     assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])
-    assert joined.components["length"][:2].tolist() == samples.lengths[:2].tolist()
-    assert joined.components["length"][2:].isnan().all()
+    assert joined.components["length"][:first].tolist() == samples.lengths[:first].tolist()
+    assert joined.components["length"][first:].isnan().all()
 
 
 def test_every_per_token_field_is_known_to_select():
     """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
-    samples = random_samples(np.random.default_rng(0), shortest=2)
-    flat = {f.name for f in dataclasses.fields(Samples)
+    samples = random_batch(np.random.default_rng(0), shortest=2)
+    flat = {f.name for f in dataclasses.fields(Batch)
             if isinstance(getattr(samples, f.name), torch.Tensor)
             and len(getattr(samples, f.name)) == len(samples.tokens)}
     assert flat == set(PER_TOKEN)
@@ -108,20 +151,21 @@ def test_ragged_index_equals_loop(seed):
 def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     """However the prompts were dealt to ranks, and whatever order each finished in, the result is the same."""
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     shuffled = [[i for i in rng.permutation(len(samples)) if samples.group[i] % world == r] for r in range(world)]
+    samples = dataclasses.replace(samples, components={}, judgements=[])            # scored later, on every rank
     ranks = [samples.select(torch.tensor(part, dtype=torch.int64)) for part in shuffled]
-    names = iter([f.name for f in dataclasses.fields(Samples) if f.name not in ("components", "judgements")])
+    names = iter(buffers.tensor_fields(samples))
 
     def gather(tensor):
         name = next(names)
         return [getattr(rank, name) for rank in ranks]
 
-    monkeypatch.setattr(buffers, "all_gather_ragged", gather)
-    joined = buffers.gather_samples(ranks[0])
-    for f in dataclasses.fields(Samples):
-        if f.name not in ("components", "judgements"):
-            assert torch.equal(getattr(joined, f.name), getattr(samples, f.name)), f.name
+    monkeypatch.setattr(buffers, "gather_ragged", gather)
+    joined = ranks[0].gathered()
+    assert next(names, None) is None and len(buffers.tensor_fields(joined)) > 15
+    for name, value in buffers.tensor_fields(joined).items():
+        assert torch.equal(value, getattr(samples, name)), name
 
 
 # ------------------------------------------------------------------------------------------------ order, minibatches
@@ -195,6 +239,9 @@ def test_one_set_is_in_data_order():
 
 @pytest.mark.parametrize("groups, count", [(12, 4), (6, 1), (5, 5)])
 def test_minibatches_are_equal_and_drop_nothing(groups, count):
+    def minibatches(groups, count, seed):
+        return Batch.minibatches(SimpleNamespace(prompts=range(groups)), count, seed)
+
     parts = minibatches(groups, count, (0, 3, 1))
     assert [len(part) for part in parts] == [groups // count] * count
     assert sorted(np.concatenate(parts).tolist()) == list(range(groups))
@@ -204,28 +251,28 @@ def test_minibatches_are_equal_and_drop_nothing(groups, count):
 
 
 def test_a_minibatch_keeps_groups_whole():
-    samples = random_samples(np.random.default_rng(2))
-    lengths = [4] * 6
-    for groups in minibatches(6, 3, (0, 0, 0)):
-        blocks = make_blocks(samples, lengths, 1000, groups)
+    samples = random_batch(np.random.default_rng(2))
+    for groups in samples.minibatches(3, (0, 0, 0)):
+        blocks = make_blocks(samples, 1000, groups)
         members = sorted(i for _, chosen in blocks for i in chosen)
         assert members == [i for i, g in enumerate(samples.group.tolist()) if g in groups]
 
 
 # ------------------------------------------------------------------------------------------------ partition, packs
-def block_size(samples: Samples, prompts: list[int], block) -> int:
-    return prompts[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
+def block_size(samples: Batch, block) -> int:
+    return samples.prompt_lengths[block[0]] + sum(samples.lengths.tolist()[i] for i in block[1])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("share", [True, False])
 def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     prompts = rng.integers(1, 20, 6).tolist()
+    samples = with_prompts(samples, prompts)
     budget = max(prompts) + 9 + int(rng.integers(0, 30))
-    blocks = make_blocks(samples, prompts, budget, share=share)
-    assert all(block_size(samples, prompts, block) <= budget for block in blocks)
+    blocks = make_blocks(samples, budget if share else 0)
+    assert all(block_size(samples, block) <= budget for block in blocks)
     assert [i for _, members in blocks for i in members] == list(range(len(samples)))
     assert all(samples.group[i] == group for group, members in blocks for i in members)
     assert all(members for _, members in blocks)
@@ -235,23 +282,24 @@ def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
     for group in range(6):                    # a split happens only where the next response would not have fitted
         own = [block for block in blocks if block[0] == group]
         for block, following in zip(own, own[1:]):
-            assert block_size(samples, prompts, block) + int(samples.lengths[following[1][0]]) > budget
+            assert block_size(samples, block) + int(samples.lengths[following[1][0]]) > budget
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_groups_share_where_it_costs_less(seed):
     """The scores of every layout, counted entry by entry: together the rectangle of a response, alone its triangle."""
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng, longest=40)
+    samples = random_batch(rng, longest=40)
     prompts, score_cost = rng.integers(1, 20, 6).tolist(), float(rng.choice([0.01, 0.1, 1]))
-    blocks = make_blocks(samples, prompts, 10 ** 6, score_cost=score_cost)
+    samples = with_prompts(samples, prompts)
+    blocks = make_blocks(samples, 10 ** 6, score_cost=score_cost)
     for group in set(samples.group.tolist()):
         prompt, lengths = prompts[group], samples.lengths[samples.group == group].tolist()
         together = prompt + sum(lengths) + score_cost * (prompt ** 2 / 2 + sum(n * (prompt + n) for n in lengths))
         apart = sum(prompt + n + score_cost * (prompt + n) ** 2 / 2 for n in lengths)
         found = len([block for block in blocks if block[0] == group])
         assert found == (1 if together < apart or len(lengths) == 1 else len(lengths)), (together, apart)
-    shared = make_blocks(samples, prompts, 10 ** 6)                                  # for nothing: always together
+    shared = make_blocks(samples, 10 ** 6)                                  # for nothing: always together
     assert len(shared) == len(set(samples.group.tolist()))
 
 
@@ -276,15 +324,16 @@ def test_partition_of_nothing_and_of_equal_costs():
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_packs_hold_each_block_once_in_equal_number(seed, world):
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     prompts = rng.integers(1, 20, 6).tolist()
+    samples = with_prompts(samples, prompts)
     budget = max(prompts) + 9 + int(rng.integers(0, 40))
-    blocks = make_blocks(samples, prompts, budget, share=bool(seed % 2))
-    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=8)
+    blocks = make_blocks(samples, budget if seed % 2 else 0)
+    packs = make_packs(samples, blocks, world, budget, hidden_size=8)
     assert len(packs) == world and len({len(part) for part in packs}) == 1
     placed = [block for part in packs for pack in part for block in pack]
     assert sorted(placed) == sorted(blocks)
-    sizes = [[sum(block_size(samples, prompts, block) for block in pack) for pack in part] for part in packs]
+    sizes = [[sum(block_size(samples, block) for block in pack) for pack in part] for part in packs]
     assert max(max(part) for part in sizes) <= budget
 
 
@@ -293,12 +342,13 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
 def test_packs_are_even_and_as_few_as_that_allows(seed, world):
     """Packs of a rank differ by a block at most; one pack less, and one of them would be too long."""
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     prompts = rng.integers(1, 20, 6).tolist()
+    samples = with_prompts(samples, prompts)
     budget = max(prompts) + 9 + int(rng.integers(0, 40))
-    blocks = make_blocks(samples, prompts, budget, share=bool(seed % 2))
-    packs = make_packs(samples, prompts, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
-    sizes = [[[block_size(samples, prompts, block) for block in pack] for pack in part] for part in packs]
+    blocks = make_blocks(samples, budget if seed % 2 else 0)
+    packs = make_packs(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
+    sizes = [[[block_size(samples, block) for block in pack] for pack in part] for part in packs]
     largest = [max((max(pack) for pack in part if pack), default=0) for part in sizes]
     totals, count = [sum(map(sum, part)) for part in sizes], len(packs[0])
     assert all(max(map(sum, part)) - min(map(sum, part)) <= most for part, most in zip(sizes, largest))
@@ -309,35 +359,35 @@ def test_packs_are_even_and_as_few_as_that_allows(seed, world):
 def test_long_rows_cost_more_than_their_tokens():
     """Of 100 tokens in one row and 120 in twelve, a narrow model spends most on the one; a wide one shares by tokens."""
     lengths, prompts = [10] + [5] * 12, [90] + [5] * 12
-    samples = as_samples([[torch.ones(n, dtype=torch.int64)] for n in lengths])
+    samples = batch_of(prompts, lengths)
     for hidden, beside in ((1, 0), (10**6, 1)):
-        packs = make_packs(samples, prompts, make_blocks(samples, prompts, 200), 2, 200, hidden)
+        packs = make_packs(samples, make_blocks(samples, 200), 2, 200, hidden)
         first, = [rank for rank in packs if any(group == 0 for pack in rank for group, _ in pack)]
         assert sum(len(pack) for pack in first) == 1 + beside
 
 
 def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
-    samples = random_samples(np.random.default_rng(0), shortest=1)
-    blocks = make_blocks(samples, [30] * 6, 10)
-    packs = make_packs(samples, [30] * 6, blocks, 1, 10, 8)[0]
+    samples = with_prompts(random_batch(np.random.default_rng(0), shortest=1), [30] * 6)
+    blocks = make_blocks(samples, 10)
+    packs = make_packs(samples, blocks, 1, 10, 8)[0]
     assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
 
 
 def test_many_packs_are_found_in_few_tries(monkeypatch):
     """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more per try took minutes."""
-    samples, tries, partition = as_samples([[torch.zeros(1, dtype=torch.int64)]] * 1000), [], buffers.balanced_partition
+    samples, tries, partition = batch_of([50] * 1000, [1] * 1000), [], buffers.balanced_partition
     monkeypatch.setattr(buffers, "balanced_partition", lambda costs, bins: tries.append(bins) or partition(costs, bins))
-    packs = make_packs(samples, [50] * 1000, make_blocks(samples, [50] * 1000, 101), 1, 101, 8)[0]
+    packs = make_packs(samples, make_blocks(samples, 101), 1, 101, 8)[0]
     assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
 
 
 def test_no_blocks_give_no_packs():
-    samples = random_samples(np.random.default_rng(0))
-    assert make_packs(samples, [3] * 6, [], 2, 100, 8) == [[], []]
+    samples = random_batch(np.random.default_rng(0))
+    assert make_packs(samples, [], 2, 100, 8) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ rows
-def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
+def naive_row(samples: Batch, blocks, ids, positions) -> dict[str, list]:
     """The row, token by token."""
     tokens = pieces(samples, samples.tokens)
     starts = samples.offsets.tolist()
@@ -374,7 +424,7 @@ def naive_row(samples: Samples, blocks, ids, positions) -> dict[str, list]:
 @pytest.mark.parametrize("share", [True, False])
 def test_rows_equal_loops(seed, share):
     rng = np.random.default_rng(seed)
-    samples = random_samples(rng)
+    samples = random_batch(rng)
     samples.tokens[rng.random(len(samples.tokens)) < 0.1] = IMAGE      # a sampled image token is no place of an image
     ids = {g: torch.from_numpy(rng.integers(4, 1000, rng.integers(2, 15))) for g in range(6)}
     features = {}
@@ -384,10 +434,11 @@ def test_rows_equal_loops(seed, share):
         features[group] = torch.randn(2, count, 4)
     positions = {g: torch.from_numpy(rng.integers(0, 30, (3, len(ids[g])))) for g in range(6)}
     lengths = [len(ids[g]) for g in range(6)]
-    blocks = make_blocks(samples, lengths, max(lengths) + 15, share=share)
-    for pack in make_packs(samples, lengths, blocks, 1, 60, 8)[0]:
-        row, expected = build_row(samples, pack, ids, positions, features,
-                                  IMAGE), naive_row(samples, pack, ids, positions)
+    samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=ids[g]) for g in range(6)])
+    blocks = make_blocks(samples, max(lengths) + 15 if share else 0)
+    for pack in make_packs(samples, blocks, 1, 60, 8)[0]:
+        row = build_row(samples, pack, positions, features, torch.tensor([IMAGE, -1]))
+        expected = naive_row(samples, pack, ids, positions)
         assert row.input_ids[0].tolist() == expected["input_ids"]
         assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
         for name in ("segments", "image_rows", "predict", "targets", "flat", "sample", "step"):
@@ -401,7 +452,7 @@ def test_rows_equal_loops(seed, share):
 
 
 def test_an_empty_pack_is_one_token_that_predicts_nothing():
-    row = build_row(random_samples(np.random.default_rng(0)), [], {}, {}, {}, IMAGE)
+    row = build_row(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
     assert row.input_ids.shape == (1, 1) and row.positions.shape == (3, 1, 1) and row.segments == [(0, 1, 0, 0)]
     assert row.features is None and not len(row.image_rows) and row.copies.tolist() == [0]
     for name in ("predict", "targets", "flat", "sample", "step"):
@@ -409,9 +460,6 @@ def test_an_empty_pack_is_one_token_that_predicts_nothing():
 
 
 def test_a_block_of_an_empty_response_alone():
-    samples = Samples(group=torch.tensor([0]), number=torch.tensor([0]), lengths=torch.tensor([0]),
-                      truncated=torch.tensor([True]),
-                      tokens=torch.zeros(0, dtype=torch.int64), logprobs=torch.zeros(0))
-    row = build_row(samples, [(0, (0,))], {0: torch.arange(5, 9)}, {0: torch.arange(4).expand(3, -1)}, {}, IMAGE)
+    row = build_row(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
     assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains

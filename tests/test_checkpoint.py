@@ -7,6 +7,7 @@ suffer.
 
 import errno
 import gc
+import hashlib
 import json
 import os
 import re
@@ -24,11 +25,13 @@ import pytest
 import torch
 from conftest import ROOT, start
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_ppo_vl as ppo
-from common import logging
-from common.vlm import resident_bytes
+from common import checkpoint, distributed, files, fsdp, logging, process, storage
+from common.memory import resident_bytes
+from common.vlm import weights as vlm_weights
 
 REWARD = '''
 import os
@@ -48,7 +51,7 @@ def planned(prompts, responses, references, labels, images):
 '''
 ALGORITHMS = {
     "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
-           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9 --eval_ema",
+           "--eval_every 2 --on_bad_row skip --data damaged.jsonl --ema_beta 0.9",
     "grpo": "--steps 6 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --lr_schedule linear "
             "--warmup_steps 2 --eval_every 0",
 }
@@ -56,8 +59,8 @@ ALGORITHMS = {
 
 # ----------------------------------------------------------------------------- what a life may suffer
 def die(function: str, call: int, ranks: list[int] | None = None) -> None:
-    """SIGKILL of this process at the given call (1-based) of a function of the script, or of common/logging.py."""
-    module = ppo if hasattr(ppo, function) else logging
+    """SIGKILL of this process at the given call (1-based) of a function of the script, or of common/vlm/weights.py."""
+    module = ppo if hasattr(ppo, function) else vlm_weights
     original, calls = getattr(module, function), []
 
     def counted(*arguments, **named):
@@ -69,16 +72,17 @@ def die(function: str, call: int, ranks: list[int] | None = None) -> None:
     setattr(module, function, counted)
 
 
-def die_at_record(step: int) -> None:
-    """SIGKILL before a step is recorded."""
-    original = ppo.RunLogger.log
+def die_before(owner: str, method: str, step: int) -> None:
+    """SIGKILL before a step is recorded, saved or evaluated: at its call of a method of RunLogger or Checkpoints."""
+    owner = {"RunLogger": logging.RunLogger, "Checkpoints": checkpoint.Checkpoints}[owner]
+    original = getattr(owner, method)
 
-    def killed(self, at, metrics):
+    def killed(self, at, *more):
         if at == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        return original(self, at, metrics)
+        return original(self, at, *more)
 
-    ppo.RunLogger.log = killed
+    setattr(owner, method, killed)
 
 
 def stop_at(function: str, call: int, rank: int, number: int) -> None:
@@ -96,7 +100,7 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
     """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
-    original, calls = logging.HuggingFaceStorageWriter.write_data, []
+    original, calls = storage.HuggingFaceStorageWriter.write_data, []
 
     def write(self, plan, planner):
         calls.append(plan)
@@ -115,7 +119,7 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
                 file.write(json.dumps([int(os.environ["RANK"]), started, time.time()]) + "\n")
         return result
 
-    logging.HuggingFaceStorageWriter.write_data = write
+    storage.HuggingFaceStorageWriter.write_data = write
 
 
 def name_hosts() -> None:
@@ -128,7 +132,7 @@ def other_disk(rank: int, folder: str, call: int = 0) -> None:
     if call == 0:
         os.chdir(folder) if int(os.environ["RANK"]) == rank else None
         return
-    original, calls = logging.HuggingFaceStorageWriter.write_data, []
+    original, calls = storage.HuggingFaceStorageWriter.write_data, []
 
     def write(self, plan, planner):
         calls.append(plan)
@@ -136,7 +140,7 @@ def other_disk(rank: int, folder: str, call: int = 0) -> None:
             self.path = folder
         return original(self, plan, planner)
 
-    logging.HuggingFaceStorageWriter.write_data = write
+    storage.HuggingFaceStorageWriter.write_data = write
 
 
 def hang(call: int, rank: int) -> None:
@@ -161,12 +165,27 @@ def time_saves(log: str) -> None:
                         file.write(json.dumps([step[0], seconds]) + "\n")
         return call
 
-    ppo.Checkpoints.save, ppo.Checkpoints.finish = timed(ppo.Checkpoints.save), timed(ppo.Checkpoints.finish)
+    checkpoint.Checkpoints.save, checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.save), timed(checkpoint.Checkpoints.finish)
+
+
+def fill_disk(file: str, first: int, last: int) -> None:
+    """The disk of ``file`` is full while steps from the first to the last are recorded."""
+    original = logging.RunLogger.step
+
+    def record(self, step, *more):
+        if distributed.is_main() and step == first:
+            free = os.statvfs(Path(file).parent)
+            Path(file).write_bytes(bytes(free.f_bavail * free.f_frsize))
+        elif distributed.is_main() and step == last + 1:
+            Path(file).unlink()
+        original(self, step, *more)
+
+    logging.RunLogger.step = record
 
 
 def tell_shards() -> None:
     """Print how the weights of each model lie over the ranks, and the bytes of weights, gradients' and Adam's shards."""
-    original = ppo.build_optimizer
+    original = fsdp.adamw
 
     def told(module, *arguments):
         optimizer, rank = original(module, *arguments), os.environ["RANK"]
@@ -177,11 +196,11 @@ def tell_shards() -> None:
         os.write(1, (" ".join(map(str, parts)) + "\n").encode())          # at once: four ranks write to one file
         return optimizer
 
-    ppo.build_optimizer = told
+    fsdp.adamw = told
 
 
-HOOKS = {function.__name__: function for function in (die, die_at_record, stop_at, change_writes, name_hosts, other_disk, hang,
-                                              time_saves, tell_shards)}
+HOOKS = {function.__name__: function for function in (die, die_before, stop_at, change_writes, name_hosts, other_disk, hang,
+                                              time_saves, fill_disk, tell_shards)}
 
 
 def live(order: dict, rank: int) -> None:
@@ -195,7 +214,7 @@ def live(order: dict, rank: int) -> None:
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]), GLOO_SOCKET_IFNAME="lo")
         for name, *arguments in order["hooks"]:
             HOOKS[name](*arguments)
-        ppo.run_main(lambda: ppo.main(order["argv"] + order["env"].get(f"FLAGS_OF_{rank}", "").split()))
+        process.run_main(lambda: ppo.main(order["argv"] + order["env"].get(f"FLAGS_OF_{rank}", "").split()))
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -314,7 +333,7 @@ def flags(qwen25, task):
                  for word in more.split()]
         return ["--model", str(qwen25), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "eval.jsonl"),
                 "--reward", f"{task / 'reward.py'}:letters", "--out", str(out), "--max_prompt_tokens", "256",
-                "--max_new_tokens", "4", "--max_tokens_per_pack", "400", "--prefill_tokens", "400",
+                "--max_new_tokens", "4", "--max_tokens_per_pack", "400",
                 "--prompts_per_step", "4", "--samples_per_prompt", "2", "--actor_lr", "1e-3", "--steps", "2",
                 "--eval_every", "0", "--save_every", "1", "--log_samples", "0", "--timeout", "60", "--keep_last", "9",
                 *words]
@@ -336,7 +355,15 @@ def undisturbed(lives, flags, tmp_path_factory):
 
 
 def records(out: Path) -> list[dict]:
-    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
+    """One for every step, in order: that of the step with that of its evaluation. No name may be in both."""
+    found = {}
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "step" in record:
+            of_step = found.setdefault(record["step"], {})
+            assert of_step.keys() & record.keys() <= {"step"}, f"step {record['step']} is recorded twice"
+            of_step |= record
+    return [found[step] for step in sorted(found)]
 
 
 def reproducible(record: dict) -> dict:
@@ -362,7 +389,7 @@ def assert_equal_tensors(ours: Path, theirs: Path) -> None:
 
 def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
-    return [step for step, _ in ppo.complete_checkpoints(out / "checkpoints")]
+    return [step for step, _ in checkpoint.complete_checkpoints(out / "checkpoints")]
 
 
 def pointer(out: Path) -> str:
@@ -379,7 +406,7 @@ def train(argv: list[str]) -> dict[str, float]:
 
 
 def refused(argv: list[str], *parts: str) -> None:
-    with pytest.raises(ppo.UserError) as error:
+    with pytest.raises(process.UserError) as error:
         ppo.main(argv)
     for part in parts:
         assert part in str(error.value)
@@ -420,8 +447,8 @@ def test_resume_on_another_number_of_ranks(lives, flags, undisturbed, tmp_path, 
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
     lives(flags(tmp_path / "run", ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
-    found, expected = records(tmp_path / "run"), records(reference)[-4:]
-    assert [r["step"] for r in found] == [3, 4, 5, 6]
+    found, expected = records(tmp_path / "run"), records(reference)[-3:]
+    assert [r["step"] for r in found] == [4, 5, 6]
     for ours, theirs in zip(found, expected):
         assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
 
@@ -431,15 +458,15 @@ def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, t
     reference, out = undisturbed("gae", 1), tmp_path / "four"
     told = lives(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [["tell_shards"]])
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
-    plan = start(qwen25, str(task / "rows.jsonl"), "--dry_run")
+    plan = start(qwen25, str(task / "rows.jsonl"))
     for rank in range(4):                                                        # first and last shard of each copy
         found = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
         for (weights, moments), module in zip(found, (plan.actor, plan.critic), strict=True):
-            planned = resident_bytes(module, 2, 4)
+            planned = resident_bytes(module, 2)
             assert int(moments) == 2 * int(weights) and int(weights) <= planned["weights"]
             assert (int(weights), int(moments)) == (planned["weights"], planned["Adam"]) or rank % 2
     lives(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
-    for found, count in ((out, 7), (tmp_path / "one", 4)):
+    for found, count in ((out, 7), (tmp_path / "one", 3)):
         assert len(records(found)) == count
         for ours, theirs in zip(records(found), records(reference)[-count:]):
             assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
@@ -457,13 +484,18 @@ def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undist
     assert_equal_tensors(ours, theirs)
 
 
-def test_killed_between_save_and_record(lives, flags, undisturbed, tmp_path):
-    """The missing evaluation and record of the saved step are made up for."""
-    argv = flags(tmp_path / "run", ALGORITHMS["gae"])
-    lives([*argv, "--save_blocking"], 1, [["die_at_record", 4]], codes=[-signal.SIGKILL])
-    assert steps(tmp_path / "run")[0] == 4 and records(tmp_path / "run")[-1]["step"] == 3
+@pytest.mark.parametrize("owner, method, saved, recorded, evaluated", [
+    ("RunLogger", "step", 3, 3, 2), ("Checkpoints", "save", 3, 4, 2), ("RunLogger", "evaluation", 4, 4, 2)])
+def test_killed_between_record_save_and_evaluation(lives, flags, undisturbed, tmp_path, owner, method, saved, recorded,
+                                                   evaluated):
+    """What a step still owes is made up for, once: its record, its checkpoint, its evaluation."""
+    out = tmp_path / "run"
+    argv = flags(out, ALGORITHMS["gae"])
+    lives([*argv, "--save_blocking"], 1, [["die_before", owner, method, 4]], codes=[-signal.SIGKILL])
+    assert steps(out)[0] == saved and records(out)[-1]["step"] == recorded
+    assert [record["step"] for record in records(out) if "eval/num_samples" in record][-1] == evaluated
     lives(argv)
-    assert_bitwise(tmp_path / "run", undisturbed("gae", 1))
+    assert_bitwise(out, undisturbed("gae", 1))
 
 
 def test_killed_between_save_and_export(lives, flags, finished, tmp_path):
@@ -496,7 +528,7 @@ def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, ra
     shutil.copytree(undisturbed("grpo", 2), out)
     for step in (3, 4, 5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    logging.write_pointer(out / "checkpoints" / "latest", "step-2")
+    files.write_pointer(out / "checkpoints" / "latest", "step-2")
     before = contents(out / "checkpoints" / "step-2")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
     life = lives.wait(lives.start(argv, 2, KILL_AT=point, KILL_RANK=str(rank)))
@@ -538,7 +570,7 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
     assert told == [("2", "1"), ("4", "1")]
     assert output.count("in a row): OSError on rank 1, host node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
-    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 1, 0, 1, 0]
+    assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]   # before its save
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
@@ -573,7 +605,7 @@ def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
     def locked(file, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(logging.fcntl, "flock", locked)
+    monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
     number = errno.EIO
     refused(flags(copy), "Input/output error")
     number = errno.ENOSYS
@@ -598,22 +630,34 @@ def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, tmp_path, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
-    monkeypatch.setattr(ppo, "evaluate", lambda *arguments, **named: {"eval/reward_mean": next(values)})
+    monkeypatch.setattr(ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, []))
     refused(flags(tmp_path / "run", "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
-    assert steps(tmp_path / "run") == [2, 1] and [record["step"] for record in records(tmp_path / "run")] == [0, 1]
+    assert steps(tmp_path / "run") == [2, 1] and [record["step"] for record in records(tmp_path / "run")] == [0, 1, 2]
 
 
 @pytest.fixture
-def small_disk(tmp_path):
+def mount(tmp_path):
+    """mount(folder, size): makes it a small file system, until the test ends."""
+    folders = []
+
+    def mount(folder: Path, size: str) -> None:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+        mounted = subprocess.run(command, capture_output=True, text=True)
+        if mounted.returncode:
+            pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
+        folders.append(folder)
+
+    yield mount
+    for folder in folders:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path, mount):
     """A file system of 14 MiB at <run>/checkpoints: three or four checkpoints."""
-    folder = tmp_path / "run" / "checkpoints"
-    folder.mkdir(parents=True)
-    command = ["mount", "-t", "tmpfs", "-o", "size=14m", "tmpfs", str(folder)]
-    mounted = subprocess.run(command, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"cannot mount a small file system: {mounted.stderr.strip()}")
-    yield tmp_path / "run"
-    subprocess.run(["umount", str(folder)], check=True)
+    mount(tmp_path / "run" / "checkpoints", "14m")
+    return tmp_path / "run"
 
 
 def test_full_disk(lives, flags, small_disk):
@@ -630,7 +674,195 @@ def test_full_disk(lives, flags, small_disk):
     assert steps(small_disk) == [6]
 
 
+# ----------------------------------------------------------------------------- records that cannot be written
+def test_records_wait_for_space_on_the_disk(lives, flags, mount, tmp_path):
+    """Told, counted and made up for in order. Too many in a row, or no space at start or end: exit code 2."""
+    out, ballast = tmp_path / "run", tmp_path / "run" / "ballast"
+    mount(out, "2m")
+    argv = flags(out, "--steps 5 --save_every 0 --export_every 0 --max_failed_saves 3 --log_samples 1")
+    output = lives(argv, 2, [["fill_disk", str(ballast), 2, 3]])
+    told = re.findall(r"records up to step (\d) were not written \((\d) in a row\).*No space left", output)
+    assert told == [("2", "1"), ("3", "2")] and "Traceback" not in output
+    assert [record["step"] for record in records(out)] == [1, 2, 3, 4, 5]
+    assert [record["perf/failed_records"] for record in records(out)] == [0, 0, 1, 2, 0]
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    assert [point.step for point in events.Scalars("rollout/reward")] == [1, 2, 3, 4, 5]
+    samples = sorted((out / "samples").glob("*.jsonl"))
+    assert [file.name for file in samples] == ["step-000005.jsonl"] and len(samples[0].read_text().splitlines()) == 8
+    output = lives(argv, 2, [["fill_disk", str(ballast), 2, 9]], codes=[2, 2])
+    assert "error: records could not be written 3 times in a row, the last because: " in output
+    assert output.count("No space left on device") == 4 and "Traceback" not in output
+    output = lives(argv, 2, codes=[2, 2])  # the disk is still full
+    assert output.count("error: --out") == 1 and "No space left on device" in output
+    assert "Traceback" not in output
+    ballast.unlink()
+    output = lives([*argv, "--steps", "2"], 2, [["fill_disk", str(ballast), 2, 2]], codes=[2, 2])
+    assert "error: the run ended after step 2, but its last records could not be written: " in output
+
+
+def test_records_are_on_disk_before_a_commit(flags, tmp_path, monkeypatch):
+    """fsync of metrics.jsonl, with the record of the step and those before, comes before the rename that commits."""
+    out, events, fsync, rename = tmp_path / "run", [], os.fsync, Path.rename
+
+    def synced(handle):
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == "metrics.jsonl":
+            events.append(["fsync", *(record["step"] for record in records(out))])
+        fsync(handle)
+
+    def renamed(self, target):
+        if target.name.startswith("step-") and target.parent.name == "checkpoints":
+            events.append([target.name])
+        return rename(self, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    train(flags(out, "--save_blocking --export_every 0"))
+    assert events == [["fsync", 1], ["step-1"], ["fsync", 1, 2], ["step-2"]]
+
+
+def test_records_that_are_missing_are_told(flags, copy, tmp_path, capfd):
+    """On a resume, but not where another run's checkpoint was the start."""
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines if '"step": 1' not in line))
+    train(flags(copy, "--steps 3"))
+    assert f"warning: {copy}/metrics.jsonl has no records of steps 1, " in capfd.readouterr().out
+    assert [record["step"] for record in records(copy)] == [2, 3]
+    (copy / "metrics.jsonl").unlink()
+    train(flags(copy, "--steps 4"))
+    assert f"warning: {copy}/metrics.jsonl has no records of steps 1-3, " in capfd.readouterr().out
+    argv = flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-3")
+    for last in ("4", "5"):
+        train([*argv, "--steps", last])
+        assert "has no records" not in capfd.readouterr().out
+
+
+# ----------------------------------------------------------------------------- a model that is lost
+def skipped(out: Path, step: int) -> dict[str, int]:
+    return json.loads((out / "checkpoints" / f"step-{step}" / "state.json").read_text())["skipped_steps"]
+
+
+def test_a_lost_policy_stops_the_run(flags, tmp_path):
+    """The first update, finite, is the ruin: after three more steps without an update the run stops. The
+    checkpoint from before outlives the rotation, and the count a resume."""
+    out = tmp_path / "run"
+    argv = flags(out, "--advantage rloo --actor_lr 1e20 --keep_last 1 --export_every 0 --save_blocking")
+    train([*argv, "--steps", "3", "--max_skipped_steps", "0"])
+    assert [record.get("train/actor_skipped") for record in records(out)] == [0, 1, 1]
+    assert steps(out) == [3, 1] and (skipped(out, 1), skipped(out, 3)) == ({"actor": 0}, {"actor": 2})
+    refused([*argv, "--steps", "9"], "step 4: the gradient of the actor was not finite",
+            "skipped, 3 steps in a row; its parameters are finite; "
+            f"the newest checkpoint from before is {out}/checkpoints/step-1.")
+    assert steps(out) == [3, 1] and [record["step"] for record in records(out)] == [1, 2, 3, 4]
+    train([*argv, "--steps", "9", "--max_skipped_steps", "0"])
+    assert steps(out) == [9, 1]
+
+
+def test_steps_without_an_update_are_counted():
+    """By hand: a step in which none was due neither counts nor ends the row; one applied update ends it."""
+    counts, seen = {}, []
+    for actor, critic in ((1.0, 0.0), (None, 1.0), (1.0, 1.0), (0.5, 1.0), (1.0, 0.0)):
+        shares = {"train/actor_skipped": actor, "train/critic_skipped": critic}
+        metrics = {name: share for name, share in shares.items() if share is not None} | {"train/kl": 1.0}
+        counts = checkpoint.count_skipped(counts, metrics)
+        seen.append((counts.get("actor"), counts["critic"]))
+    assert seen == [(1, 0), (1, 1), (2, 2), (0, 3), (1, 0)]
+
+
+def test_a_weight_that_is_not_finite_is_named(lives, flags, qwen25, tmp_path):
+    """On two ranks, in the shard of the second; nothing with it is ever committed or exported."""
+    model = Path(shutil.copytree(qwen25, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    name = next(key for key in weights if key.endswith("layers.1.mlp.up_proj.weight"))
+    weights[name][-1, -1] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    argv = flags(tmp_path / "run", "--advantage rloo --steps 9 --max_failed_saves 9 --export_every 1")
+    output = lives([*argv, "--model", str(model)], 2, codes=[2, 2])
+    assert output.count("error: step 3: the gradient of the actor was not finite") == 1
+    weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
+    assert re.search(f"first parameter that is not finite is {weight}; no checkpoint is from before", output)
+    assert re.search(rf"step 1 was not saved .* on rank 1, .*: actor\.model\.{weight} is not finite", output)
+    assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
+    assert steps(tmp_path / "run") == [] and "Traceback" not in output
+    assert not list((tmp_path / "run").glob("export/step-*"))
+
+
 # ----------------------------------------------------------------------------- damaged checkpoints
+def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
+    folder = undisturbed("grpo", 2) / "checkpoints" / "step-6"
+    files = {name: data for name, data in contents(folder).items() if name != "COMMITTED.json"}
+    commit = json.loads((folder / "COMMITTED.json").read_text())
+    assert commit["sha256"] == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    assert commit["files"] == {name: len(data) for name, data in files.items()} and len(files) == 3
+
+
+def flip(path: Path, place: int) -> None:
+    """One bit of the byte there; from the end if it is negative."""
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def flip_in(path: Path, text: bytes) -> None:
+    """One bit of the character behind ``text``: a digit becomes another."""
+    flip(path, path.read_bytes().index(text) + len(text))
+
+
+def shard(folder: Path) -> Path:
+    return next(folder.glob("*.safetensors"))
+
+
+ROT = {  # damage of the bytes, not the sizes -> what is said
+    "a weight or a moment": (lambda folder: flip(shard(folder), -1), "its sha256 is another"),
+    "an offset of a shard": (lambda folder: flip_in(shard(folder), b'saved_offsets\\": ['),
+                             "its sha256 is another"),
+    "the header": (lambda folder: flip(shard(folder), 8), "its sha256 is another"),
+    "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"batches_taken": '),
+                             "state.json is not what was written"),
+    "a file too many": (lambda folder: save_file({"x": torch.zeros(1)}, folder / "stray.safetensors"),
+                        "stray.safetensors: missing, of another size, or not listed"),
+}
+
+
+@pytest.mark.parametrize("rot", ROT)
+def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd, rot):
+    """It is told why, and the next older one is taken; the result is as if the rotten one had never been."""
+    damage, reason = ROT[rot]
+    damage(copy / "checkpoints" / "step-2")
+    train(flags(copy))
+    output = capfd.readouterr().out
+    assert re.search(f"warning: not resumed from: {copy}/checkpoints/step-2: .*{reason}", output)
+    assert f"resuming from {copy}/checkpoints/step-1" in output and steps(copy) == [2, 1]
+    assert len(list((copy / "checkpoints").glob("damaged-step-2-*"))) == 1
+    assert_bitwise(copy, finished, step=2)
+
+
+def test_all_ranks_look_for_rot(lives, flags, undisturbed, tmp_path):
+    """The newest is damaged in the first rank's file, the next in the second's; the third is taken."""
+    out = Path(shutil.copytree(undisturbed("grpo", 2), tmp_path / "run"))
+    for step, number in ((6, 1), (5, 2)):
+        flip(next((out / "checkpoints" / f"step-{step}").glob(f"shard-0000{number}*")), -1)
+    output = lives(flags(out, ALGORITHMS["grpo"]), 2)
+    told = re.findall(r"not resumed from: \S*/(step-\d): shard-0000(\d)\S* is not what was written", output)
+    assert told == [("step-6", "1"), ("step-5", "2")]
+    assert f"resuming from {out}/checkpoints/step-4" in output
+    assert_bitwise(out, undisturbed("grpo", 2))
+
+
+def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_path, capfd):
+    """Of the run's own, to be evaluated, or of another run. If it is the only one, the run starts over."""
+    path = copy / "checkpoints" / "step-2"
+    flip(shard(path), -1)
+    for argv in (flags(copy, f"--eval_only --resume {path}"), flags(tmp_path / "new", f"--resume {path}")):
+        refused(argv, f"--resume {path}: no complete checkpoint in {path}")
+        assert "its sha256 is another" in capfd.readouterr().out
+    shutil.rmtree(copy / "checkpoints" / "step-1")
+    refused(flags(copy, "--resume must"), "no complete checkpoint")
+    train(flags(copy))
+    assert "starting from step 0" in capfd.readouterr().out and steps(copy) == [2, 1]
+    assert len(list((copy / "checkpoints").glob("damaged-step-2-*"))) == 1
+
+
 def committed(folder: Path, **changes) -> None:
     old = json.loads((folder / "COMMITTED.json").read_text())
     (folder / "COMMITTED.json").write_text(json.dumps(old | changes))
@@ -661,6 +893,8 @@ DAMAGES = {
     "size as text": lambda folder: committed(folder, files=dict.fromkeys(files_with(folder), "1")),
     "path upwards": lambda folder: committed(folder, files=files_with(folder, "../latest")),
     "absolute path": lambda folder: committed(folder, files=files_with(folder, str(folder / "state.json"))),
+    "a file that is not listed": lambda folder: (folder / "notes.txt").write_text("stray"),
+    "no checksum of a file": lambda folder: committed(folder, sha256={}),
 }
 
 
@@ -669,6 +903,67 @@ def test_damaged_checkpoint_is_not_complete(copy, damage):
     assert steps(copy) == [2, 1]
     DAMAGES[damage](copy / "checkpoints" / "step-2")
     assert steps(copy) == [1]
+
+
+STATES = {
+    "no JSON": "{", "a list": "[1]", "a number": "5", "nothing": "{}",
+    "step as text": {"step": "2"}, "another step": {"step": 1}, "step as truth": {"step": True},
+    "no arguments": {"arguments": None}, "arguments as list": {"arguments": [1]},
+    "counter below zero": {"batches_taken": -1}, "counter as text": {"dropped_prompts": "0"},
+    "metrics as list": {"metrics": [1]}, "metric as text": {"metrics": {"rollout/reward": "1"}},
+    "controller without value": {"kl": {}}, "controller as number": {"kl": 1},
+    "moments as text": {"moments": {"count": "1", "mean": 0, "squares": 0}},
+}
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_edited_state(copy, case):
+    """Whatever was changed in it, also where its size is that of the commit."""
+    distributed.start(60.0, 0)
+    path, change = copy / "checkpoints" / "step-2", STATES[case]
+    saved = json.loads((path / "state.json").read_text())
+    assert storage.read_checkpoint(path) == (saved, "")
+    (path / "state.json").write_text(change if isinstance(change, str) else json.dumps(saved | change))
+    committed(path, files=files_with(path, "state.json"))
+    assert storage.read_checkpoint(path) == ({}, "state.json is not what was written: its sha256 is another")
+
+
+def test_a_run_goes_on_from_before_an_edited_state(copy, flags, finished, capfd):
+    file = copy / "checkpoints" / "step-2" / "state.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"kl": {}}))
+    committed(file.parent, files=files_with(file.parent, "state.json"))
+    train(flags(copy))
+    assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
+    assert_bitwise(copy, finished, step=2)
+
+
+def test_planted_links_are_not_written_through(copy, flags, tmp_path):
+    """Whatever a file or a temporary folder of the run points to stays as it is, and the run does its work."""
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    files = [".lock", "args.json", ".args.json.tmp", "metrics.tmp", "metrics.jsonl", "checkpoints/.latest.tmp",
+             "export/.latest.tmp", "samples/step-000003.jsonl", "samples/step-000003.png", "profile/step-3-rank-0.json"]
+    folders = ["export/.step-3.tmp", "checkpoints/.tmp-step-3"]
+    records_before = (copy / "metrics.jsonl").read_bytes()
+    for name in ("profile", "samples"):
+        (copy / name).mkdir()
+    for number, name in enumerate(files):
+        (victims / str(number)).write_bytes(records_before)
+        (copy / name).unlink(missing_ok=True)
+        (copy / name).symlink_to(victims / str(number))
+    for name in folders:
+        (victims / Path(name).name).mkdir()
+        (victims / Path(name).name / "kept").touch()
+        (copy / name).symlink_to(victims / Path(name).name)
+    train(flags(copy, "--steps 3 --log_samples 1 --profile 3"))
+    for number, name in enumerate(files):
+        assert (victims / str(number)).read_bytes() == records_before, name
+        assert not (copy / name).is_symlink(), name
+    for name in folders:
+        assert [path.name for path in (victims / Path(name).name).iterdir()] == ["kept"], name
+    assert steps(copy) == [3, 2, 1] and [record["step"] for record in records(copy)] == [1, 2, 3]
+    assert json.loads((copy / "args.json").read_text())["steps"] == 3
+    assert (copy / "samples" / "step-000003.png").is_file() and (copy / "export" / "step-3" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("text", ["step-7\n", "", "../../somewhere", "\0\0", None])
@@ -695,10 +990,16 @@ def test_stale_temporary_folders_are_cleaned(flags, copy):
 
 
 def test_no_pickle_on_load(flags, copy, monkeypatch):
-    """Safetensors and JSON only; a pickle planted in the folder is left alone."""
+    """Safetensors and JSON only; a pickle planted in the folder, even one that it lists, is left alone."""
     folder = copy / "checkpoints" / "step-2"
     assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
-    (folder / ".metadata").write_bytes(b"cos\nsystem\n(S'touch " + str(copy).encode() + b"/executed'\ntR.")
+    pickled = b"cos\nsystem\n(S'touch " + str(copy).encode() + b"/executed'\ntR."
+    (folder / ".metadata").write_bytes(pickled)
+    assert steps(copy) == [1]
+    digests = json.loads((folder / "COMMITTED.json").read_text())["sha256"]
+    committed(folder, files=files_with(folder, ".metadata"),
+              sha256=digests | {".metadata": hashlib.sha256(pickled).hexdigest()})
+    assert steps(copy) == [2, 1]
 
     def unpickled(*arguments, **named):
         raise AssertionError("something is unpickled from a file")
@@ -713,6 +1014,7 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
 def test_resume_choices(flags, copy, tmp_path, capfd):
     refused(flags(copy, "--resume never"), "--resume never", str(copy))
     refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
+    refused(flags(copy, "--steps 1"), "step-2 is further than --steps 1; raise --steps")
     refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-9"), "step-9")
     truncate(copy / "checkpoints" / "step-2")
     refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-2"), "step-2")
@@ -733,37 +1035,36 @@ def test_changed_flags(flags, copy, capfd):
     train(flags(copy, "--steps 3 --slots 2 --save_every 3"))
     listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
     assert all(text in listed for text in ("--steps 2 -> 3", "--slots 0 -> 2", "--save_every 1 -> 3"))
-    train(flags(copy, "--steps 4 --gamma 0.5 --resume_changed_args allow"))
+    train(flags(copy, "--steps 4 --gamma 0.5 --resume force"))
     assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
     assert [record["step"] for record in records(copy)] == [1, 2, 3, 4]
 
 
 def test_going_back(flags, copy, tmp_path, capfd):
-    """--resume PATH of the run's own folder: what came after is set aside, neither lost nor taken for the run's own."""
-    path, before = copy / "checkpoints" / "step-1", (copy / "export" / "step-2" / "model.safetensors").read_bytes()
-    train(flags(copy, f"--resume {path} --gamma 0.5 --resume_changed_args allow --save_every 0 --steps 2"))
-    assert f"resuming from {path}" in capfd.readouterr().out and steps(copy) == [1] and pointer(copy) == "step-1"
-    assert len(list((copy / "checkpoints").glob("replaced-step-2-*"))) == 1
-    assert (copy / "export" / "step-2" / "model.safetensors").read_bytes() != before
-    assert [record["step"] for record in records(copy)] == [1, 2]
+    """In another --out, where changed flags are listed; the run that it is taken from stays as it is."""
+    path, before = copy / "checkpoints" / "step-1", sorted(copy.rglob("*"))
+    refused(flags(copy, f"--resume {path}"), f"--resume {path} is a checkpoint of this very --out", "choose another --out")
+    capfd.readouterr()
+    train(flags(tmp_path / "new", f"--resume {path} --gamma 0.5"))
+    assert re.search(f"resuming from {path}; changed: .*--gamma 1.0 -> 0.5", capfd.readouterr().out)
+    assert steps(tmp_path / "new") == [2] and [record["step"] for record in records(tmp_path / "new")] == [2]
+    assert sorted(copy.rglob("*")) == before and steps(copy) == [2, 1]
 
 
-def test_a_requeued_job_goes_back_once(lives, flags, copy, finished):
-    """Killed before the export, the same command goes on with what it saved, and the old export is not taken for its own."""
-    argv = flags(copy, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --resume_changed_args allow --save_blocking")
+def test_a_requeued_job_goes_back_once(lives, flags, copy, finished, tmp_path):
+    """Killed before the export, the same command goes on with what it saved, and an older export is not taken for its own."""
+    out = tmp_path / "new"
+    shutil.copytree(copy / "export", out / "export")
+    argv = flags(out, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --save_blocking")
     lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
-    assert f"resuming from {copy}/checkpoints/step-2" in lives(argv)
-    assert len(list((copy / "checkpoints").glob("replaced-*"))) == 1
-    ours, old = ((out / "export" / "step-2" / "model.safetensors").read_bytes() for out in (copy, finished))
+    assert f"resuming from {out}/checkpoints/step-2" in lives(argv)
+    ours, old = ((folder / "export" / "step-2" / "model.safetensors").read_bytes() for folder in (out, finished))
     assert ours != old
-    kept = [json.loads(line) for line in next(copy.glob("metrics.old-*.jsonl")).read_text().splitlines()]
-    assert [record["step"] for record in kept if "step" in record] == [1, 2]
 
 
 def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
     """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
-    complete, calls = logging.complete_checkpoints, []
-    monkeypatch.setattr(logging, "complete_checkpoints", lambda folder: complete(folder) if calls else calls.append(1) or [])
+    monkeypatch.setattr(checkpoint, "step_folders", lambda folder: [])
     train(flags(copy, "--steps 1 --keep_last 1"))
     assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
 
@@ -825,44 +1126,16 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
     name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
     save_file(weights | {name: weights[name] + 1}, critic / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ppo.UserError, match="1 weights of its vision tower differ"):
+    with pytest.raises(process.UserError, match="1 weights of its vision tower differ"):
         start(qwen25, picture_rows, "--critic_model", str(critic))
-
-
-def full_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all trained parameters, unsharded."""
-    return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-            for name, value in module.named_parameters() if value.requires_grad}
-
-
-def test_a_critic_from_another_run(flags, finished, qwen25, picture_rows, tmp_path):
-    """--init_critic_from takes the critic's weights out of a checkpoint, not its optimizer, not its actor."""
-    from conftest import start
-
-    folder = finished / "checkpoints" / "step-2"
-    saved = load_file(next(folder.glob("*.safetensors")))
-    env = start(qwen25, picture_rows)
-    before, own = full_tensors(env.actor), full_tensors(env.critic)
-    ppo.load_critic_weights(folder, env.critic)
-    loaded, prefix = full_tensors(env.critic), "critic.model."
-    weights = {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-    assert weights.keys() == own.keys() and not all(torch.equal(weights[name], own[name]) for name in own)
-    assert all(torch.equal(loaded[name], weights[name]) for name in own)
-    assert all(torch.equal(value, before[name]) for name, value in full_tensors(env.actor).items())
-    missing = finished / "checkpoints" / "step-7"
-    refused(flags(tmp_path / "run", f"--init_critic_from {missing}"), str(missing), "not a complete checkpoint")
-    train(flags(tmp_path / "new", f"--init_critic_from {folder.parent}/latest --steps 2"))
-    assert [record["step"] for record in records(tmp_path / "new")] == [1, 2]
-    assert json.loads((tmp_path / "new" / "args.json").read_text())["init_critic_from"] == str(folder)
-    refused(flags(tmp_path / "new", f"--init_critic_from {folder} --steps 1"), "step-2 is further than --steps 1")
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
 def test_intervals(flags, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
     assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
-    save, waiting = logging.Checkpoints.save, []
-    monkeypatch.setattr(logging.Checkpoints, "save", lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
+    save, waiting = checkpoint.Checkpoints.save, []
+    monkeypatch.setattr(checkpoint.Checkpoints, "save", lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
     train(flags(tmp_path / "run", "--save_every 0 --export_every 1"))
     assert steps(tmp_path / "run") == []
     assert sorted(path.name for path in (tmp_path / "run" / "export").iterdir()) == ["latest", "step-1", "step-2"]
@@ -913,8 +1186,9 @@ def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
     for step in (2, 4, 6):                                                                       # that of step 8 is gone
         (folder := tmp_path / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (folder / "state.json").write_text("{}")
-        (folder / "COMMITTED.json").write_text(json.dumps({"step": step, "files": {"state.json": 2}}))
-    assert logging.Checkpoints.best_step(SimpleNamespace(
+        (folder / "COMMITTED.json").write_text(json.dumps({"step": step, "files": {"state.json": 2},
+                                                          "sha256": {"state.json": ""}}))
+    assert checkpoint.Checkpoints.best_step(SimpleNamespace(
         args=SimpleNamespace(keep_best=name), out=tmp_path, folder=tmp_path / "checkpoints")) == best
 
 
@@ -954,13 +1228,14 @@ def test_one_live_run_per_folder(lives, flags, copy):
     assert steps(copy)[0] == 3
 
 
-@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0)])
+@pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1), (signal.SIGINT, 0)])
 def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
-    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[logging.EXIT_PREEMPTED] * 2)
-    assert "stopped by a signal after step 2" in output
-    assert steps(tmp_path / "run") == [2]                        # its record, and its evaluation, are the next life's
+    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[process.EXIT_PREEMPTED] * 2)
+    assert "stopped by a signal after step 2" in output and "Traceback" not in output
+    assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
+    assert steps(tmp_path / "run") == [2]                        # its evaluation is the next life's
     lives(argv, 2)
     assert_bitwise(tmp_path / "run", undisturbed("grpo", 2))
 

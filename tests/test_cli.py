@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import hashlib
 import importlib.util
-import inspect
 import json
 import os
 import re
@@ -18,29 +17,42 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-import common.logging
+import train_grm_vl as grm
 import train_ppo_vl as ppo
+from common import flags as common_flags, losses, process
+from common.settings import ModelArgs
+from common.vlm import attention, weights
 
 SCRIPT = Path(ppo.__file__)
+ROOT = SCRIPT.parent
 GROUPS = {group.name: group.type for group in dataclasses.fields(ppo.Args)}
 FIELDS = [(group, field) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
 NEEDED = ["--model", "m", "--data", "d.jsonl"]  # parse_args looks at neither
 
 
 # ------------------------------------------------------------------------------------------------ every flag
-def test_every_flag_is_read():
-    """As `args.<group>.<field>`, or from a local name of the group; its own check and record do not count."""
-    tree = ast.parse(SCRIPT.read_text())
-    tree.body = [node for node in tree.body if getattr(node, "name", "") not in ("check_args", "flags_of")]
+@pytest.mark.parametrize("script", [ppo, grm])
+def test_every_flag_is_read(script):
+    """As `args.<group>.<field>`, or from a local name of the group, by the script or by a room of common; the
+    checks and the record do not count."""
+    checks = ("check_args", "check_rollout_args", "check_algorithm_args", "check_kl_args", "run_flags")
+    rooms = [path for path in (ROOT / "common").rglob("*.py") if path.name != "flags.py"]
+    nodes = []
+    for path in (Path(script.__file__), *rooms):
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if getattr(node, "name", "") not in checks]
+        nodes += ast.walk(tree)
     read = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            read |= {(group, node.attr) for group in GROUPS if owner in (group, "args")}
-    checkpoints = ast.parse(inspect.getsource(common.logging.Checkpoints))
-    read |= {("checkpoint", node.attr) for node in ast.walk(checkpoints)
-             if isinstance(node, ast.Attribute) and getattr(node.value, "attr", "") == "args"}
-    unread = [f"--{field.name}" for group, field in FIELDS if (group, field.name) not in read]
+            read.add((owner, node.attr))
+    read |= {("args", f"{kind}_template") for kind in ("pictures", "answers", "correct", "score")}    # by getattr
+    unread = []
+    for group in dataclasses.fields(script.Args):
+        for field in dataclasses.fields(group.type):
+            if not {(group.name, field.name), ("args", field.name)} & read:
+                unread.append(f"--{field.name}")
     assert not unread
 
 
@@ -53,6 +65,7 @@ def test_flag_names_are_unique_and_have_help():
                                                                                        type(Path())), field.name
         choices = field.metadata["choices"]
         assert not choices or field.default in choices, field.name
+        assert isinstance(field.metadata["neutral"], bool), field.name
     assert all(kind.__doc__ and kind.__dataclass_params__.frozen for kind in GROUPS.values())
 
 
@@ -87,7 +100,7 @@ def test_a_flag_reaches_its_field():
         line = [f"--{field.name}", str(value)]
         if field.type is bool:
             line = [f"--{'' if value else 'no-'}{field.name}"]
-        parsed = vars(common.logging.build_parser(GROUPS, "").parse_args(line))
+        parsed = vars(common_flags.build_parser(ppo.Args, "").parse_args(line))
         assert parsed == {field.name: Path(value) if field.type is Path else value}, field.name
 
 
@@ -108,6 +121,10 @@ REFUSED = {
     "--advantage ppo": "invalid choice: 'ppo'",
     "--kl_estimator k4": "invalid choice: 'k4'",
     "--steps 0": "--steps 0 must be at least 1",
+    f"--steps {10**23}": f"--steps {10**23} must be at least 1 and at most 2147483647",
+    f"--seed {10**23}": f"--seed {10**23} must be at least 0 and at most 4294967295",
+    "--timeout 1e18": "--timeout 1e+18 must be at least 1e-06 and at most 10000000",
+    "--reward_timeout 1e18": "--reward_timeout 1e+18 must be at least 1e-06 and at most 10000000",
     "--prompts_per_step 0": "--prompts_per_step 0 must be at least 1",
     "--gamma 1.5": "--gamma 1.5 must be at least 0 and at most 1",
     "--gamma -0.5": "--gamma -0.5 must be at least 0 and at most 1",
@@ -124,21 +141,21 @@ REFUSED = {
     "--advantage grpo --critic_lr 1e-5": "--advantage grpo has no critic: leave out --critic_lr",
     "--advantage rloo --critic_model m": "has no critic: leave out --critic_model",
     "--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9": "has no critic: leave out --gae_lambda, --value_clip",
-    "--advantage grpo --freezing_actor_steps 2": "--freezing_actor_steps",
-    "--reference_model m": "--reference_model is of no use without --kl_coef",
-    "--kl_target 0.1": "--kl_target needs a --kl_coef above 0",
+    "--advantage grpo --critic_warmup_steps 2": "--critic_warmup_steps",
+    "--freezing_actor_steps 2": "did you mean --critic_warmup_steps?",
+    "--reference_model m": "--reference_model is of no use without a --kl_coef above 0",
+    "--reference_every 5": "--reference_every is of no use without a --kl_coef above 0",
+    "--reference_every 5 --kl_coef 0.1 --lora_rank 4": "--reference_every does not go with --lora_rank",
+    "--kl_target 0.1": "--kl_target is of no use without a --kl_coef above 0",
     "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 100": "--kl_horizon",       # 512 samples would turn the weight negative
     "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",
     "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
     "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
     "--max_tokens_per_pack 5119": "--max_prompt_tokens + --max_new_tokens = 5120",
-    "--prefill_tokens 4095": "--prefill_tokens 4095 must hold one prompt: --max_prompt_tokens 4096",
     "--profile 5 --steps 4": "--profile 5 exceeds --steps 4",
     "--min_pixels 9 --max_pixels 8": "--min_pixels exceeds --max_pixels",
     "--eval_only": "--eval_only needs --eval_data",
     "--row_kind judgements --system_prompt x": "--system_prompt is for --row_kind prompts",
-    "--eval_ema": "--eval_ema and --export_ema need an average: --ema_beta above 0",
-    "--export_ema": "--eval_ema and --export_ema need an average: --ema_beta above 0",
     "--ema_beta 1": "--ema_beta 1.0 must be at least 0 and at most 0.999999",
     "--ptx_data p.jsonl": "--ptx_data and a --ptx_coef above 0 are needed together",
     "--ptx_coef 0.1": "--ptx_data and a --ptx_coef above 0 are needed together",
@@ -147,32 +164,92 @@ REFUSED = {
     "--stop_strings [\"\"]": "not a JSON list of non-empty strings",
     "--reward nonsense": "--reward nonsense: expected one of",
     "--reward no/such.py:f": "--reward no/such.py:f: expected one of",
-    "--attention varlen": "needs a CUDA device",
 }
 
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_refused_before_the_process_group(monkeypatch, line):
-    if line == "--attention varlen" and torch.cuda.is_available():
-        pytest.skip("varlen runs here")
-
     def refuse(*_, **__):
         raise AssertionError("the process group came first")
 
     monkeypatch.setattr(ppo.dist, "init_process_group", refuse)
     monkeypatch.setattr(ppo.dist, "is_initialized", lambda: False)
-    with pytest.raises(ppo.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
 
 
+FOREIGN = [
+    # script, what TRL, verl, OpenRLHF or LightRFT would take, our flags
+    (ppo, "--learning_rate 1e-6", "--actor_lr"),
+    (grm, "--learning_rate 1e-6", "--lr"),
+    (ppo, "--lr 1e-6", "--actor_lr"),
+    (grm, "--actor_lr 1e-6", "--lr"),
+    (ppo, "--batch_size 8", "--prompts_per_step"),
+    (grm, "--per_device_train_batch_size=8", "--prompts_per_step"),
+    (ppo, "--num_generations 8", "--samples_per_prompt"),
+    (ppo, "--max_completion_length 512", "--max_new_tokens"),
+    (grm, "--max_completion_length 512", "--eval_max_new_tokens"),
+    (ppo, "--max_prompt_length 512", "--max_prompt_tokens"),
+    (ppo, "--beta 0.04", "--kl_coef"),
+    (ppo, "--epsilon 0.2", "--clip_high, --clip_low"),
+    (ppo, "--epsilon_high 0.28", "--clip_high"),
+    (ppo, "--num_train_epochs 3", "--steps"),
+    (grm, "--num_train_epochs 3", "--max_epochs"),
+    (ppo, "--output-dir runs/x", "--out"),
+    (ppo, "--reward_funcs f", "--reward"),
+    (ppo, "actor_rollout_ref.actor.optim.lr=1e-6", "--actor_lr"),
+    (ppo, "critic.optim.lr=1e-5", "--critic_lr"),
+    (ppo, "actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo", "--advantage, --samples_per_prompt"),
+    (ppo, "--init_kl_coef 0.01 --pretrain m", "--kl_coef, --model"),
+    (ppo, "--actor-lr 1e-6", "--actor_lr"),
+    (ppo, "--temp 1", "--temperature"),
+    (ppo, "--samples_per_promt 2", "--samples_per_prompt"),
+]
+
+
+@pytest.mark.parametrize("script, line, ours", FOREIGN)
+def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
+    with pytest.raises(process.UserError, match=re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
+        script.parse_args(line.split())
+
+
+def test_suggested_flags_exist():
+    flags_of = {script: {field.name for group in dataclasses.fields(script.Args) for field in dataclasses.fields(group.type)}
+                for script in (ppo, grm)}
+    for ours, others in common_flags.FOREIGN_NAMES.items():
+        with_ours = [known for known in flags_of.values() if ours in known]
+        assert with_ours, ours
+        for foreign in others.split():
+            assert any(foreign not in known for known in with_ours), foreign
+
+
+def test_a_config_with_an_unknown_flag_is_answered_too(tmp_path):
+    (tmp_path / "a.json").write_text('{"learning_rate": 1e-6}')
+    with pytest.raises(process.UserError, match=r"unknown flags: \['learning_rate'\]; did you mean --actor_lr\?"):
+        ppo.parse_args(["--config", str(tmp_path / "a.json")])
+
+
+def test_the_losses_of_the_flag_are_those_of_the_formulas():
+    """The flag is declared before torch, and with it the formulas, is imported."""
+    choices = {field.name: field.metadata["choices"] for _, field in FIELDS}
+    assert choices["policy_loss"] == tuple(ppo.POLICY_LOSSES) and choices["advantage"] == tuple(ppo.ESTIMATORS)
+    for mode in choices["loss_aggregation"][1:]:
+        assert losses.token_weights(torch.tensor([3, 1]), mode, 4, 2, 8).shape == (2,)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_without_flash_attn_a_gpu_takes_varlen_and_says_how_to_build_it(monkeypatch, capsys):
-    choose = ppo.choose_attention
-    monkeypatch.setattr(ppo, "choose_attention", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
-    assert ppo.start_run(ppo.parse_args(NEEDED)).backend == "varlen"
+    choose = attention.choose_backend
+    monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose(requested, torch.device("cuda"), torch.bfloat16))
+    assert weights.choose_compute(ModelArgs(), torch.device("cpu")).backend == "varlen"
     assert "attention: varlen (flash-attn is not installed; to build it: pip install flash-attn" in capsys.readouterr().out
+
+
+def test_varlen_needs_a_gpu():
+    with pytest.raises(ValueError, match="--attention varlen needs a CUDA device"):
+        weights.choose_compute(ModelArgs(attention="varlen"), torch.device("cpu"))
 
 
 def test_too_old_a_transformers_is_named(tmp_path):
@@ -184,14 +261,14 @@ def test_too_old_a_transformers_is_named(tmp_path):
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
 def test_model_and_data_are_needed_together(line):
-    with pytest.raises(ppo.UserError, match="--model and --data are needed together"):
+    with pytest.raises(process.UserError, match="--model and --data are needed together"):
         ppo.parse_args(line.split())
 
 
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
-    monkeypatch.setattr(common.logging.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
-    with pytest.raises(ppo.UserError, match="toy.py did not write the embedded toy"):
-        common.logging.embedded_toy("none.json")
+    monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
+    with pytest.raises(process.UserError, match="toy.py did not write the embedded toy"):
+        common_flags.embedded_toy("none.json")
 
 
 def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
@@ -199,12 +276,12 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
         (tmp_path / "args.json").write_text("{}")
         return subprocess.CompletedProcess((), returncode=1)
 
-    monkeypatch.setattr(common.logging.subprocess, "run", second)
-    assert common.logging.embedded_toy(str(tmp_path / "args.json")) == tmp_path / "args.json"
+    monkeypatch.setattr(common_flags.subprocess, "run", second)
+    assert common_flags.embedded_toy(str(tmp_path / "args.json")) == tmp_path / "args.json"
 
 
 def test_all_problems_are_told_at_once():
-    with pytest.raises(ppo.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
     assert str(refusal.value).count("\n") == 3
 
@@ -214,10 +291,10 @@ def test_flags_that_are_no_contradiction():
                  "--dual_clip 0",
                  "--max_tokens_per_pack 5120", "--prompts_per_step 12 --minibatches 4", "--min_pixels 9",
                  "--clip_low 1",
-                 '--stop_strings ["a","b"]', "--kl_coef 0.1 --kl_target 0.1 --reference_model m", "--no-share_prompts"):
+                 '--stop_strings ["a","b"]', "--kl_coef 0.1 --kl_target 0.1 --reference_model m", "--no-save_blocking"):
         ppo.parse_args(NEEDED + line.split())
     args = ppo.parse_args("--model m --eval_data e.jsonl --eval_only".split())
-    assert args.eval.eval_only and not args.data.data
+    assert args.run.eval_only and not args.data.data
 
 
 # ------------------------------------------------------------------------------------------------ --config
@@ -235,7 +312,7 @@ def test_flags_that_are_no_contradiction():
     ('{"gamma": false}', "gamma = False is not of type float"),
     ('{"gamma": NaN}', "gamma"),
     ('{"model": "m", "data": "d", "timeout": Infinity}', "timeout"),
-    ('{"share_prompts": 1}', "share_prompts = 1 is not of type bool"),
+    ('{"save_blocking": 1}', "save_blocking = 1 is not of type bool"),
     ('{"out": 5}', "out = 5 is not of type Path"),
     ('{"model": null}', "model = None is not of type str"),
     ('{"advantage": "ppo"}', "advantage = 'ppo': choose from gae"),
@@ -244,23 +321,23 @@ def test_flags_that_are_no_contradiction():
 def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ppo.UserError) as refusal:
+    with pytest.raises(process.UserError) as refusal:
         ppo.parse_args(["--config", str(path)])
     assert message in str(refusal.value)
 
 
 def test_missing_config_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(ppo.UserError, match=str(path)):
+        with pytest.raises(process.UserError, match=str(path)):
             ppo.parse_args(["--config", str(path)])
 
 
 def test_flags_override_config_override_defaults(tmp_path):
     config = tmp_path / "a.json"
-    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "share_prompts": false, '
+    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, '
                       '"out": "here"}')
-    args = ppo.parse_args(["--config", str(config), "--steps", "9", "--share_prompts"])
-    assert (args.update.steps, args.update.share_prompts, args.data.data) == (9, True, "d.jsonl")
+    args = ppo.parse_args(["--config", str(config), "--steps", "9", "--no-save_blocking"])
+    assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (9, False, "d.jsonl")
     assert args.run.out == Path("here") and isinstance(args.algorithm.gamma, float) and args.rollout.top_k == 0
     assert ppo.parse_args(["--config", str(config), "--out", "there"]).run.out == Path("there")
 
@@ -274,16 +351,20 @@ def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
 
 def test_flags_that_alter_the_result():
     """A resumed run refuses them changed. The others by group, and where it is shown that they alter nothing."""
-    neutral = ppo.neutral_flags(ppo.parse_args([*NEEDED, "--lr_schedule", "linear"]))
-    found = {group.name: {field.name for field in dataclasses.fields(group.type)} for group in dataclasses.fields(ppo.Args)}
-    assert {name: fields & neutral for name, fields in found.items() if name not in ("eval", "checkpoint", "run")} == {
-        "model": {"attention", "gradient_checkpointing"},                                           # test_gpu, test_training
-        "data": {"eval_data", "max_eval_rows", "data_threads", "verify_images"},                    # test_training, test_data
-        "rollout": {"slots", "prefill_tokens", "poll_every", "cuda_graphs"},                        # test_rollout, test_gpu
-        "reward": {"reward_timeout", "reward_workers", "remote_batch", "remote_timeout", "remote_retries"},      # test_rewards
-        "algorithm": set(), "update": {"max_tokens_per_pack", "share_prompts", "head_chunk",                    # test_training
-                                       "ema_device", "export_ema", "offload_optimizer", "offload_frozen"}}       # test_memory
-    assert neutral >= found["eval"] | found["checkpoint"] | found["run"] - {"seed"} and "seed" not in neutral
+    neutral = common_flags.neutral_flags(ppo.parse_args([*NEEDED, "--lr_schedule", "linear"]))
+    found = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in GROUPS.items()}
+    assert {group: names & neutral for group, names in found.items() if group not in ("checkpoint", "run")} == {
+        "model": {"attention", "gradient_checkpointing", "max_tokens_per_pack", "head_chunk"},      # test_gpu, test_training
+        "data": {"eval_data", "data_threads", "image_root"},                                        # test_training, test_data
+        "rows": set(),
+        "rollout": {"slots", "cuda_graphs", "eval_samples"},                                        # test_rollout, test_gpu
+        "reward": {"reward_timeout", "reward_workers", "remote_batch", "remote_retries"},           # test_rewards
+        "algorithm": set(),
+        "update": {"offload", "profile"},                                                           # test_memory
+        "optim": {"max_skipped_steps"}}
+    assert neutral >= found["checkpoint"] | found["run"] - {"seed"} and "seed" not in neutral
+    constant = common_flags.neutral_flags(ppo.parse_args(NEEDED))
+    assert constant == neutral | {"steps"}
 
 
 # ------------------------------------------------------------------------------------------------ real launches
@@ -366,14 +447,14 @@ def hub(qwen25, monkeypatch, tmp_path):
 
 
 def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
-    """With a model from the hub; a dry run takes no weights from there."""
+    """With a model from the hub; a plan takes no weights from there."""
     flags = ["--model", "someone/tiny", "--data", picture_rows, "--eval_data", picture_rows, "--out",
              str(tmp_path / "out"),
              "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "2",
              "--samples_per_prompt", "2", "--steps", "2", "--eval_every", "0", "--stop_strings", '["x", "yz"]',
              "--kl_coef", "0.01"]
-    planned = run([str(SCRIPT), *flags, "--dry_run"])
-    assert planned.returncode == 0 and "peak:" in planned.stdout, planned.stderr
+    planned = run([str(ROOT / "launch" / "plan.py"), "ppo", "--gpus", "1", "--", *flags])
+    assert planned.returncode == 0 and "peak" in planned.stdout, planned.stderr
     assert "config.json" in hub and "model.safetensors" not in hub
     result = run([str(SCRIPT), *flags])
     assert result.returncode == 0 and hub.count("model.safetensors") == 1, result.stderr
@@ -389,6 +470,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                  "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
                  "train/kl", "train/values", "train/actor_lr", "train/critic_lr", "train/episode", "train/global_step",
                  "rollout/reward_std", "rollout/accuracy_reward", "rollout/total_length", "rollout/return", "rollout/episode",
+                 "train/returns",
                  "rollout/global_step", "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
                  "perf/update_tokens_per_second", "perf/peak_memory_gib"):
         assert name in steps[1], name

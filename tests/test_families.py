@@ -2,22 +2,22 @@
 family's processor, packed shared-prefix log-probs = one forward per sample, greedy rollouts = `generate`, and one PPO step
 whose export `from_pretrained` loads."""
 
-import dataclasses
 import functools
 import json
 import random
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import start, take
+from conftest import computing, start, take, with_flags
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_packed import random_samples
+from test_packed import random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
@@ -26,9 +26,11 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import logging, vlm
-from common.buffers import gather_samples
-from common.vlm import FAMILIES, Processor
+from common import distributed, fsdp, process, rewards
+from common.buffers import Batch
+from common.vlm import attention as vlm_attention, data as vlm_data, model as vlm, weights as vlm_weights
+from common.vlm.data import Processor
+from common.vlm.families import FAMILIES, family_of
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
@@ -42,19 +44,15 @@ TOKENS = {"qwen2_vl": ("<|vision_start|><|image_pad|><|vision_end|>", {
         "image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
         "vision_end_token": "<|vision_end|>"}),
     "llava": ("<image>\n", {"image_token": "<image>"}),
-    "llava_next": ("<image>\n", {"image_token": "<image>"}),
     "gemma3": ("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
                                     "eoi_token": "<end_of_image>"}),
     "internvl": ("<IMG_CONTEXT>\n", {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>",
                                      "context_image_token": "<IMG_CONTEXT>"}),
-    "mistral3": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
-    "pixtral": ("[IMG]", {"image_token": "[IMG]", "break": "[IMG_BREAK]", "end": "[IMG_END]"}),
     "idefics3": ("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
                              "utterance": "<end_of_utterance>"}
                  | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)})}
 TOKENS["smolvlm"] = TOKENS["idefics3"]
-PINPOINTS = [[28, 56], [56, 28], [56, 56]]
-PLAIN = ("llava", "llava_next", "gemma3", "idefics3")       # whose own processors work without torchvision
+PLAIN = ("llava", "gemma3", "idefics3")       # whose own processors work without torchvision
 TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24}}
 KINDS = [*TEXT_ONLY, *TOKENS]
 TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
@@ -104,17 +102,14 @@ def make_config(kind: str, tokenizer):
         vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
         return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
                                     image_token_id=ids["context_image_token_id"])
-    text = {"mistral3": "mistral", "pixtral": "mistral", "gemma3": "gemma3_text"}.get(kind, "llama")
-    tower = {"gemma3": "siglip_vision_model", "mistral3": "pixtral", "pixtral": "pixtral", "idefics3": "idefics3_vision",
+    text = {"gemma3": "gemma3_text"}.get(kind, "llama")
+    tower = {"gemma3": "siglip_vision_model", "idefics3": "idefics3_vision",
              "smolvlm": "smolvlm_vision"}.get(kind, "clip_vision_model")
     more = {"gemma3": {"mm_tokens_per_image": 4, "boi_token_index": ids.get("boi_token_id"),
-                       "eoi_token_index": ids.get("eoi_token_id")},
-            "mistral3": {"spatial_merge_size": 2}, "pixtral": {"vision_feature_select_strategy": "full",
-                                                               "vision_feature_layer": -1},
-            "llava_next": {"image_grid_pinpoints": PINPOINTS}}.get(kind, {"scale_factor": 2})
+                       "eoi_token_index": ids.get("eoi_token_id")}}.get(kind, {"scale_factor": 2})
     windows = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
     name = "image_token_id" if kind in ("idefics3", "smolvlm") else "image_token_index"
-    return AutoConfig.for_model("llava" if kind == "pixtral" else kind, **{name: ids["image_token_id"]}, **more,
+    return AutoConfig.for_model(kind, **{name: ids["image_token_id"]}, **more,
                                 text_config=TEXT | vocabulary | {"model_type": text} | (windows if kind == "gemma3" else {}),
                                 vision_config=VISION | {"model_type": tower})
 
@@ -126,14 +121,10 @@ def make_image_processor(kind: str):
     square, shortest = {"height": 28, "width": 28}, {"shortest_edge": 28}
     if kind == "llava":
         return transformers.CLIPImageProcessorPil(size=shortest, crop_size=square)
-    if kind == "llava_next":
-        return transformers.LlavaNextImageProcessorPil(size=shortest, crop_size=square, image_grid_pinpoints=PINPOINTS)
     if kind == "gemma3":
         return transformers.Gemma3ImageProcessorPil(size=square)
     if kind == "internvl":
         return transformers.GotOcr2ImageProcessorPil(size=square, max_patches=6)
-    if kind in ("mistral3", "pixtral"):
-        return transformers.PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=7)
     name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[kind]
     return getattr(transformers, f"{name}ImageProcessorPil")(size={"longest_edge": 75}, max_image_size={"longest_edge": 28})
 
@@ -151,8 +142,8 @@ def save_processor(kind: str, folder, tokenizer) -> None:
     elif kind == "idefics3":
         processor = transformers.Idefics3Processor(**options, image_seq_len=4)
     else:
-        maker = transformers.LlavaProcessor if kind == "llava" else transformers.LlavaNextProcessor
-        processor = maker(**options, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1)
+        processor = transformers.LlavaProcessor(
+            **options, patch_size=7, vision_feature_select_strategy="default", num_additional_image_tokens=1)
     processor.save_pretrained(folder)
 
 
@@ -222,19 +213,12 @@ def hf_inputs(family, prompt) -> dict:
         image_seq_length=4, image_seq_len=4, fake_image_token="<fake_token_around_image>", global_image_token="<global-img>")
     if family.kind == "internvl":
         options["crop_to_patches"] = True
-    elif family.kind in ("mistral3", "pixtral"):
-        options["patch_size"] = 14 if family.kind == "mistral3" else 7
     elif family.kind == "smolvlm":
         options["return_row_col_info"] = True
     if pictures:
         batch = dict(make_image_processor(family.kind)(images=pictures, return_tensors="pt", **options))
-    if family.kind in ("mistral3", "pixtral"):              # its processor cannot even be looked at without torchvision
-        words = lambda _, batch, i: "[IMG_BREAK]".join(  # noqa: E731
-            ["[IMG]" * (int(batch["image_sizes"][i][1]) // options["patch_size"])]
-            * (int(batch["image_sizes"][i][0]) // options["patch_size"])) + "[IMG_END]"
-    else:
-        maker = {"qwen2_vl": "Qwen2VL", "qwen3_vl_moe": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
-        words = getattr(transformers, f"{maker}Processor").replace_image_token
+    maker = {"qwen2_vl": "Qwen2VL", "qwen3_vl_moe": "Qwen2VL", "internvl": "InternVL", "smolvlm": "SmolVLM"}[family.kind]
+    words = getattr(transformers, f"{maker}Processor").replace_image_token
     first, *rest = text.split(token)
     text = first + "".join(words(stand_in, batch, i) + part for i, part in enumerate(rest))
     inputs = dict(tokenizer(text, return_tensors="pt", return_token_type_ids=False)) | batch
@@ -250,29 +234,38 @@ def test_prompt_ids_equal_those_of_the_familys_processor(family):
 
 @pytest.mark.parametrize("family", list(TOKENS), indirect=True)
 def test_sizes_alone_tell_how_many_features_a_picture_gets(family):
-    processor, rng = family.env.processor, random.Random(0)
+    ours, rng = family.env.processor.family, random.Random(0)
     sizes = [(56, 28), (300, 31), (31, 300), (57, 56), (1, 30), (150, 20)] + [
         (rng.randint(20, 400), rng.randint(20, 400)) for _ in range(20)]
     for width, height in sizes:
         picture = Image.new("RGB", (width, height), (200, 10, 90))
-        patches, grid = vlm._patches(processor, picture)
-        assert grid == processor.grid(width, height), (width, height)
+        patches, grid = ours.patches(picture)
+        assert grid == ours.grid(width, height), (width, height)
         features = vlm.image_features(family.env.actor.model, patches, torch.tensor([grid]))
-        assert features.shape[1] == sum(processor.expand(grid)[1]), (width, height)
-    if family.kind in ("mistral3", "pixtral"):
-        for width, height in ((2, 150), (5, 5)):
-            with pytest.raises(ValueError, match=f"a picture of {width} x {height} pixels is too small or too long"):
-                processor.grid(width, height)
+        assert features.shape[1] == sum(ours.expand(grid)[1]), (width, height)
+
+
+def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
+    """``counts`` random responses to the prompts, whose image features the actor has computed."""
+    batch = take(env).with_targets(random_responses(counts, vocabulary))
+    batch.sampling = env.sampling
+    with torch.no_grad():
+        vlm.compute_features(env.actor.model, batch)
+    return batch
+
+
+def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
+    """(N,) of the responses, as the policy samples them."""
+    return ppo.score_tokens(policy, batch, lambda row: policy(row, sampling))
 
 
 def check_logprobs(family, counts: list[int], inputs_of) -> None:
     """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it."""
-    env, prompts = family.env, take(family.env)
-    samples = gather_samples(random_samples(counts, family.oracle.config.get_text_config().vocab_size))
+    env = family.env
+    batch = responses_to(env, counts, family.oracle.config.get_text_config().vocab_size)
     with torch.no_grad():
-        ppo.compute_features(env.run, env.actor, prompts)
         expected = []
-        for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
             inputs = inputs_of(family, env.prompts[group])
             start_row = inputs["input_ids"].shape[1] - 1
             for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
@@ -281,7 +274,7 @@ def check_logprobs(family, counts: list[int], inputs_of) -> None:
             logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
             expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-    expected, ours = torch.cat(expected), ppo.score_tokens(env.run, env.actor, prompts, samples)
+    expected, ours = torch.cat(expected), logprobs(env.actor, batch, env.sampling)
     finite = expected.isfinite()                                           # a drawn token may be a banned one
     assert finite.sum() > 0.9 * len(finite)
     assert (ours - expected)[finite].abs().max() < 1e-5 * expected[finite].abs().max()
@@ -298,7 +291,7 @@ def generated(family, prompt, inputs_of, count: int) -> list[int]:
 def check_rollouts(family, inputs_of) -> None:
     """Greedy rollouts = `generate`."""
     env = family.env
-    samples = ppo.rollout(env.run, env.processor, env.actor, take(env), 1, ppo.TRAIN, greedy=True)
+    samples = ppo.rollout(env.actor, take(env), replace(env.sampling, greedy=True), 1)
     for prompt, tokens in zip(env.prompts, samples.split(samples.tokens)):
         assert tokens.tolist() == generated(family, prompt, inputs_of, 12)
     assert samples.lengths.max() > 3
@@ -306,15 +299,14 @@ def check_rollouts(family, inputs_of) -> None:
 
 def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     """The reward model's evaluation, which pads prompts of several lengths into one batch, generates the same."""
-    run = grm.start_run(grm.parse_args(
+    args = grm.parse_args(
         ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
-         "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags]))
-    processor, _, _, examples = grm.load_data(run)
-    judge = grm.build_judge(run, processor)
-    with grm.PromptLoader(processor, 1, "error") as loader:
-        prompts = loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
-    texts = grm.generate(run, processor, judge, prompts)
-    for i, example in enumerate(examples):
+         "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags])
+    rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
+    judge, processor = grm.build_judge(args, rows.processor, ranks), rows.processor
+    with vlm_data.PromptLoader(processor, args.data, vlm_data.InOrder(rows.held_out, len(rows.held_out))) as loader:
+        texts = grm.generate(judge, processor, loader.take(), args.eval)
+    for i, example in enumerate(rows.held_out):
         said = generated(family, example.prompt, inputs_of, 5)
         assert texts[i] == processor.tokenizer.decode(said, skip_special_tokens=True)
 
@@ -338,7 +330,7 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
 
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     try:
         metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     finally:
@@ -355,16 +347,16 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     before = dict(family.oracle.named_parameters())
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     frozen = {name for name, _ in model.named_parameters() if any(part in name for part in (
-        "visual", "vision", "projector", "connector", "newline"))}
+        "visual", "vision", "projector", "connector"))}
     assert moved and not moved & frozen
     again = start(exported, family.data)
     assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
 
 
 def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
-    """Uneven shares, windows and pictures, a parameter beside the modules, experts and their balance."""
-    kinds, plan = ("qwen2", "gemma3", "llava_next", "qwen3_vl_moe"), []
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    """Uneven shares, windows and pictures, tiles, experts and their balance."""
+    kinds, plan = ("qwen2", "gemma3", "smolvlm", "qwen3_vl_moe"), []
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     for kind in kinds:
@@ -391,10 +383,10 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
 def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
     """Also where generation_config.json does not say so."""
     write_family("gemma3", tmp_path, picture_rows)
-    before, tokenizer = vlm.Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
+    before, tokenizer = vlm_data.Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    assert set(vlm.Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
+    assert set(vlm_data.Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):
@@ -403,6 +395,9 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     toy.make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="family 'mllama' is not one of " + ", ".join(FAMILIES)):
         Processor(tmp_path)
+    pixtral = SimpleNamespace(model_type="llava", vision_config=SimpleNamespace(model_type="pixtral"))
+    with pytest.raises(ValueError, match="llava with the vision tower pixtral is not supported"):
+        family_of(pixtral)
 
 
 def edit_config(folder: Path, part: str | None, **changes) -> None:
@@ -418,7 +413,7 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     model = write_family("internvl", tmp_path, picture_rows)
     rope, data = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, tmp_path / "rows.jsonl"
     edit_config(tmp_path, "text_config", rope_parameters=rope, max_position_embeddings=512)
-    with pytest.raises(ppo.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
+    with pytest.raises(process.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
         start(tmp_path, data)
     env = start(tmp_path, data, "--max_prompt_tokens", "500")
     rotary = env.actor.model.model.language_model.rotary_emb
@@ -431,11 +426,11 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
     edit_config(other, "text_config", max_position_embeddings=511)
     for role in (("--critic_model", str(other)), ("--kl_coef", "0.1", "--advantage", "grpo", "--reference_model", str(other))):
-        with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+        with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
     env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
-    with pytest.raises(ppo.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
+    with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+        ppo.build_reward_models(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
 
 
 def test_what_our_attention_is_not_is_refused():
@@ -444,11 +439,11 @@ def test_what_our_attention_is_not_is_refused():
             "original_max_position_embeddings": 64}
     text = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
     with pytest.raises(ValueError, match="llama has rope_type longrope or attention sinks"):
-        vlm.skeleton(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope))
+        vlm_weights.build_on_meta(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), longest=100)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
     with pytest.raises(ValueError, match="gpt_oss has rope_type longrope or attention sinks"):
-        vlm.skeleton(AutoConfig.for_model(**config))
+        vlm_weights.build_on_meta(AutoConfig.for_model(**config), longest=100)
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
@@ -460,11 +455,11 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
     save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     env, export = start(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "export" / "step-1"
     export.parent.mkdir()
-    assert logging.export(env.actor, env.processor, export) is None
+    assert vlm_weights.export(env.actor, env.processor, export) is None
     assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
     assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
     save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ppo.UserError, match="weight is not the weight that config.json ties it to"):
+    with pytest.raises(process.UserError, match="weight is not the weight that config.json ties it to"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
@@ -475,21 +470,22 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     edit_config(other, None, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
     flags = "--kl_coef", "0.1", "--reference_model", str(other), "--critic_model", str(other)
     env, alone = start(tmp_path / "actor", data, *flags), start(other, data)
-    prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
+    batch = responses_to(env, [3, 2, 2, 3], 64)
     for critic in (env.critic, alone.critic):
         torch.nn.init.ones_(critic.value_head.weight)
-    for ours, expected in ((env.reference, alone.actor), (env.critic, alone.critic)):
-        assert torch.equal(*(ppo.score_tokens(env.run, module, prompts, samples) for module in (ours, expected)))
-    of_actor, expected = (ppo.score_tokens(env.run, module, prompts, samples) for module in (env.actor, alone.actor))
+    assert torch.equal(*(ppo.score_tokens(critic, batch) for critic in (env.critic, alone.critic)))
+    of_reference, expected, of_actor = (
+        logprobs(policy, batch, env.sampling) for policy in (env.reference, alone.actor, env.actor))
+    assert torch.equal(of_reference, expected)
     assert (of_actor - expected).abs().max() > 0.01
     edit_config(other, None, vocab_size=400)
-    with pytest.raises(ppo.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
+    with pytest.raises(process.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
         start(tmp_path / "actor", data, *flags)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_text_model_refuses_pictures(family, picture_rows):
-    with pytest.raises(ppo.UserError, match=f"1 images for {family.kind}, a model of text only"):
+    with pytest.raises(process.UserError, match=f"1 images for {family.kind}, a model of text only"):
         start(family.folder, picture_rows)
 
 
@@ -497,20 +493,18 @@ def test_a_text_model_refuses_pictures(family, picture_rows):
 @pytest.mark.parametrize("budget, counts", [(10**6, [3, 2, 2, 3]), (150, [3, 2, 2, 3]), (10**6, [1, 2, 1, 1])])
 def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget, counts):
     """Value and gradients, over one pack, over several with split groups, and with samples alone with their prompt."""
-    env, prompts = family.env, take(family.env)
-    update = dataclasses.replace(env.args.update, aux_loss_coef=0.5, max_tokens_per_pack=budget)
-    run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
-    samples = gather_samples(random_samples(counts, family.oracle.config.text_config.vocab_size))
-    with torch.no_grad():
-        ppo.compute_features(env.run, env.actor, prompts)
-    load = ppo.expert_load(run, env.actor, prompts, samples, None)
+    env = family.env
+    args = with_flags(env.args, aux_loss_coef=0.5)
+    samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, packs = 0.0, 0
-    for row, attention in ppo.packed_rows(run, env.actor.model, prompts, samples):
-        with vlm.router_logits(env.actor.model) as logits:
-            logp, *_ = env.actor(row, attention)
-        share = ppo.balance_loss(run, env.actor, row, logits, load)
-        (share + 0 * logp.sum()).backward()                 # FSDP gathers a layer's weights when its output gets a gradient
-        total, packs = total + share.item(), packs + 1
+    with computing(env.actor, max_tokens_per_pack=budget):
+        load = ppo.expert_load(env.actor, samples, None, args)
+        for row in vlm.packed_rows(env.actor.model, samples):
+            with vlm.router_logits(env.actor.model) as logits:
+                logp, *_ = env.actor(row, None)
+            share = ppo.balance_loss(env.actor, row, logits, load, args)
+            (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
+            total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
 
     batch: dict[str, list] = {}
@@ -525,7 +519,7 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     (0.5 * aux).backward()
     assert abs(total - 0.5 * aux.item()) < 1e-5 * total
     expected = dict(family.oracle.model.language_model.named_parameters())
-    for name, parameter in vlm.language_model(env.actor.model).named_parameters():
+    for name, parameter in vlm.decoder(env.actor.model).named_parameters():
         if (gradient := expected[name].grad) is not None:
             error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
             assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
@@ -539,12 +533,11 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     data = tmp_path / "ptx.jsonl"
     data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
     env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef", "1"), {}
-    text = ppo.load_text(env.run, env.processor)
+    text = env.rows.text
     drawn = [row for row, _ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
-        update = dataclasses.replace(env.args.update, ptx_coef=ptx, aux_loss_coef=aux)
-        run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, update=update))
-        ppo.backward_text(run, env.actor, text, text.loader.collect(*text.loader.submit(*drawn)))
+        args = with_flags(env.args, ptx_coef=ptx, aux_loss_coef=aux)
+        ppo.backward_text(env.actor, text, text.loader.submit(*drawn), args)
         found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
         env.actor.zero_grad(set_to_none=True)
     whole = found[1.0, 0.5]
@@ -557,14 +550,14 @@ def test_actor_and_critic_are_balanced(family):
     """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
     for coef in (0.0, 0.5):
         env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
-        prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
-        with torch.no_grad():
-            ppo.compute_features(env.run, env.actor, prompts)
+        samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
-        samples.old_logprobs = samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
-        for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.0,))):
+        samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
+        samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
+        for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.0, None))):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
-            update(env.run, module, ppo.build_optimizer(module, 1e-3, env.args), prompts, samples, 1, *more)
+            trained = fsdp.Trained(module, env.args.optim, 1e-3)
+            update(trained, samples, 1, *more, env.args)
             for router, old in zip(vlm.routers(module.model), before, strict=True):
                 assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 
@@ -576,35 +569,36 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
     for estimator in ("k2", "full"):
         env = start(family.folder, family.data, "--aux_loss_coef", "0.5", "--lora_rank", "4", "--advantage", "grpo",
                     "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
-        prompts, samples = take(env), gather_samples(random_samples([3, 2, 2, 3], 64))
-        with torch.no_grad():
-            ppo.compute_features(env.run, env.actor, prompts)
-        samples.logprobs = ppo.score_tokens(env.run, env.actor, prompts, samples)
-        ppo.score_logprobs_and_values(env.run, env.actor, env.reference, None, prompts, samples)
+        samples = responses_to(env, [3, 2, 2, 3], 64)
+        samples.logprobs = logprobs(env.actor, samples, env.sampling)
+        ppo.score(samples, env.actor, env.reference, None, env.args)
         samples.advantages = torch.zeros(len(samples.tokens))
-        optimizer, exact = ppo.build_optimizer(env.actor, 1e-3, env.args), env.reference if estimator == "full" else None
-        found.append(ppo.update_actor(env.run, env.actor, optimizer, prompts, samples, 1, 0.1, exact)["train/aux_loss"])
+        samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
+        trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
+        trained.reference = env.reference
+        found.append(ppo.update_actor(trained, samples, 1, 0.1, None, env.args)["train/aux_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] > 0.5
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
     """Two of six: the other four multiply nothing."""
-    env, prompts = family.env, take(family.env)
-    samples = gather_samples(random_samples([3, 2, 2, 3], family.oracle.config.text_config.vocab_size))
+    env = family.env
+    samples = responses_to(env, [3, 2, 2, 3], family.oracle.config.text_config.vocab_size)
     told = {"rollout/generated_tokens": 1, "train/actor_updates": 1}
-    found = ppo.perf_metrics(on_a_gpu(monkeypatch, env.run), env.actor, None, prompts, samples, told)["perf/update_mfu"]
-    sizes = {name: p.numel() for name, p in vlm.language_model(env.actor.model).layers.named_parameters()}
+    on_a_gpu(monkeypatch)
+    found = ppo.performance(samples, env.actor, None, told, env.args)["perf/update_mfu"]
+    sizes = {name: p.numel() for name, p in vlm.decoder(env.actor.model).layers.named_parameters()}
     used = sum(size / 3 if ".experts." in name else size for name, size in sizes.items())
     assert used < 0.8 * sum(sizes.values())
     tokens = len(samples.tokens)
-    operations = 6 * (used * (tokens + sum(prompts.lengths)) + env.actor.model.lm_head.weight.numel() * tokens)
+    operations = 6 * (used * (tokens + sum(samples.prompt_lengths)) + env.actor.model.lm_head.weight.numel() * tokens)
     assert found == pytest.approx(operations / (2 * 989e12))
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_dense_model_has_no_experts_to_balance(family):
-    with pytest.raises(ppo.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
+    with pytest.raises(process.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
         start(family.folder, family.data, "--aux_loss_coef", "0.1")
 
 
@@ -628,25 +622,26 @@ def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     segments = [(0, 14, 0, 0), (14, 19, 0, 14), (19, 20, 0, 14), (20, 26, 20, 20), (26, 30, 20, 26)]
     pictures = torch.tensor([2, 3, 4, 9, 10, 11, 12, 20, 21])
-    pieces = vlm.attention_segments(SimpleNamespace(model_type="gemma3"), segments, pictures)
+    gemma, llama = (family_of(SimpleNamespace(model_type=name)) for name in ("gemma3", "llama"))
+    pieces = gemma.attention_segments(segments, pictures)
     assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)] and len(pieces) == 10
-    assert vlm.attention_segments(SimpleNamespace(model_type="llava_next"), segments, pictures) == segments
+    assert llama.attention_segments(segments, pictures) == segments == gemma.attention_segments(segments, pictures[:0])
     q, k, v = (torch.randn(30, heads, 8, generator=generator) for heads in (4, 2, 2))
 
-    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal, backend, window):
+    def kernel(q, k, v, call, scale, backend, window):
         out = []
-        for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:]):
-            assert b - a <= max_q and d - c <= max_k
+        for a, b, c, d in zip(call.cu_q, call.cu_q[1:], call.cu_k, call.cu_k[1:]):
+            assert b - a <= call.max_q and d - c <= call.max_k
             stretch = torch.cat([torch.zeros(int((d - c) - (b - a)), *q.shape[1:]), q[a:b]])
             length, prefix = int(d - c), int((d - c) - (b - a))
-            part = naive_attention(stretch, k[c:d], v[c:d], [(prefix, length, 0, prefix, not causal)], window, scale)
+            part = naive_attention(stretch, k[c:d], v[c:d], [(prefix, length, 0, prefix, not call.causal)], window, scale)
             out.append(part[prefix:])
         return torch.cat(out)
 
-    monkeypatch.setattr(vlm, "varlen_attention", kernel)
+    monkeypatch.setattr(vlm_attention, "varlen_attention", kernel)
     for parts in (segments, pieces):
         expected = naive_attention(q, k, v, parts, window, 0.3)
         for backend in ("sdpa", "varlen"):
-            attention = vlm.PackedAttention(parts, backend, torch.device("cpu"))
+            attention = vlm_attention.PackedAttention(parts, backend, torch.device("cpu"))
             ours = attention(0, *(x.transpose(0, 1)[None] for x in (q, k, v)), 0.3, window)[0]
             assert (ours - expected).abs().max() < 1e-5, backend

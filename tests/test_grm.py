@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, with_flags
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
-from common import logging, vlm
-from common.vlm import Processor, load_pixels
+from common import distributed, fsdp, judge as judgements, process
+from common.buffers import Batch
+from common.vlm import data, model as vlm
+from common.vlm.data import Processor, load_pixels
 
 CRITIQUE = "{A} is red and {B} is not.\nSo"
 ROWS = [
@@ -67,17 +70,18 @@ def write(path: Path, rows: list[dict]) -> str:
 
 def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
     return ["--model", str(checkpoint), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "eval.jsonl"),
-            "--out", str(out), "--max_tokens", "600", "--max_tokens_per_pack", "700", "--prompts_per_step", "4", "--lr", "1e-3",
-            "--eval_max_new_tokens", "5", "--eval_batch", "2", "--log_samples_every", "2", *more]
+            "--out", str(out), "--max_prompt_tokens", "600", "--max_tokens_per_pack", "700", "--prompts_per_step", "4", "--lr", "1e-3",
+            "--eval_max_new_tokens", "5", "--eval_batch", "2", *more]
 
 
 def start(checkpoint: Path, task: Path, out: Path, *more: str) -> SimpleNamespace:
     """The script's own start-up in this process, as one rank."""
-    run = grm.start_run(grm.parse_args(flags(checkpoint, task, out, *more)))
-    processor, datasets, weights, held_out = grm.load_data(run)
-    run.args = grm.plan_steps(run.args, sum(map(len, datasets)))
-    return SimpleNamespace(run=run, processor=processor, datasets=datasets, weights=weights, held_out=held_out,
-                           judge=grm.build_judge(run, processor))
+    args = grm.parse_args(flags(checkpoint, task, out, *more))
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    rows = grm.load_rows(args)
+    args = grm.count_steps(args, len(rows.train))
+    return SimpleNamespace(args=args, rows=rows, processor=rows.processor, held_out=rows.held_out,
+                           judge=grm.build_judge(args, rows.processor, ranks))
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +89,20 @@ def env(qwen25, task, tmp_path_factory):
     return start(qwen25, task, tmp_path_factory.mktemp("env"))
 
 
-def take(env, examples: list) -> grm.StepPrompts:
-    """The prompts of examples as one step, pictures decoded."""
-    with grm.PromptLoader(env.processor, 1, "error") as loader:
-        return loader.collect(*loader.submit([example.prompt for example in examples], list(range(len(examples)))))
+def take(env, rows: list) -> Batch:
+    """The prompts of examples or questions as one batch without targets, pictures decoded."""
+    with data.PromptLoader(env.processor, env.args.data) as loader:
+        return loader.collect(*loader.submit(rows, list(range(len(rows)))))
+
+
+def take_targets(env, questions: list) -> Batch:
+    """The same with the targets of the questions."""
+    targets = [[example.target for example in question.examples] for question in questions]
+    return take(env, questions).with_targets(targets)
+
+
+def trained(env) -> fsdp.Trained:
+    return fsdp.Trained(env.judge, env.args.optim, 1e-3)
 
 
 def records(out: Path) -> list[dict]:
@@ -122,8 +136,8 @@ def oracle(qwen25):
 def test_labels_are_the_answer_and_its_end(env):
     """Token by token on the Qwen template: the conversation as rendered whole, its labels between header and template tail."""
     tokenizer, end = env.processor.tokenizer, env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
-    examples = [example for group in env.datasets[0] for example in group]
-    assert grm.answer_frame(env.processor) == ("", end)
+    examples = [example for question in env.rows.train for example in question.examples]
+    assert judgements.answer_frame(env.processor) == ("", end)
     for example in examples:
         chat = [*example.prompt.messages, {"role": "assistant", "content": example.text}]
         whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
@@ -131,15 +145,14 @@ def test_labels_are_the_answer_and_its_end(env):
         assert prompt + example.target.tolist() + tokenizer.encode("\n") == whole
         assert example.target.tolist().count(end) == 1 and int(example.target[-1]) == end
     # In a packed row: every token of a target, and nothing else, is predicted, each by the token before it.
-    prompts = take(env, examples)
-    grm.compute_features(env.run, env.judge, prompts)
-    samples = grm.as_samples([[example.target] for example in examples])
+    batch = take(env, examples).with_targets([[example.target] for example in examples])
+    vlm.compute_features(env.judge.model, batch)
     predicted = 0
-    for row, _ in grm.packed_rows(env.run, env.judge.model, prompts, samples):
+    for row in vlm.packed_rows(env.judge.model, batch):
         ids, labels = row.input_ids[0], torch.full_like(row.input_ids[0], -100)
         for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], None]):
             if prefix_end == prefix and (following is None or following[2] == following[3]):     # a target alone with its prompt
-                start += next(len(p.input_ids) for p in prompts.prompts
+                start += next(len(p.input_ids) for p in batch.prompts
                               if torch.equal(p.input_ids, ids[start:start + len(p.input_ids)]))
                 labels[start:stop] = ids[start:stop]
             elif prefix_end > prefix:
@@ -155,18 +168,18 @@ def test_labels_are_the_answer_and_its_end(env):
 def test_labels_on_the_llava_template(qwen25):
     processor = Processor(qwen25)
     processor.tokenizer.chat_template = LLAVA
-    frame = grm.answer_frame(processor)
+    frame = judgements.answer_frame(processor)
     assert frame == (" ", processor.tokenizer.eos_token_id)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
     text, ids, _ = processor.encode(messages, ((1, 4, 4),))
-    target = grm.encode_target(processor, frame, "a circle")
+    target = judgements.encode_target(processor, frame, "a circle")
     assert text.endswith("what is it? ASSISTANT:") and processor.tokenizer.decode(target) == " a circle<|im_end|>"
     whole = processor.tokenizer.apply_chat_template(
         [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
     assert whole == text + " a circle "
     processor.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="leaves out what the assistant says"):
-        grm.answer_frame(processor)
+        judgements.answer_frame(processor)
 
 
 # ------------------------------------------------------------------------------------------------ loss
@@ -174,21 +187,22 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
     """All kinds of rows in packed rows with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
     caught = {}
 
-    def catch(run, module, optimizer, lr):
+    def catch(self, step):
+        module = self.module
         caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
         module.zero_grad(set_to_none=True)
         return 1.0, True
 
-    monkeypatch.setattr(grm, "apply_gradients", catch)
-    groups = env.datasets[0]
-    assert max(map(len, groups)) == 2                                  # two responses to one prompt: it stands once
-    samples = grm.as_samples([[example.target for example in group] for group in groups])
-    metrics, logprobs = grm.update(env.run, env.judge, None, take(env, [group[0] for group in groups]), samples, 1)
+    monkeypatch.setattr(fsdp.Trained, "update", catch)
+    questions = env.rows.train
+    assert max(len(question.examples) for question in questions) == 2          # two responses to one prompt: it stands once
+    batch = take_targets(env, questions)
+    metrics, logprobs = grm.update(trained(env), batch, 1)
     oracle.zero_grad(set_to_none=True)
     total = 0.0
-    for example in (example for group in groups for example in group):
+    for example in (example for question in questions for example in question.examples):
         loss = oracle(**hugging_face(env, oracle, example, example.target), use_cache=False).loss
-        share = len(example.target) / len(samples.tokens)
+        share = len(example.target) / len(batch.tokens)
         (loss * share).backward()
         total += float(loss.detach()) * share
     assert metrics["train/loss"] == pytest.approx(total, rel=1e-5)
@@ -200,39 +214,53 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
 
 
 def test_a_step_that_is_not_finite_is_skipped(env):
-    groups, weight = env.datasets[0][:4], env.judge.model.lm_head.weight.to_local()
-    samples = grm.as_samples([[example.target for example in group] for group in groups])
-    optimizer = grm.build_optimizer(env.judge, 1e-3, env.run.args)
+    batch, weight = take_targets(env, env.rows.train[:4]), env.judge.model.lm_head.weight.to_local()
     kept = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
     with torch.no_grad():
         weight[0, 0] = torch.inf
-    metrics, _ = grm.update(env.run, env.judge, optimizer, take(env, [group[0] for group in groups]), samples, 1)
+    metrics, _ = grm.update(trained(env), batch, 1)
     with torch.no_grad():
         weight[0, 0] = kept["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1 and metrics["train/grad_norm"] == 0 and "train/loss" not in metrics
     assert all(torch.equal(p.to_local(), kept[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
 
 
+def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
+    """A weight that is not finite: no update is applied, nothing is saved, the parameter is named."""
+    model = Path(shutil.copytree(qwen25, tmp_path / "model"))
+    weights = load_file(model / "model.safetensors")
+    name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
+    weights[name][0, 0] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    argv = flags(model, task, tmp_path / "run", "--steps", "9", "--save_every", "1", "--eval_data", "",
+                 "--max_skipped_steps", "2")
+    message = ("step 2: the gradient of the judge was not finite and all its updates were skipped, 2 steps "
+               r"in a row; the first parameter that is not finite is \S*layers\.0\.mlp\.up_proj\.weight")
+    with pytest.raises(process.UserError, match=message):
+        grm.main(argv)
+    assert [record["train/skipped"] for record in records(tmp_path / "run") if "step" in record] == [1, 1]
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+
+
 def test_likelihood_is_that_of_single_samples(env, oracle):
     examples = env.held_out
-    scores = grm.score_verdicts(env.run, env.processor, env.judge, examples, take(env, examples))
+    scores = grm.score_verdicts(env.judge, env.processor, examples, take(env, examples))
     assert sorted(scores) == list(range(len(examples)))
     for i, example in enumerate(examples):
-        loss, chances = scores[i]
+        loss, chances = scores[i]["loss"], scores[i]["probabilities"]
         with torch.no_grad():
             direct = lambda target: float(oracle(**hugging_face(env, oracle, example, target)).loss) * len(target)  # noqa: E731
             assert loss == pytest.approx(direct(example.target), rel=1e-4)
             words = {"pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"],
                      "score": ["-1.5", "4"], "response": []}[example.kind]
-            sums = [-direct(grm.encode_target(env.processor, grm.answer_frame(env.processor), f"<answer>{word}</answer>"))
+            sums = [-direct(judgements.encode_target(env.processor, judgements.answer_frame(env.processor), f"<answer>{word}</answer>"))
                     for word in words]
         assert list(chances) == words
         assert list(chances.values()) == pytest.approx(torch.tensor(sums).softmax(0).tolist(), abs=1e-4)
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
-    prompts = take(env, env.held_out)
-    texts = grm.generate(env.run, env.processor, env.judge, prompts)
+    texts = grm.generate(env.judge, env.processor, take(env, env.held_out), env.args.eval)
     assert env.judge.model.config.text_config._attn_implementation == "packed_rows"
     for i, example in enumerate(env.held_out):
         inputs = hugging_face(env, oracle, example, torch.zeros(0, dtype=torch.int64))
@@ -244,38 +272,54 @@ def test_generation_does_not_depend_on_batches(env, oracle):
 
 def test_generation_needs_no_pad_token(env):
     """Batches are filled up with a stop token then, and say the same."""
-    prompts, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts, pad = grm.generate(env.run, env.processor, env.judge, prompts), tokenizer.pad_token
+    batch, tokenizer = take(env, env.held_out), env.processor.tokenizer
+    texts, pad = grm.generate(env.judge, env.processor, batch, env.args.eval), tokenizer.pad_token
     tokenizer.pad_token = None
     try:
         assert tokenizer.pad_token_id is None
-        assert grm.generate(env.run, env.processor, env.judge, prompts) == texts
+        assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
     finally:
         tokenizer.pad_token = pad
 
 
+def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
+    """The script's evaluation of some rows, with other flags."""
+    rows, state, written = grm.replace(env.rows, held_out=held_out), grm.TrainState(step=step), {}
+    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None,
+                          text=lambda name, text: written.update({out / name: text}))
+    metrics = grm.evaluate(env.judge, rows, state, log, with_flags(env.args, **changes))
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return metrics
+
+
+def test_an_evaluation_is_recorded_when_its_files_are_written(env):
+    """A resumed run repeats an evaluation without a record, so the record comes last."""
+    order = []
+    log = SimpleNamespace(samples=lambda *_, **__: order.append("samples"), text=lambda *_: order.append("text"),
+                          evaluation=lambda *_: order.append("record"))
+    rows = grm.replace(env.rows, held_out=env.held_out[:1])
+    grm.evaluate(env.judge, rows, grm.TrainState(step=2), log, env.args)
+    assert order == ["text", "samples", "record"]
+
+
 def test_sampled_judgements(env, tmp_path):
     """One question in four chunks gets noise of its own in each; the same evaluation says the same again."""
-    args = env.run.args
-    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_temperature=2.0, eval_batch=1),
-                                        run=replace(args.run, out=tmp_path)))
     said = []
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
-        log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None, out=tmp_path)
-        run.args = replace(run.args, run=replace(run.args.run, seed=seed))
-        grm.evaluate(run, env.processor, env.judge, env.held_out[:1] * 4, log, step)
+        evaluate(env, tmp_path, env.held_out[:1] * 4, step, eval_temperature=2.0, eval_batch=1, seed=seed)
         said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
     assert said[0] == said[1] and len(set(said[0])) == 4 and said[0] != said[2] and said[0] != said[3]
 
 
 def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
-    run = replace(env.run, args=replace(env.run.args, run=replace(env.run.args.run, out=tmp_path)))
     weight = dict(env.judge.named_parameters())["model.model.language_model.norm.weight"].data.to_local()
     kept = weight.clone()
     weight[0] = torch.nan
     try:
-        with pytest.raises(grm.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; are"):
-            grm.evaluate(run, env.processor, env.judge, env.held_out[:2], SimpleNamespace(out=tmp_path), 3)
+        with pytest.raises(process.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; are"):
+            evaluate(env, tmp_path, env.held_out[:2], 3)
     finally:
         weight.copy_(kept)
     assert not (tmp_path / "eval").exists()
@@ -283,71 +327,76 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
 
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
-    log = SimpleNamespace(samples=lambda *_, **__: None, line=lambda _: None, out=tmp_path)
-    args, events = env.run.args, []
-    run = replace(env.run, args=replace(args, eval=replace(args.eval, eval_batch=5), run=replace(args.run, out=tmp_path)))
-    generate, submit = grm.generate, grm.PromptLoader.submit
-    monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[-1].prompts)) or generate(*given))
-    monkeypatch.setattr(grm.PromptLoader, "submit", lambda self, prompts, draws:
+    events, generate, submit = [], grm.generate, data.PromptLoader.submit
+    monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[2].prompts)) or generate(*given))
+    monkeypatch.setattr(data.PromptLoader, "submit", lambda self, prompts, draws:
                         events.append(f"decode {len(prompts)}") or submit(self, prompts, draws))
-    assert grm.evaluate(run, env.processor, env.judge, env.held_out, log, 1)["eval/num_samples"] == 13
-    assert events == ["decode 5", "decode 5", 5, "decode 3", 5, "decode 0", 3]
+    assert evaluate(env, tmp_path, env.held_out, 1, eval_batch=5)["eval/num_samples"] == 13
+    assert events == ["decode 5", "decode 5", 5, "decode 3", 5, 3]
 
 
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
-    due = lambda every: [step for step in range(1, 10) if grm.evaluation_due(replace(  # noqa: E731
-        env.run.args, eval=grm.EvalArgs(eval_every=every), update=replace(env.run.args.update, steps=9)), step, 4, 10)]
-    assert (due(-1), due(4), due(0)) == ([3, 5, 8, 9], [4, 8, 9], [])
+    rows = grm.replace(env.rows, train_sets=[env.rows.train[:5] * 2])
+    due = lambda every: [step for step in range(10) if grm.evaluation_due(  # noqa: E731
+        step, with_flags(env.args, eval_every=every, steps=9), rows)]
+    assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
+    assert not grm.evaluation_due(9, env.args, grm.replace(rows, held_out=[]))
 
 
 # ------------------------------------------------------------------------------------------------ rows
 def settings(**given: str) -> dict:
-    return vlm.judge_settings({}, {name.removesuffix("_template"): text for name, text in given.items()})
+    return judgements.judge_settings({}, {name.removesuffix("_template"): text for name, text in given.items()})
 
 
 def test_a_pair_is_asked_in_both_orders(env):
     judge = settings(answers_template="{prompt}|{response_a}|{response_b}", pictures_template="{prompt}<image>,<image>")
-    given, swapped = vlm.read_judgement(ROWS[3], judge, "both")
+    given, swapped = judgements.read_judgement(ROWS[3], judge, "both")
     assert (given["images"], given["verdict"], given["order"]) == (["1.png", "2.png"], "A", "given")
     assert (swapped["images"], swapped["verdict"], swapped["order"]) == (["2.png", "1.png"], "B", "swapped")
     assert given["text"] == "A is red and B is not.\nSo\n<answer>A</answer>"
     assert swapped["text"] == "B is red and A is not.\nSo\n<answer>B</answer>"
-    given, swapped = vlm.read_judgement(ROWS[4], judge, "both")
+    given, swapped = judgements.read_judgement(ROWS[4], judge, "both")
     assert (given["question"], given["verdict"]) == ("how many?|one {response_b}|two", "B")        # filled in one pass
     assert (swapped["question"], swapped["verdict"]) == ("how many?|two|one {response_b}", "A")
     assert given["images"] == swapped["images"] == ["2.png"]
-    assert [ask["verdict"] for ask in vlm.read_judgement(ROWS[5], judge, "both")] == ["tie", "tie"]
-    assert [ask["order"] for ask in vlm.read_judgement(ROWS[5], judge, "given")] == ["given"]
-    assert len(vlm.read_judgement(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
+    assert [ask["verdict"] for ask in judgements.read_judgement(ROWS[5], judge, "both")] == ["tie", "tie"]
+    assert [ask["order"] for ask in judgements.read_judgement(ROWS[5], judge, "given")] == ["given"]
+    assert len(judgements.read_judgement(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
 
 
 def test_a_response_is_no_place_for_a_picture(env, task):
     """As in train_ppo_vl.py, which asks about whatever a policy says."""
-    asked = [vlm.read_judgement(row, settings(), "given")[0] for row in (
+    asked = [judgements.read_judgement(row, settings(), "given")[0] for row in (
         {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
         {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
-    texts = [vlm.judge_prompt(env.processor, ask, 0, "x", folder=str(task)).text for ask in asked]
+    texts = [judgements.judge_prompt(env.processor, ask, 0, "x", folder=str(task)).text for ask in asked]
     assert "Question: what <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
 
 
 def test_other_rows():
     judge = settings(correct_template="{prompt} -> {response}")
-    assert [vlm.read_judgement(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
+    assert [judgements.read_judgement(row, judge, "both")[0]["text"] for row in ROWS[6:]] == [
         "<answer>no</answer>", "there are 3\n<answer>yes</answer>", "<answer>4</answer>", "<answer>-1.5</answer>"]
-    assert vlm.read_judgement(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
-    assert [vlm.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
+    assert judgements.read_judgement(ROWS[6], judge, "both")[0]["question"] == "how many? -> "
+    assert [judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
     row = ROWS[7] | {"critique": "not <answer>no</answer>"}
-    assert vlm.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
+    assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
     with pytest.raises(ValueError, match="the critique has an <answer> of its own, and the first of a judgement is its verdict"):
-        vlm.read_judgement(row, judge | {"which_answer": "first"}, "both")
+        judgements.read_judgement(row, judge | {"which_answer": "first"}, "both")
 
 
 @pytest.mark.parametrize("row, message", {
     "no target": ({"prompt": "a"}, "needs a target"),
-    "unknown": ({"prompt": "a", "response": "b", "answer": "c"}, "unknown field 'answer' beside 'response'"),
+    "two kinds": ({"prompt": "a", "response": "b", "critique": "c"}, "field 'critique' beside 'response'"),
+    "score and correct": ({"prompt": "a", "response": "b", "score": 1, "correct": True}, "field 'correct' beside 'score'"),
+    "no target column": ({"prompt": "a", "output": "b"}, "; the row has 'prompt', 'output'"),
+    "no prompt column": ({"query": "a", "response": "b"}, "needs one prompt; the row has 'query', 'response'"),
+    "no images column": ({"prompt": "<image>a", "imgs": ["0.png"], "response": "b"}, "; the row has 'prompt', 'imgs', 'resp"),
+    "no images of a pair": ({"prompt": "a", "preferred": "A"}, "two responses; the row has 'prompt', 'preferred'"),
     "empty": ({"prompt": "a", "response": " "}, "a response that is not empty"),
-    "no text": ({"prompt": "a", "response": 0, "correct": True}, "texts as response"),
+    "no text": ({"prompt": "a", "response": [0], "correct": True}, "texts as response"),
+    "no text and no number": ({"prompt": "a", "responses": ["b", True], "preferred": "A"}, "two texts as responses"),
     "no prompt": ({"response": "b"}, "one prompt"),
     "two prompts": ({"prompt": "a", "question": "a", "response": "b", "correct": True}, "one prompt"),
     "preferred": ({"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"}, "A, B or tie"),
@@ -369,8 +418,21 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
     for name in ("0.png", "1.png"):
         (tmp_path / name).write_bytes((task / name).read_bytes())
     with pytest.raises(ValueError) as error:
-        grm.load_examples(path, 0, env.run.args, env.processor, 0)
+        grm.load_examples(path, 0, env.args, env.processor)
     assert "bad.jsonl:2: " in str(error.value) and message in str(error.value)
+
+
+def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
+    """And its responses may be numbers."""
+    rows = [{"question": "2 + 2?", "response": 4, "correct": True, "id": 7},
+            {"prompt": "2 + 2?", "responses": [4, 4.5], "preferred": "A", "by": {"whom": "me"}}]
+    path = write(tmp_path / "rows.jsonl", rows)
+    examples = grm.load_examples(path, 0, env.args, env.processor)
+    assert [example.prompt.row for example in examples] == [rows[0], rows[1], rows[1]]
+    assert "Answer: 4\n" in examples[0].prompt.text and "Answer A: 4.5\nAnswer B: 4\n" in examples[2].prompt.text
+    assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
+    prompts = judgements.load_judgements(path, env.processor, env.args.data)
+    assert [prompt.row for prompt in prompts] == [example.prompt.row for example in examples]
 
 
 def test_templates_and_instruction(qwen25, task, tmp_path):
@@ -380,13 +442,13 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     example = next(example for example in env.held_out if example.kind == "correct")
     assert example.prompt.messages[0] == {
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
-    assert grm.user_text(example.prompt.messages) == "? how many?"
+    assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    example, = grm.load_examples(path, 0, env.run.args, env.processor, 0)           # the instruction has no place for it
+    example, = grm.load_examples(path, 0, env.args, env.processor)           # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: prompt must be a string or messages"):
-        grm.load_examples(path, 0, env.run.args, env.processor, 0)
+        grm.load_examples(path, 0, env.args, env.processor)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
     with pytest.raises(ValueError, match="2 <image>"):
@@ -395,38 +457,38 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
 
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs", "1")
-    total = sum(map(len, env.datasets))
-    steps = env.run.args.update.steps
+    total, steps = len(env.rows.train), env.args.optim.steps
     assert steps == -(-total // 4)
-    draws = grm.mix(env.weights, steps * 4)
-    groups = [grm.examples_of_step(env.run.args, env.datasets, *draws, step) for step in range(steps)]
+    with grm.open_stream(env.args, env.rows, grm.TrainState()) as stream:
+        groups = [stream.order(step)[0] for step in range(steps)]
+        assert stream.order(steps) is None
     assert all(len(part) == 4 for part in groups)
-    taken = [id(group) for part in groups for group in part][:total]
-    assert sorted(taken) == sorted(id(group) for part in env.datasets for group in part)
+    taken = [id(question) for part in groups for question in part][:total]
+    assert sorted(taken) == sorted(map(id, env.rows.train))
 
 
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts():
     words = ["A", "B", "tie"]
-    assert grm.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
-    assert grm.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
+    assert judgements.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
+    assert judgements.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
     for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
-        assert grm.parse_verdict(text, "last", words) is None, text
-    assert grm.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
-    assert grm.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
+        assert judgements.parse_verdict(text, "last", words) is None, text
+    assert judgements.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
+    assert judgements.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
 
 
 def test_a_right_score_is_right_where_no_scores_are_known(env):
     """A checkpoint that nobody trained as a judge, by --eval_only."""
     example = next(example for example in env.held_out if example.kind == "score")
-    read = lambda text: grm.judgement_record(settings(), 0, example, text, 0.0, {})["predicted_answer"]  # noqa: E731
+    read = lambda text: grm.judgement_record(settings(), 0, example, text)["predicted_answer"]  # noqa: E731
     assert example.verdict == "4" and read("<answer>4.0</answer>") == "4" and read("<answer>5</answer>") is None
 
 
 def test_a_response_says_the_verdict_however_it_is_spelled(env):
     """As the rule `verdict` compares it in train_ppo_vl.py."""
     example = replace(next(example for example in env.held_out if example.kind == "response"), verdict="Yes")
-    read = lambda text: grm.judgement_record(settings(), 0, example, text, 0.0, {})["predicted_answer"]  # noqa: E731
+    read = lambda text: grm.judgement_record(settings(), 0, example, text)["predicted_answer"]  # noqa: E731
     assert [read(f"<answer>{word}</answer>") for word in ("yes", "no", "")] == ["Yes", "no", None] and read("yes") is None
     example = replace(example, verdict=None)
     assert read("<answer>No</answer>") == "No" and read("No") is None
@@ -445,7 +507,7 @@ def record(row: str, kind: str, order: str, right: str | None, said: str | None,
 
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
-    summary = grm.summarise([
+    summary = judgements.summarise([
         record("a:1", "pictures", "given", "A", "A", {"A": 0.9, "B": 0.1}), record("a:1", "pictures", "swapped", "B", "B", {"A": 0.2, "B": 0.8}),
         record("a:2", "pictures", "given", "A", "A"), record("a:2", "pictures", "swapped", "B", "A"),
         record("a:3", "pictures", "given", "A", None), record("a:3", "pictures", "swapped", "B", None),
@@ -466,7 +528,7 @@ def test_summary_by_hand():
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
     """A run of four steps with an evaluation at start, after step 2 and at the end."""
     out = tmp_path_factory.mktemp("one") / "run"
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -482,14 +544,15 @@ def test_evaluation_has_every_example_once(one_rank, env):
             assert entry["response_text"] == example.text and entry["gt_answer"] == example.verdict
             assert entry["info"]["row"] == example.prompt.source and entry["order"] == example.order
         assert result["summary"]["counts"]["pairs_in_both_orders"] == 3
-    assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 3, 4]
-    first, last = records(one_rank)[0], records(one_rank)[-1]
-    assert last["eval/loss"] < first["eval/loss"] and last["train/loss"] > 0
+    assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 2, 3, 4, 4]
+    evaluations = [entry for entry in records(one_rank) if "eval/loss" in entry]
+    assert [entry["step"] for entry in evaluations] == [0, 2, 4]
+    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
     mean, steps = None, [record for record in records(one_rank) if "train/loss" in record]
     for step in steps:
         mean = step["train/loss"] if mean is None else 0.9 * mean + 0.1 * step["train/loss"]
         assert step["train/loss_mean"] == pytest.approx(mean, rel=1e-6)
-    assert len(steps) == 4
+    assert len(steps) == 4 and steps[-1]["train/loss"] > 0
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
 
 
@@ -531,7 +594,7 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
         except ZeroDivisionError:
             pass
     gc.collect()                                                                   # the dead run's lock
-    assert [entry["step"] for entry in records(tmp_path)] == [0, 1, 2, 3]
+    assert [entry["step"] for entry in records(tmp_path)] == [0, 1, 2, 2, 3]
     grm.main(argv)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
     assert evaluation(tmp_path, 4) == evaluation(one_rank, 4)
@@ -558,14 +621,14 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         return update(*args)
 
     monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(logging, "STOP_SIGNALS", [])
+    monkeypatch.setattr(process, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
-    assert stop.value.code == logging.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 0
+    assert stop.value.code == process.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 1
     del stop
     gc.collect()
-    logging.STOP_SIGNALS.clear()
+    process.STOP_SIGNALS.clear()
     grm.main(argv)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
 
@@ -574,14 +637,14 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
     argv = flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--export_every", "1")
-    grm.main([*argv, "--max_eval_rows", "3", "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
+    grm.main([*argv, "--eval_data", str(task / "more.jsonl"), "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
     assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
     files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
     assert len(files) > 20 and all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
-    with pytest.raises(grm.UserError, match="metrics.jsonl has a line that is no JSON"):
+    with pytest.raises(process.UserError, match="metrics.jsonl has a line that is no JSON"):
         grm.main(argv)
 
 
@@ -593,6 +656,16 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert {kind: (own["verdicts"], own["examples"], own["critiques"]) for kind, own in judge["kinds"].items()} == {
         "pictures": (["A", "B", "tie"], 2, 2), "answers": (["A", "B", "tie"], 4, 0), "correct": (["yes", "no"], 2, 1),
         "score": (["-1.5", "4"], 2, 0)}
+    summary = evaluation(one_rank, 4)["summary"]
+    graded = [entry for entry in evaluation(one_rank, 4)["records"] if entry["gt_answer"] is not None]
+    assert judge["held_out"].keys() == {"step", "accuracy", "kinds", "counts"}
+    assert (judge["held_out"]["step"], judge["held_out"]["accuracy"]) == (4, summary["accuracy"])
+    assert judge["held_out"]["counts"] == summary["counts"]
+    for kind, entry in judge["held_out"]["kinds"].items():
+        own = [record for record in graded if record["info"]["kind"] == kind]
+        assert entry["verdicts"] == Counter(record["gt_answer"] for record in own)
+        assert entry["accuracy"] == np.mean([record["gt_answer"] == record["predicted_answer"] for record in own])
+    assert judge["held_out"]["kinds"].keys() == {record["info"]["kind"] for record in graded}
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
     assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
@@ -602,9 +675,22 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
     # Templates of a judge are kept by who goes on from it, and can be replaced.
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
-    kept = vlm.judge_settings(saved)
+    kept = judgements.judge_settings(saved)
     assert kept["kinds"]["correct"]["template"] == "{prompt}{response}" and kept["kinds"]["score"]["verdicts"] == ["1"]
-    assert kept["which_answer"] == "first" and vlm.judge_settings(saved, which="last")["which_answer"] == "last"
+    assert kept["which_answer"] == "first" and judgements.judge_settings(saved, which="last")["which_answer"] == "last"
+
+
+def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25, task, tmp_path):
+    """Killed between evaluation and export of the last step; without that evaluation's file, the one before."""
+    for name, step in (("with", 4), ("without", 2)):
+        out = Path(shutil.copytree(one_rank, tmp_path / name))
+        shutil.rmtree(out / "export")
+        if name == "without":
+            (out / "eval" / "eval_result_4.json").unlink()
+        grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
+        judge = json.loads((out / "export" / "step-4" / "judge.json").read_text())
+        assert judge["held_out"]["step"] == step
+        assert judge["held_out"]["accuracy"] == evaluation(one_rank, step)["summary"]["accuracy"]
 
 
 def test_the_toy_brings_judgements(tmp_path):
@@ -622,26 +708,54 @@ def test_the_toy_brings_judgements(tmp_path):
     assert sum(row.get("correct") is True for row in rows) == sum(row.get("correct") is False for row in rows) == 128
     assert {row["preferred"] for row in rows if "preferred" in row} == {"A", "B"}
     assert not {image for row in rows for image in row["images"]} & {image for row in read("judge_eval.jsonl") for image in row["images"]}
-    run = SimpleNamespace(args=args, rank=0, world=1)
-    _, datasets, _, held_out = grm.load_data(run)
-    assert sum(map(len, datasets)) > 256 and len(held_out) > 128
+    distributed.start(args.run.timeout, args.run.hsdp)
+    rows = grm.load_rows(args)
+    assert len(rows.train) > 256 and len(rows.held_out) > 128
+
+
+def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_path, capsys):
+    """Of the newest checkpoint, and of the one at step 2, whose model the finished run wrote as well."""
+    out = Path(shutil.copytree(one_rank, tmp_path / "run"))
+    shutil.rmtree(out / "export")
+    names = sorted(path.name for path in out.iterdir())
+    grm.main(["--export_only", "--out", str(out), "--eval_data", ""])
+    ours, theirs = ({path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
+                    for folder in (out, one_rank))
+    assert ours == theirs and "judge.json" in ours
+    grm.main(["--export_only", "--out", str(out), "--resume", str(out / "checkpoints" / "step-2")])
+    stepped = load_file(out / "export" / "step-2" / "model.safetensors")
+    saved = [load_file(path) for path in (one_rank / "checkpoints" / "step-2").glob("*.safetensors")]
+    weights = {name: value for part in saved for name, value in part.items() if name.startswith("judge.model.")}
+    assert torch.equal(stepped["lm_head.weight"], weights["judge.model.model.lm_head.weight"])
+    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "export"])
+    assert capsys.readouterr().out.count("exported to ") == 2
+
+
+def test_an_evaluation_alone_leaves_no_empty_folder_and_fits_a_terminal(qwen25, task, tmp_path, capsys):
+    grm.main(flags(qwen25, task, tmp_path / "run", "--eval_only"))
+    printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
+    assert 60 < len(printed) <= 120 and "accuracy" in printed and "num_samples" not in printed
+    folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
+    assert folders and all(any(folder.iterdir()) for folder in folders)
 
 
 def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "steps": 2500}))
-    steps = lambda *more: grm.plan_steps(grm.parse_args(["--config", str(path), *more]), 100).update.steps  # noqa: E731
-    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 2, 7)
+    steps = lambda *more: grm.count_steps(grm.parse_args(["--config", str(path), *more]), 128).optim.steps  # noqa: E731
+    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 1, 7)
+    path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "prompts_per_step": 64}))
+    assert (steps(), steps("--max_epochs", "1"), steps("--steps", "7")) == (4, 2, 7)
 
 
 def test_flags():
     for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
-                          "--model m --data d --max_tokens 99999": "must hold one example", "--model m --data ,": "separated",
+                          "--model m --data d --max_prompt_tokens 99999": "must hold one example", "--model m --data ,": "separated",
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --keep_best eval/accuracy": "--keep_best needs --eval_data and evaluations",
                           "--model m --data d --eval_data e --eval_every 0 --keep_best eval/loss": "--keep_best needs",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
-        with pytest.raises(grm.UserError, match=message):
+        with pytest.raises(process.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -6,6 +6,7 @@ The oracle asks one sample at a time, with Hugging Face's own model and attentio
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import vlm
-from common.buffers import as_samples
+from common import distributed, judge as judgements, process, reward_models, rewards
+from common.buffers import Batch
+from common.records import sample_records
+from common.settings import DataArgs, RewardArgs
+from common.vlm import data, model as vlm
 
 RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
 
@@ -34,38 +38,51 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
         with torch.no_grad():                                          # the language model differs, the tower does not
             model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)) / 4)
         model.save_pretrained(folder)
-        vlm.Processor(source).save(str(folder))
-        judge = vlm.judge_settings({}, system_instruction="Judge: {prompt}")
-        vlm.count_judgements(judge, [("correct", "yes", True), ("answers", "A", True)]
+        data.Processor(source).save(str(folder))
+        judge = judgements.judge_settings({}, system_instruction="Judge: {prompt}")
+        judgements.count_judgements(judge, [("correct", "yes", True), ("answers", "A", True)]
                              + [("score", score, True) for score in ("1", "2.5", "-4")])
         (folder / "judge.json").write_text(json.dumps(judge))
         result[name] = folder
     return result
 
 
+def build(env, reward: rewards.RewardMix, rows: list[data.Prompt] = []) -> None:
+    """Load the models of a reward that shall score ``rows``."""
+    ppo.build_reward_models(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
+
+
 def prepare(qwen25, picture_rows, *flags: str):
-    """An actor, its reward, one step of prompts, and two given responses to each of three prompts. How the actor samples is
+    """An actor, its reward, and one step of prompts with two given responses to each of three. How the actor samples is
     nothing to its judge."""
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--temperature", "0.5", "--min_new_tokens", "3", *flags)
-    reward = ppo.load_reward(env.args.reward)
-    ppo.build_reward_models(env.run, reward, env.processor)
-    step = take(env, 3)
-    ppo.compute_features(env.run, env.actor, step)
+    reward = rewards.load(env.args.reward)
+    build(env, reward)
+    batch = take(env, 3)
+    vlm.compute_features(env.actor.model, batch)
     end = env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     tokens = [torch.tensor([*env.processor.tokenizer.encode(text, add_special_tokens=False), end]) for text in RESPONSES]
-    samples = as_samples([tokens[0:2] + tokens[3:4], tokens[2:3], tokens[4:6]])
+    batch = batch.with_targets([tokens[0:2] + tokens[3:4], tokens[2:3], tokens[4:6]])
+    batch.truncated = torch.zeros(6, dtype=torch.bool)
     texts = [RESPONSES[i] for i in (0, 1, 3, 2, 4, 5)]
-    return env, reward, step, samples, texts
+    return env, reward, batch, texts
 
 
-def alone(folder: Path, prompt: vlm.Prompt, question: str, answer: str | None, own: bool = True):
+def score(env, reward: rewards.RewardMix, batch: Batch) -> Batch:
+    """A copy of the batch with its scores."""
+    batch = replace(batch)
+    reward.score(batch, env.processor)
+    return batch
+
+
+def alone(folder: Path, prompt: data.Prompt, question: str, answer: str | None, own: bool = True):
     """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
-    chat = [{"role": "system", "content": "Judge: " + vlm.user_text(prompt.messages)}] * own
+    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * own
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
-    processor, image_id = vlm.Processor(folder), model.config.image_token_id
-    pixels = vlm.load_pixels(prompt, processor)
+    processor, image_id = data.Processor(folder), model.config.image_token_id
+    pixels = data.load_pixels(prompt, processor)
     counts = [t * h * w // 4 for t, h, w in prompt.grids]
     for count in counts:
         text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
@@ -83,10 +100,10 @@ def alone(folder: Path, prompt: vlm.Prompt, question: str, answer: str | None, o
 
 
 def template(kind: str) -> str:
-    return vlm.JUDGEMENTS[kind][0]
+    return judgements.JUDGEMENTS[kind][0]
 
 
-def chances(folder: Path, prompt: vlm.Prompt, question: str, words: list[str]) -> list[float]:
+def chances(folder: Path, prompt: data.Prompt, question: str, words: list[str]) -> list[float]:
     logs = [alone(folder, prompt, question, f"<answer>{word}</answer>") for word in words]
     total = sum(math.exp(x - max(logs)) for x in logs)
     return [math.exp(x - max(logs)) / total for x in logs]
@@ -95,47 +112,48 @@ def chances(folder: Path, prompt: vlm.Prompt, question: str, words: list[str]) -
 @pytest.mark.parametrize("which", ["near", "far"])
 @pytest.mark.parametrize("kind", ["correct", "score", "answers"])
 def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows, judges, which, kind):
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind)
-    source = reward.sources[0]
-    assert source.shares_tower == (which == "near") and (source.model.model.model.visual is None) == (which == "near")
-    assert not any(p.requires_grad for p in source.model.parameters())
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind)
+    judge = reward.sources[0].ask
+    assert judge.shares_tower == (which == "near") and (judge.module.model.model.visual is None) == (which == "near")
+    assert not any(p.requires_grad for p in judge.module.parameters())
+    scored = score(env, reward, batch)
     expected = []
-    for group, text in zip(samples.group.tolist(), texts):
+    for group, text in zip(batch.group.tolist(), texts):
         prompt, said = env.prompts[group], text.replace("<image>", " ")
-        said_question = vlm.user_text(prompt.messages)
+        said_question = judgements.user_text(prompt.messages)
         if kind == "correct":
-            p = chances(judges[which], prompt, vlm.fill(template(kind), prompt=said_question, response=said), ["yes", "no"])
+            p = chances(judges[which], prompt, judgements.format_template(template(kind), prompt=said_question, response=said), ["yes", "no"])
             expected.append(p[0])
         elif kind == "score":
-            p = chances(judges[which], prompt, vlm.fill(template(kind), prompt=said_question, response=said), ["-4", "1", "2.5"])
+            p = chances(judges[which], prompt, judgements.format_template(template(kind), prompt=said_question, response=said), ["-4", "1", "2.5"])
             expected.append(-4 * p[0] + p[1] + 2.5 * p[2])
         else:
-            first, second = (chances(judges[which], prompt, vlm.fill(
+            first, second = (chances(judges[which], prompt, judgements.format_template(
                 template(kind), prompt=said_question, response_a=a, response_b=b), ["A", "B", "tie"])
                 for a, b in ((said, "1"), ("1", said)))
             expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
     assert scored.scores.tolist() == pytest.approx(expected, abs=1e-5)
     assert max(expected) - min(expected) > 1e-4 and scored.scores[0] == scored.scores[2]           # the same answer twice
     assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
-    record = ppo.sample_records(env.processor, step, scored)[0]
+    record = sample_records(scored, env.processor)[0]
     assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=1e-5)
 
 
 def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")
-    scores = ppo.score_rewards(env.run, env.processor, reward, step, samples).scores.tolist()
-    for group, text, score in zip(samples.group.tolist(), texts, scores):
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")
+    scores = score(env, reward, batch).scores.tolist()
+    for group, text, earned in zip(batch.group.tolist(), texts, scores):
         prompt = env.prompts[group]
-        question = vlm.fill(template("score"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
+        question = judgements.format_template(template("score"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
         p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
-        assert score == [-4, 1, 2.5][p.index(max(p))]
-    reward.sources[0].model.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
+        assert earned == [-4, 1, 2.5][p.index(max(p))]
+    judge = reward.sources[0].ask
+    judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
     for mode in ("verdict", "critique"):
-        env.run.args = ppo.replace(env.args, reward=ppo.replace(env.args.reward, grm_mode=mode))
-        with pytest.raises(ppo.UserError, match="log-probs of what the judge says are not finite"):
-            ppo.score_rewards(env.run, env.processor, reward, step, samples)
+        judge.args = replace(judge.args, grm_mode=mode)
+        with pytest.raises(process.UserError, match="log-probs of what the judge says are not finite"):
+            score(env, reward, batch)
 
 
 def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp_path, monkeypatch):
@@ -148,19 +166,19 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
     env = start(qwen25, tmp_path / "rows.jsonl", "--advantage", "grpo", "--reward", f"grm:{judges['near']}",
                 "--grm_question", "correct")
-    reward = ppo.load_reward(env.args.reward)
-    ppo.build_reward_models(env.run, reward, env.processor)
+    reward = rewards.load(env.args.reward)
+    build(env, reward)
     rows[4]["prompt"] = "what?"
-    step, processor, asked = take(env), reward.sources[0].processor, []
-    ppo.compute_features(env.run, env.actor, step)
-    lend = ppo.lend_pictures
-    monkeypatch.setattr(ppo, "lend_pictures", lambda *given: asked.extend(given[-1]) or lend(*given))
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, as_samples([[torch.tensor([40, 41])]] * len(rows)))
+    batch, processor, asked = take(env), reward.sources[0].ask.processor, []
+    vlm.compute_features(env.actor.model, batch)
+    lend = reward_models.Judge.with_pictures
+    monkeypatch.setattr(reward_models.Judge, "with_pictures", lambda *given: asked.extend(given[-1]) or lend(*given))
+    scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
     said = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
-        (ask,) = vlm.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
+        (ask,) = judgements.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
                                     processor.files["judge"], "both")
-        trained = vlm.judge_prompt(processor, ask, 0, "x", folder="/")
+        trained = judgements.judge_prompt(processor, ask, 0, "x")
         assert prompt.text == trained.text and prompt.images == trained.images and torch.equal(prompt.input_ids, trained.input_ids)
     assert "Question: is <|vision_start|>" in asked[0].text and "<|vision_end|>Question: what?" in asked[1].text
     assert scored.scores.isfinite().all()
@@ -169,12 +187,12 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges, which):
     flags = ["--reward", f"grm:{judges[which]}", "--grm_question", "correct", "--grm_mode", "critique", "--grm_max_new_tokens", "7"]
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags)
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
-    banned = list(reward.sources[0].processor.banned_ids)
-    for group, text, said in zip(samples.group.tolist(), texts, scored.judgements):
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
+    scored = score(env, reward, batch)
+    banned = list(reward.sources[0].ask.processor.banned_ids)
+    for group, text, said in zip(batch.group.tolist(), texts, scored.judgements):
         prompt = env.prompts[group]
-        question = vlm.fill(template("correct"), prompt=vlm.user_text(prompt.messages), response=text.replace("<image>", " "))
+        question = judgements.format_template(template("correct"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
         model, inputs, tokenizer = alone(judges[which], prompt, question, None)
         with torch.no_grad():
             tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned)
@@ -186,10 +204,10 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "answers", "--grm_mode", "critique"]
-    env, reward, step, samples, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens", "2")
+    env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens", "2")
     verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
-    monkeypatch.setattr(ppo, "parse_verdict", lambda *_: next(verdicts))
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
+    scored = score(env, reward, batch)
     assert scored.scores.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]      # won twice, won and lost, -, tied, lost+won, none
     assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 
@@ -201,22 +219,22 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     folder = tmp_path / "rm"
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.save_pretrained(folder)
-    vlm.Processor(qwen25).save(str(folder))
+    data.Processor(qwen25).save(str(folder))
     head = torch.randn(1, model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(7))
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
     save_file(tensors | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
-    original, asked = ppo.score_tokens, []
-    monkeypatch.setattr(ppo, "score_tokens", lambda run, model, prompts, own: asked.append(len(own)) or original(
-        run, model, prompts, own))
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
+    model_asked, asked = reward.sources[0].ask, []
+    values = model_asked.values
+    monkeypatch.setattr(model_asked, "values", lambda own: asked.append(len(own)) or values(own))
+    scored = score(env, reward, batch)
     assert asked == [len(texts) - 1]
     expected = []
-    for group, text in zip(samples.group.tolist(), texts):
+    for group, text in zip(batch.group.tolist(), texts):
         prompt = env.prompts[group]
         tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
         ids = torch.cat([prompt.input_ids, torch.tensor(tail)])[None]
-        pixels = vlm.load_pixels(prompt, env.processor)
+        pixels = data.load_pixels(prompt, env.processor)
         inputs = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         with torch.no_grad():
             hidden = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(),
@@ -225,8 +243,8 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert scored.scores.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
     tensors.pop("nothing", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ppo.UserError, match="no value head: none of the weights value_head.weight, score.weight"):
-        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
+    with pytest.raises(process.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
+        build(env, rewards.load(env.args.reward))
 
 
 # ------------------------------------------------------------------------------------------------ recipes
@@ -234,26 +252,26 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     (tmp_path / "mine.py").write_text("def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
                                       "'chars': [len(r) for r in responses]}\n")
     recipe = {"math": [["exact", 2.0], [f"{tmp_path}/mine.py:length", 0.5]], "*": [[f"grm:{judges['near']}", 1], ["exact", 0]]}
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe), "--grm_question", "correct")
-    object.__setattr__(step.prompts[0], "label", "math")
-    object.__setattr__(step.prompts[0], "reference", "a circle")
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
-    alone_reward = ppo.load_reward(ppo.replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
-    ppo.build_reward_models(env.run, alone_reward, env.processor)
-    judged = ppo.score_rewards(env.run, env.processor, alone_reward, step, samples).scores
-    object.__setattr__(step.prompts[0], "label", None)
-    object.__setattr__(step.prompts[0], "reference", "1")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe), "--grm_question", "correct")
+    object.__setattr__(batch.prompts[0], "label", "math")
+    object.__setattr__(batch.prompts[0], "reference", "a circle")
+    scored = score(env, reward, batch)
+    alone_reward = rewards.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
+    build(env, alone_reward)
+    judged = score(env, alone_reward, batch).scores
+    object.__setattr__(batch.prompts[0], "label", None)
+    object.__setattr__(batch.prompts[0], "reference", "1")
     assert scored.scores[:3].tolist() == [0.5, 2 + 4.0, 0.5]
     assert scored.scores[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=1e-6)
     assert scored.components.keys() == {"exact", "accuracy", "length", "chars", "grm"}
     nan = scored.components["grm"].isnan().tolist()
     assert nan == [True] * 3 + [False] * 3 and scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
     assert scored.components["accuracy"].tolist() == [0, 1, 0, 0, 0, 0]
-    records = ppo.sample_records(env.processor, step, scored)
+    records = sample_records(scored, env.processor)
     assert records[0]["components"].keys() == {"exact", "accuracy", "length", "chars"}
     assert records[5]["components"].keys() == {"exact", "accuracy", "grm"} and json.dumps(records, allow_nan=False)
-    scored.advantages = scored.returns = scored.logprobs
-    metrics = ppo.rollout_metrics(scored)
+    scored.advantages = scored.returns = torch.zeros(len(scored.tokens))
+    metrics = ppo.batch_metrics(scored)
     assert metrics["rollout/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
@@ -265,11 +283,11 @@ def test_names_do_not_meet(qwen25, picture_rows, tmp_path):
     (tmp_path / "b.py").write_text("def f(prompts, *_):\n    n = len(prompts)\n"
                                    "    return {'reward': [100.0] * n, 'exact': [7.0] * n, 'accuracy': [0.5] * n}\n")
     recipe = {"math": [["exact", 0], [f"{tmp_path}/a.py:f2", 1]], "*": [[f"{tmp_path}/a.py:reward", 3], [f"{tmp_path}/b.py:f", 2]]}
-    env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe))
+    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe))
     assert [source.name for source in reward.sources] == ["exact", "f2", "reward", "f"]
-    step.prompts[0] = ppo.replace(step.prompts[0], label="math")
+    batch.prompts[0] = replace(batch.prompts[0], label="math")
     for order in (torch.arange(6), torch.arange(3, 6)):                      # whatever rows a step happens to have
-        scored = ppo.score_rewards(env.run, env.processor, reward, step, samples.select(order))
+        scored = score(env, reward, batch.select(order))
         math_rows = (order < 3).tolist()
         assert scored.scores.tolist() == [1.0 if own else 230.0 for own in math_rows]
         wanted = {"exact": (0, None), "f2": (1, None), "reward": (None, 10), "f": (None, 100), "accuracy": (0, 0.25),
@@ -285,19 +303,19 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
     (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
                                       "def sums(prompts, *_):\n    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
     for name in ("huge", "sums"):
-        env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
-        with pytest.raises(ppo.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
-            ppo.score_rewards(env.run, env.processor, reward, step, samples)
+        env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
+        with pytest.raises(process.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
+            score(env, reward, batch)
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.model.language_model.norm.weight.data.fill_(math.nan)
     model.save_pretrained(tmp_path / "rm")
-    vlm.Processor(qwen25).save(str(tmp_path / "rm"))
+    data.Processor(qwen25).save(str(tmp_path / "rm"))
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
     save_file(tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)}, tmp_path / "rm" / "model.safetensors",
               metadata={"format": "pt"})
-    env, reward, step, samples, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
-    with pytest.raises(ppo.UserError, match="must be finite .* the sources say {'rm': nan}"):
-        ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
+    with pytest.raises(process.UserError, match="must be finite .* the sources say {'rm': nan}"):
+        score(env, reward, batch)
 
 
 def test_a_combiner(qwen25, picture_rows, tmp_path):
@@ -306,33 +324,33 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
         "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\ndef nan(scores):\n    return [float('nan')] * 6\n")
     flags = ["--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner"]
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
+    scored = score(env, reward, batch)
     assert scored.scores.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
-        reward.combiner = ppo.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
-        with pytest.raises(ppo.UserError, match=message):
-            ppo.score_rewards(env.run, env.processor, reward, step, samples)
-    env, reward, step, samples, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
-    assert ppo.score_rewards(env.run, env.processor, reward, step, samples).scores.tolist() == [float(text == "1") for text in texts]
-    nothing = samples.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
-    assert ppo.score_rewards(env.run, env.processor, reward, step, nothing).scores.tolist() == []
+        reward.combiner = rewards.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
+        with pytest.raises(process.UserError, match=message):
+            score(env, reward, batch)
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
+    assert score(env, reward, batch).scores.tolist() == [float(text == "1") for text in texts]
+    nothing = batch.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
+    assert score(env, reward, nothing).scores.tolist() == []
 
 
-def rewards_of(*flags: str) -> ppo.Reward:
-    return ppo.load_reward(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
+def rewards_of(*flags: str) -> rewards.RewardMix:
+    return rewards.load(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
 
 
 def test_bad_recipes_are_refused(tmp_path):
     for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "1"]]}', '{"a": [["exact", NaN]]}',
                    '{"a": "exact"}', "{", "no.json", '{"a": [["exact", true]]}', '{"a": [[]]}', '{"a": [["exact", 1], ["exact", 2]]}'):
-        with pytest.raises(ppo.UserError, match="--reward_recipe"):
+        with pytest.raises(process.UserError, match="--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
-    with pytest.raises(ppo.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
+    with pytest.raises(process.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
         rewards_of("--reward", "exact,boxed")
-    with pytest.raises(ppo.UserError, match="--reward is empty"):
+    with pytest.raises(process.UserError, match="--reward is empty"):
         rewards_of("--reward", "")
-    with pytest.raises(ppo.UserError, match="--reward and --reward_recipe: choose one"):
+    with pytest.raises(process.UserError, match="--reward and --reward_recipe: choose one"):
         rewards_of("--reward", "exact", "--reward_recipe", '{"*": [["exact", 1]]}')
     path = tmp_path / "recipe.json"
     path.write_text('{"*": [["exact", 0.5], ["grm:a", 1], ["grm:b", 1]]}')
@@ -345,59 +363,117 @@ def test_a_recorded_recipe_can_be_read_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "judge").mkdir()
     monkeypatch.chdir(tmp_path)
     recipe = '{"math": [["grm:judge", 1], ["exact", 0]], "*": [["http://127.0.0.1:8000/x", 1]]}'
-    flags = ppo.flags_of(ppo.parse_args(["--model", "m", "--data", "d.jsonl", "--reward_recipe", recipe]))
+    flags = rewards.absolute_sources(RewardArgs(reward_recipe=recipe))
     assert json.loads(flags["reward_recipe"]) == {"math": [[f"grm:{tmp_path}/judge", 1], ["exact", 0]],
                                                   "*": [["http://127.0.0.1:8000/x", 1]]}
 
 
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
-    reward = ppo.load_reward(env.args.reward)
-    with pytest.raises(ppo.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
-        ppo.check_rows(env.args, reward, env.prompts)
-    row = vlm.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
-    with pytest.raises(ppo.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
-        ppo.check_rows(env.args, rewards_of("--reward", "boxed"), [row])
-    ppo.check_rows(env.args, rewards_of("--reward", "grm:x"), [row])
-    with pytest.raises(ppo.UserError, match="no reference answer, which grm compares with"):
-        args = ppo.parse_args(["--model", "m", "--data", "d", "--reward", "grm:x", "--grm_question", "answers"])
-        ppo.check_rows(args, ppo.load_reward(args.reward), [row])
+    reward = rewards.load(env.args.reward)
+    with pytest.raises(process.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
+        reward.check_rows(env.prompts)
+    row = data.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
+    with pytest.raises(process.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
+        rewards_of("--reward", "boxed").check_rows([row])
+    rewards_of("--reward", "grm:x").check_rows([row])
+    with pytest.raises(process.UserError, match="no reference answer, which grm compares with"):
+        rewards_of("--reward", "grm:x", "--grm_question", "answers").check_rows([row])
 
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
-    with pytest.raises(ppo.UserError, match="judge.json counts nothing"):
-        ppo.build_reward_models(env.run, ppo.load_reward(env.args.reward), env.processor)
+    with pytest.raises(process.UserError, match="judge.json counts nothing"):
+        build(env, rewards.load(env.args.reward))
     counts = {"kinds": {"correct": {"examples": 3}, "score": {"examples": 5}, "answers": {"examples": 0}}}
-    assert ppo.judge_question(counts, "auto") == "score" and ppo.judge_question(counts, "correct") == "correct"
+    assert judgements.judge_question(counts, "auto") == "score" and judgements.judge_question(counts, "correct") == "correct"
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
-        ppo.judge_question(counts, "answers")
+        judgements.judge_question(counts, "answers")
 
 
 def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows, judges, tmp_path, capsys):
     folder = tmp_path / "judge"
     shutil.copytree(judges["near"], folder)
     for bare, mode, warned in ((False, "probability", True), (False, "critique", False), (True, "probability", False)):
-        judge = vlm.judge_settings({})
-        vlm.count_judgements(judge, [("correct", "yes", False), ("correct", "no", bare)])
+        judge = judgements.judge_settings({})
+        judgements.count_judgements(judge, [("correct", "yes", False), ("correct", "no", bare)])
         (folder / "judge.json").write_text(json.dumps(judge))
         prepare(qwen25, picture_rows, "--reward", f"grm:{folder}", "--grm_mode", mode)
         assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
+
+
+@pytest.mark.parametrize("accuracy, verdicts, doubted", [
+    (0.5, {"yes": 50, "no": 50}, True), (0.599, {"yes": 50, "no": 50}, True), (0.601, {"yes": 50, "no": 50}, False),
+    (0.601, {"yes": 20, "no": 80}, True), (0.42, {"A": 33, "B": 33, "tie": 34}, True),
+    (0.44, {"A": 33, "B": 33, "tie": 34}, False), (1.0, {"yes": 9}, True), (0.1, None, False)])
+def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, verdicts, doubted):
+    """Chance is what the most frequent verdict earns; 2 standard errors are 2 sqrt(.5 * .5 / 100) = .1."""
+    judge = json.loads((judges["near"] / "judge.json").read_text())
+    kinds = {"correct": {"accuracy": accuracy, "verdicts": verdicts}} if verdicts else {}
+    kinds["score"] = {"accuracy": 0.0, "verdicts": {"1": 9}}                                 # it is not asked for one
+    judge["held_out"] = {"step": 40, "accuracy": accuracy, "kinds": kinds}
+    folder = judge_folder(judges, tmp_path, judge)
+    told = doubts(folder, capsys)
+    warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of "
+    assert (warning in told) == ("is not above chance" in told) == doubted
+
+
+def test_what_is_no_record_of_an_evaluation(judges, tmp_path, capsys):
+    judge = json.loads((judges["near"] / "judge.json").read_text())
+    assert "chance" not in doubts(judges["near"], capsys)                  # older ones have none
+    for record in ({"kinds": {"correct": {"accuracy": "high", "verdicts": {"yes": 1}}}, "step": 1}, [1],
+                   {"kinds": {"correct": {"accuracy": 1, "verdicts": {}}}, "step": 1}):
+        with pytest.raises(ValueError, match="judge.json: not the record of an evaluation"):
+            doubts(judge_folder(judges, tmp_path, judge | {"held_out": record}), capsys)
+
+
+def judge_folder(judges, tmp_path, judge: dict) -> Path:
+    folder = tmp_path / "judge"
+    shutil.copytree(judges["near"], folder, dirs_exist_ok=True)
+    (folder / "judge.json").write_text(json.dumps(judge))
+    return folder
+
+
+def doubts(folder: Path, capsys) -> str:
+    """What the start says of a judge that is asked whether responses are correct."""
+    env = {"spec": f"grm:{folder}", "module": None, "processor": data.Processor(folder), "shares_tower": True}
+    asked = RewardArgs(grm_question="correct")
+    reward_models.Judge(**env, offload="none", data=DataArgs(), args=asked, likelihoods=None, write=None)
+    return capsys.readouterr().out
+
+
+def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
+    """Whoever trains on from a judge, by rewards or by judgements, does not export it."""
+    judge = json.loads((judges["near"] / "judge.json").read_text())
+    folder = judge_folder(judges, tmp_path, judge | {"held_out": {"step": 1, "accuracy": 1.0, "kinds": {}}})
+    rows = {"prompts": {"prompt": "a", "answer": "b"}, "judgements": {"question": "a", "response": "b", "correct": True}}
+    for kind, row in rows.items():
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+        line = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl")]
+        saved = loaded(ppo, [*line, "--row_kind", kind]).processor.files["judge"]
+        assert "held_out" not in saved and saved["kinds"]
+    assert "held_out" not in loaded(grm, line).processor.files["judge"]
+
+
+def loaded(script, line: list[str]):
+    """The rows that a script loads."""
+    args = script.parse_args(line)
+    distributed.start(args.run.timeout, args.run.hsdp)
+    return script.load_rows(args)
 
 
 def test_critiques_are_remembered_over_rl(judges, tmp_path):
     """Rewards for verdicts do not teach a judge to say them bare."""
     folder = tmp_path / "judge"
     shutil.copytree(judges["near"], folder)
-    judge = vlm.judge_settings({})
-    vlm.count_judgements(judge, [("correct", "yes", False), ("score", "1", False), ("score", "2", True)])
+    judge = judgements.judge_settings({})
+    judgements.count_judgements(judge, [("correct", "yes", False), ("score", "1", False), ("score", "2", True)])
     (folder / "judge.json").write_text(json.dumps(judge))
     rows = [{"question": "a", "response": "b", "correct": True}, {"question": "a", "response": "b", "score": 2},
             {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    processor, *_ = ppo.load_data(ppo.start_run(ppo.parse_args(
-        ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--row_kind", "judgements", "--reward", "verdict"])))
-    kinds = processor.files["judge"]["kinds"]
+    line = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--row_kind", "judgements"]
+    kinds = loaded(ppo, [*line, "--reward", "verdict"]).processor.files["judge"]["kinds"]
     assert {kind: (kinds[kind]["examples"], kinds[kind]["critiques"]) for kind in ("correct", "score", "answers")} == {
         "correct": (1, 1), "score": (1, 0), "answers": (2, 0)}
 
@@ -406,17 +482,17 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
     write_family("qwen2", tmp_path / "text", picture_rows)
     shutil.copy(judges["near"] / "judge.json", tmp_path / "text")
-    env, _, step, samples, _ = prepare(qwen25, picture_rows, "--reward", "exact")
-    source = lambda kind: ppo.load_reward(ppo.replace(env.args.reward, reward=f"{kind}:{tmp_path / 'text'}"))  # noqa: E731
-    for kind in ("grm", "rm"):
-        with pytest.raises(ppo.UserError, match=f"rows.jsonl:2, asked of {kind}: 1 images for qwen2, a model of text only"):
-            ppo.build_reward_models(env.run, source(kind), env.processor, env.prompts)
-    reward = source("grm")
-    ppo.build_reward_models(env.run, reward, env.processor, env.prompts[:1])
-    few = samples.select(torch.arange(3))
-    assert ppo.score_rewards(env.run, env.processor, reward, step, few).scores.isfinite().all()
-    with pytest.raises(ppo.UserError, match="rows.jsonl:2, asked of grm: 1 images"):
-        ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    env, _, batch, _ = prepare(qwen25, picture_rows, "--reward", "exact")
+    specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
+    for kind, spec in specs.items():
+        with pytest.raises(process.UserError, match=f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
+            build(env, rewards.load(RewardArgs(reward=spec)), env.prompts)
+    reward = rewards.load(RewardArgs(reward=specs["grm"]))
+    build(env, reward, env.prompts[:1])
+    few = batch.select(torch.arange(3))
+    assert score(env, reward, few).scores.isfinite().all()
+    with pytest.raises(process.UserError, match="grm:.*rows.jsonl:2: 1 images"):
+        score(env, reward, batch)
 
 
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
@@ -427,17 +503,19 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     (tmp_path / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judge, out = tmp_path / "judge", tmp_path / "policy"
     grm.main(["--model", str(qwen25), "--data", str(tmp_path / "judge.jsonl"), "--out", str(judge), "--steps", "3",
-              "--prompts_per_step", "4", "--lr", "1e-3", "--max_tokens", "400", "--correct_template", "{prompt} - {response}?"])
+              "--prompts_per_step", "4", "--lr", "1e-3", "--max_prompt_tokens", "400", "--correct_template", "{prompt} - {response}?"])
     recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
     ppo.main(["--model", str(qwen25), "--data", picture_rows, "--eval_data", picture_rows, "--out", str(out),
               "--reward_recipe", recipe, "--steps", "2", "--prompts_per_step", "4", "--max_new_tokens", "4",
-              "--max_prompt_tokens", "512", "--advantage", "grpo", "--log_samples_every", "1"])
-    record = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][-1]
+              "--max_prompt_tokens", "512", "--advantage", "grpo"])
+    record = {}                                               # the last step, and the evaluation after it
+    for line in (out / "metrics.jsonl").read_text().splitlines():
+        record |= json.loads(line)
     assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"]) and 0 < record["rollout/grm_reward"] < 1
     assert record["eval/exact_reward_mean"] == record["eval/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
     sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
     assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
-    asked = vlm.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
+    asked = data.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
     assert asked["template"] == "{prompt} - {response}?" and asked["examples"] == 6
 
 
@@ -451,15 +529,15 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
     for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
         shutil.copy(path, tmp_path / "rm")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo", "--reward", f"rm:{tmp_path / 'rm'}")
-    reward = ppo.load_reward(env.args.reward)
-    ppo.build_reward_models(env.run, reward, env.processor)
-    step, tokenizer = take(env, 2), env.processor.tokenizer
+    reward = rewards.load(env.args.reward)
+    build(env, reward)
+    tokenizer = env.processor.tokenizer
     end = answer_end(env.processor)
-    samples = as_samples([[torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end]) for text in texts]
+    batch = take(env, 2).with_targets([[torch.tensor([*tokenizer.encode(text, add_special_tokens=False), end]) for text in texts]
                           for texts in (["a circle", "3"], ["no idea"])])
-    scored = ppo.score_rewards(env.run, env.processor, reward, step, samples)
+    scored = score(env, reward, batch)
     expected = []
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
         model.config.pad_token_id = -1                                                           # pools the last token
         with torch.no_grad():
             expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
@@ -467,4 +545,4 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
 
 
 def answer_end(processor) -> int:
-    return vlm.answer_frame(processor)[1]
+    return judgements.answer_frame(processor)[1]

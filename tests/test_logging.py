@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -18,11 +19,19 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from common import logging
-from common.logging import (MetricSums, RunLogger, StageTimer, _font, _wrap, contact_sheet, draw_sample, environment,
-                            read_records, run_main)
+from common import distributed, logging, process
+from common.cards import INNER, contact_sheet, font, sample_card, wrap
+from common.logging import (Largest, Mean, MetricSums, RunLogger, StageTimer, due, environment, evaluation_due,
+                            read_records)
+from common.process import UserError, run_main
+from common.settings import RunArgs
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def open_log(out, first_step: int = 0, **flags) -> RunLogger:
+    """The log of a run of 6 steps in a folder."""
+    return RunLogger(RunArgs(out=out, **flags), {"lr": 1e-3}, total_steps=6, first_step=first_step)
 
 
 def steps(out):
@@ -41,6 +50,26 @@ def test_means_and_maxima():
     sums.max("train/none_max", -math.inf)
     assert sums.reduce() == {"train/large": 2.0**24 + 1, "train/loss": 2.0, "train/ratio_max": 1.5}
     assert total.item() == 3.0  # the caller's tensor is not the accumulator
+
+
+def test_statistics_of_updates():
+    """Means over tokens, the largest value, a loss averaged over the applied updates; nothing of a skipped one."""
+    sums = MetricSums()
+    for scale, applied in ((1.0, True), (math.nan, False), (3.0, True)):
+        rows = [{"loss": torch.tensor(scale), "gap": Mean(2 * scale, 4), "top": Largest(scale)}, {"loss": scale}]
+        sums.record_update("actor", 10 * scale, applied, rows)
+    assert sums.reduce() == {"train/actor_grad_norm": 20.0, "train/actor_skipped": 1 / 3, "train/gap": 1.0,
+                             "train/loss": 4.0, "train/top": 3.0}
+
+
+@pytest.mark.parametrize("every, at, evaluated", [(0, [], []), (-1, [7], [0, 3, 5, 7]), (1, range(1, 8), range(8)),
+                                                  (3, [3, 6, 7], [0, 3, 6, 7])])
+def test_what_is_due(every, at, evaluated):
+    """Of 7 steps of 4 prompts, with 10 rows: passes end after 10, 20 and 30 prompts."""
+    assert [step for step in range(8) if due(step, every, 7)] == list(at)
+    run, alone = RunArgs(eval_every=every), RunArgs(eval_every=every, eval_only=True)
+    assert [step for step in range(8) if evaluation_due(step, run, 7, 4, 10)] == list(evaluated)
+    assert all(evaluation_due(step, alone, 7, 4, 0) for step in range(8))
 
 
 RANK_PROGRAM = """
@@ -86,44 +115,176 @@ def test_environment(tmp_path, monkeypatch):
         assert json.loads(json.dumps(found)) == found and {"transformers", "flash_attn", "cuda", "gpu"} <= found.keys()
 
 
+def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    log = open_log(tmp_path)
+    log.text("eval/a.json", "old")
+
+    def die(*_):
+        raise KeyboardInterrupt  # as a kill would, between the first byte and the last
+
+    monkeypatch.setattr("common.files.os.fsync", die)
+    for name in ("eval/a.json", "eval/b.json"):
+        with pytest.raises(KeyboardInterrupt):
+            log.text(name, "new")
+    assert (tmp_path / "eval/a.json").read_text() == "old" and not (tmp_path / "eval/b.json").exists()
+
+
 def test_files_of_a_run(tmp_path, capsys):
-    log = RunLogger(tmp_path, True, {"args": {"lr": 1e-3}}, total_steps=3)
-    log.log(0, {"eval/accuracy": 0.25})
-    log.log(1, {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)})
+    log = open_log(tmp_path)
+    log.evaluation(0, {"eval/accuracy": 0.25})
+    log.step(1, {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)}, {"reward": "0.500"})
     assert steps(tmp_path) == [0, 1] and log.last_step == 1  # readable while the run goes on
-    card = draw_sample([Image.new("RGB", (8, 8), "red")], "p", "r", "c")
+    card = sample_card([Image.new("RGB", (8, 8), "red")], "p", "r", "c")
     log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])
+    log.text("notes/a.txt", "text")
     with pytest.raises(ValueError):  # JSON has no NaN
         log.samples(2, [{"reward": math.nan}], [])
     log.line("hello")
-    log.close()
-    log.close()
+    assert log.close(6, 6, {"x": 1.0}) == {"x": 1.0}
     first, *others = read_records(tmp_path / "metrics.jsonl")
-    assert first["type"] == "header" and first["args"] == {"lr": 1e-3} and first["environment"]["torch"]
-    assert others[1:] == [{"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
+    assert first["type"] == "header" and first["arguments"] == {"lr": 1e-3} and first["environment"]["torch"]
+    assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 1e-3}
+    assert others == [{"step": 0, "eval/accuracy": 0.25},
+                      {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0, "perf/failed_records": 0}]
     assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]
     assert Image.open(tmp_path / "samples/step-000001.png").width > 2 * card.width
-    assert capsys.readouterr().out == "hello\n" and not list(tmp_path.rglob("*.tmp"))
+    assert (tmp_path / "notes/a.txt").read_text() == "text" and not list(tmp_path.rglob("*.tmp"))
+    assert capsys.readouterr().out.splitlines() == [
+        "eval  step     0  accuracy 0.250", "step     1  reward 0.500", "hello",
+        f"done: metrics in {tmp_path}/metrics.jsonl, TensorBoard in {tmp_path}/tensorboard, samples in {tmp_path}/samples"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert set(events.Tags()["scalars"]) == {"eval/accuracy", "rollout/reward", "train/count", "train/loss"}
+    assert set(events.Tags()["scalars"]) == {"eval/accuracy", "rollout/reward", "train/count", "train/loss",
+                                             "perf/failed_records"}
     assert events.Tags()["images"] == ["samples/step"] and events.Images("samples/step")[0].step == 1
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-def test_ranks_refuse_the_same_metrics_and_only_one_writes(tmp_path, capsys, is_main):
-    log = RunLogger(tmp_path / "run", is_main, {}, total_steps=3)
+def test_ranks_refuse_the_same_metrics_and_only_one_writes(tmp_path, monkeypatch, capsys, is_main):
+    monkeypatch.setattr(distributed, "is_main", lambda: is_main)
+    log = open_log(tmp_path / "run")
     for value in (math.nan, math.inf, torch.tensor(-math.inf)):
         with pytest.raises(ValueError, match="train/loss is -?(nan|inf) at step 4"):
-            log.log(4, {"rollout/reward": 1.0, "train/loss": value})
-    log.log(1, {"x": 1.0})
+            log.step(4, {"rollout/reward": 1.0, "train/loss": value}, {})
+    log.step(1, {"x": 1.0}, {"reward": "1"})
     log.samples(2, [{}], [])
     log.line("hello")
-    log.update(2, {"reward": 1})
-    log.close()
+    log.close(6, 6, {})
     if is_main:
         assert steps(tmp_path / "run") == [1]  # and no half of a refused record
     else:
         assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "") and log.last_step == -1
+
+
+def test_samples_are_shown_at_every_tenth_step_and_the_last(tmp_path):
+    log = open_log(tmp_path)
+    assert [step for step in range(27) if log.shows_samples(step, 26)] == [10, 20, 26]
+    assert not any(open_log(tmp_path, log_samples=0).shows_samples(step, 26) for step in range(27))
+
+
+def test_how_a_run_ended(tmp_path, capsys):
+    """A signal ends it with the exit code of a preempted job, after its last records."""
+    log = open_log(tmp_path)
+    log.step(2, {"x": 1.0}, {})
+    with pytest.raises(process.Exit) as stop:
+        log.close(2, 6, {})
+    assert stop.value.code == 75 and steps(tmp_path) == [2]
+    assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
+    for folder in ("export", "eval"):
+        (tmp_path / folder).mkdir()
+    open_log(tmp_path, first_step=6).close(6, 6, {})
+    told = capsys.readouterr().out
+    assert "done before this start: metrics in " in told and told.endswith(
+        f"judgements in {tmp_path}/eval, weights in {tmp_path}/export\n")
+
+
+def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
+    log = open_log(tmp_path, first_step=4, eval_only=True)
+    assert not log.has_evaluation(4)
+    log.evaluation(4, {"eval/accuracy": 0.5})
+    log.close(4, 6, {})
+    assert steps(tmp_path / "evaluation-step-4") == [4] and not (tmp_path / "metrics.jsonl").exists()
+    assert capsys.readouterr().out == "eval  step     4  accuracy 0.500\n"
+
+
+def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
+    """The step that it resumes from may have been evaluated before the kill, or not."""
+    log = open_log(tmp_path)
+    for step in (1, 2):
+        log.step(step, {"x": 1.0}, {})
+        assert not log.has_evaluation(step)
+    log.evaluation(2, {"eval/accuracy": 0.5})
+    assert log.has_evaluation(2)
+    log.close(6, 6, {})
+    resumed = open_log(tmp_path, first_step=2)
+    assert resumed.has_evaluation(2) and not resumed.has_evaluation(1)
+    resumed.close(6, 6, {})
+    open_log(tmp_path, first_step=1).close(6, 6, {})
+    assert not open_log(tmp_path, first_step=2).has_evaluation(2)
+
+
+def test_records_that_do_not_fit_are_written_later(tmp_path, capsys):
+    """Writes that fail in the middle, by a limit on the size of files: nothing is lost, doubled or torn."""
+    log = open_log(tmp_path)
+    log.step(1, {"x": 1.0}, {})
+    size, limits = (tmp_path / "metrics.jsonl").stat().st_size, resource.getrlimit(resource.RLIMIT_FSIZE)
+    card = sample_card([Image.new("RGB", (8, 8), "red")], "p", "r", "c")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, limits[1]))
+        for step in (2, 3):
+            log.samples(step, [{"response": "r" * size}] * 2, [card])
+            log.step(step, {"x": float(step), **{f"long/{i}": 0.0 for i in range(200)}}, {})
+            log.settle(3)
+            assert log.failed == step - 1 and log.last_step == step
+        assert (tmp_path / "metrics.jsonl").stat().st_size == size + 20                      # half a record
+        with pytest.raises(process.UserError, match="3 times in a row, the last because: .*File too large"):
+            log.settle(3)
+        with pytest.raises(process.UserError, match="ended after step 3, but its last records could not be written: .*large"):
+            log.close(3, 6, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    time.sleep(1)  # TensorBoard sorts its files by their second
+    log.step(4, {"x": 4.0}, {})
+    log.settle(3)
+    assert log.failed == 0 and log.write_records() == ""
+    log.close(6, 6, {})
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    for step in (2, 3):
+        assert len(read_records(tmp_path / "samples" / f"step-00000{step}.jsonl")) == 2
+        picture = Image.open(tmp_path / "samples" / f"step-00000{step}.png")
+        assert picture.size == contact_sheet([card], 1).size
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(point.step, point.value) for point in events.Scalars("x")] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert [picture.step for picture in events.Images("samples/step")] == [2, 3]
+    output = capsys.readouterr()
+    assert output.out.count("warning: records up to step") == 3 and "Traceback" not in output.err
+
+
+TAILS = {"NUL bytes": b"\0" * 4096, "half a line": b'{"step": 3, "x"' + b"\0" * 100,
+         "half a character": b'{"step": 3, "text": "\xc3',
+         "NUL bytes first": b"\0" * 60 + b'\n{"step": 4, "x": 4.0}\n'}
+
+
+@pytest.mark.parametrize("tail", TAILS.values(), ids=TAILS)
+def test_what_a_power_cut_leaves_is_dropped(tmp_path, tail):
+    """Half a line, even half a character; blocks that were never written, also before one that was."""
+    log = open_log(tmp_path)
+    for step in (1, 2):
+        log.step(step, {"x": float(step)}, {})
+    log.close(6, 6, {})
+    with open(tmp_path / "metrics.jsonl", "ab") as file:
+        file.write(tail)
+    open_log(tmp_path, first_step=4).close(6, 6, {})
+    assert steps(tmp_path) == [1, 2] and b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
+
+
+def test_missing_steps_are_told(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for step in (1, 3, 7):
+        log.step(step, {"x": 1.0}, {})
+    log.close(6, 6, {})
+    capsys.readouterr()
+    open_log(tmp_path, first_step=8).close(8, 8, {})  # step 8 was recorded before it was saved
+    assert "metrics.jsonl has no records of steps 2, 4-6, 8, which" in capsys.readouterr().out
 
 
 def test_a_bar_inside_a_step(monkeypatch, capsys):
@@ -143,17 +304,18 @@ def test_a_bar_inside_a_step(monkeypatch, capsys):
 
 @pytest.mark.parametrize("first_step, kept", [(3, [0, 1, 2, 3]), (0, [])])
 def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
-    log = RunLogger(tmp_path, True, {"args": {"text": "a\u2028b"}}, total_steps=6)
+    log = RunLogger(RunArgs(out=tmp_path), {"text": "a\u2028b"}, total_steps=6, first_step=0)
     for step in range(6):
-        log.log(step, {"x": float(step)})
-    log.close()
+        log.step(step, {"x": float(step)}, {})
+    log.close(6, 6, {})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "x"')  # killed while writing
-    log = RunLogger(tmp_path, True, {}, total_steps=6, first_step=first_step)
+    time.sleep(1.1)  # TensorBoard reads files in the order of the seconds in their names
+    log = open_log(tmp_path, first_step)
     assert steps(tmp_path) == kept and log.bar.n == first_step and log.last_step == max(kept, default=-1)
     for step in range(len(kept), 7):
-        log.log(step, {"x": 10.0 * step})
-    log.close()
+        log.step(step, {"x": 10.0 * step}, {})
+    log.close(6, 6, {})
     assert steps(tmp_path) == list(range(7))
     assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == ([0, 3] if first_step else [0])
     assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
@@ -161,23 +323,30 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
     assert points == {step: step if step in kept else 10 * step for step in range(7)}
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl has a line that is no JSON.*'{\"step\": 2'"):
-        RunLogger(tmp_path, True, {}, total_steps=3, first_step=2)
-    RunLogger(tmp_path, True, {}, total_steps=3).close()                                          # set aside unread
+        open_log(tmp_path, first_step=2)
+    open_log(tmp_path).close(6, 6, {})                                                            # set aside unread
+
+
+@pytest.mark.parametrize("line", ["3", "[1]", "null", '{"step": "2"}', '{"step": 2.5}', '{"step": null}', '{"step": true}'])
+def test_a_line_that_is_no_record(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text('{"type": "header"}\n{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match="metrics.jsonl:3 is no record, repair or remove it: .*whole number"):
+        open_log(tmp_path, first_step=2)
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])
-def test_draw_sample_is_bounded(modes):
+def test_a_card_is_bounded(modes):
     images = [Image.new(mode, size) for mode, size in zip(modes, [(1, 1), (3000, 2), (5, 4000)] * 20)]
     hostile = "word " * 5000 + "x" * 5000 + "\n" * 500 + "\t\x00\u202e\ud83d 漢字"
-    card = draw_sample(images, hostile, hostile, hostile)
+    card = sample_card(images, hostile, hostile, hostile)
     assert card.width == 480 and card.height < 1200 and card.mode == "RGB"
-    assert draw_sample(images, "", "", "").height < card.height
+    assert sample_card(images, "", "", "").height < card.height
 
 
 def test_tiny_pictures_are_enlarged_by_whole_pixels():
     image = Image.new("RGB", (2, 2), "red")
     image.putpixel((1, 1), (0, 255, 0))
-    colours = {c for _, c in draw_sample([image], "", "", "").crop((0, 20, 480, 240)).getcolors(10_000)}
+    colours = {c for _, c in sample_card([image], "", "", "").crop((0, 20, 480, 240)).getcolors(10_000)}
     assert {(255, 0, 0), (0, 255, 0)} <= colours and len(colours) <= 5  # no colours mixed by smoothing
     sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i)) for i in range(5)], 2)
     assert sheet.size == (14 + 2 * 114, 14 + 3 * (90 + 14))
@@ -185,11 +354,35 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
 
 @pytest.mark.parametrize("text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90])
 def test_wrap_counts_what_it_hides(text):
-    everything, lines = _wrap(text, 15, 300, 10**9), _wrap(text, 15, 300, 10)
-    assert len(lines) == 10 and all(_font(15).getlength(line.rstrip()) <= 300 for line in lines)
+    everything, lines = wrap(text, 15, 10**9), wrap(text, 15, 10)
+    assert len(lines) == 10 and all(font(15).getlength(line.rstrip()) <= INNER for line in lines)
     assert lines[6] == f"… {len(''.join(everything[6:-3])):,} characters left out …"
     assert lines[:6] + lines[7:] == everything[:6] + everything[-3:]
     assert "".join(everything).replace(" ", "") == "".join(text.split())
+
+
+@pytest.mark.parametrize("record, named", [
+    ({"source": "rows.jsonl:7", "advantage": float("nan")}, r"advantage of sample 1 \(rows.jsonl:7\) is nan"),
+    ({"source": "rows.jsonl:7", "components": {"brevity": float("-inf")}}, r"components/brevity of sample 1 .* is -inf"),
+    ({"reward": float("inf")}, "reward of sample 1 .* is inf"),
+])
+def test_a_number_in_a_sample_that_is_not_finite(tmp_path, record, named):
+    log = open_log(tmp_path)
+    with pytest.raises(UserError, match=f"samples of step 3: {named}; all numbers must be finite"):
+        log.samples(3, [{"reward": 1.0, "components": {"a": 0.5}}, record], [])
+    assert not (tmp_path / "samples").exists()
+    log.close(6, 6, {})
+
+
+def test_an_evaluation_is_one_line_that_fits(tmp_path, capsys):
+    log = open_log(tmp_path)
+    for count in (1, 3, 40):
+        rates = {f"eval/reward_of_source_{i}": 0.5 for i in range(count)}
+        log.evaluation(7, {"eval/num_samples": 9, "eval/source/a.jsonl": 0.5, "eval/seconds": 2.0} | rates)
+    few, some, many = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
+    assert few == "eval  step     7  reward_of_source_0 0.500" and some.count("0.500") == 3
+    assert some.endswith("0.500") and many.endswith("0.500  ...") and 80 < len(many) <= 120
+    log.close(6, 6, {})
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.9], [3.0], [-5.0, 5.0, 1e6], [2.0] * 50, [0.0]])

@@ -3,24 +3,27 @@ or moved, and what is exported loads without us."""
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import start, take, write_checkpoint
+from conftest import computing, start, take, with_flags, write_checkpoint
 from safetensors.torch import load_file
 from test_families import write_family
-from test_training import (assert_same_run, distance, flags, gradient, hand_samples, launch, records, tensors, weights_of,
-                           with_flags)
+from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors,
+                           weights_of)
 from transformers import AutoModelForImageTextToText
 
 import test_grm
 import test_training
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import logging, vlm
+from common import fsdp, process
+from common.vlm import data, model as vlm, weights as vlm_weights
 
 task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+write_samples = test_training.write_samples
 LORA = ("--lora_rank", "3", "--lora_alpha", "6")
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
@@ -39,8 +42,7 @@ def env(qwen25, picture_rows):
     """One rank's models with adapters that act, and hand-made samples."""
     env = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1")
     stir(env.actor), stir(env.critic)
-    env.step = take(env)
-    env.samples = hand_samples(env, env.step)
+    env.batch = hand_batch(env)
     return env
 
 
@@ -60,10 +62,10 @@ def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torc
 
 def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
     """For every sample its tokens, and the output and rows of Hugging Face's own forward with the given weights."""
-    for group, tokens in zip(env.samples.group.tolist(), env.samples.split(env.samples.tokens)):
+    for group, tokens in zip(env.batch.group.tolist(), env.batch.split(env.batch.tokens)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = vlm.load_pixels(prompt, env.processor)
+        pixels = data.load_pixels(prompt, env.processor)
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False} | more
         inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
@@ -84,11 +86,11 @@ def hugging_face_logprobs(env, model, merged: dict[str, torch.Tensor]) -> torch.
 def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     model, leaves, merged = adapted(qwen25, env.actor)
     expected = hugging_face_logprobs(env, model, merged)
-    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() < 1e-5
+    assert (score(env.actor, env.batch) - expected).abs().max() < 1e-5
     signs = torch.linspace(-1, 1, len(expected))
     (signs * expected).sum().backward()
-    for row, attention in ppo.packed_rows(env.run, env.actor.model, env.step, env.samples):
-        (signs[row.flat] * env.actor(row, attention)[0]).sum().backward()
+    for row in vlm.packed_rows(env.actor.model, env.batch):
+        (signs[row.flat] * env.actor(row, env.sampling)[0]).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
     assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < 1e-5
@@ -99,9 +101,9 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
                         hugging_face_rows(env, model, merged, output_hidden_states=True)])
     values.mul(signs).sum().backward()
-    assert (ppo.score_tokens(env.run, env.critic, env.step, env.samples) - values).abs().max() < 1e-4
-    for row, attention in ppo.packed_rows(env.run, env.critic.model, env.step, env.samples):
-        (signs[row.flat] * env.critic(row, attention)).sum().backward()
+    assert (ppo.score_tokens(env.critic, env.batch) - values).abs().max() < 1e-4
+    for row in vlm.packed_rows(env.critic.model, env.batch):
+        (signs[row.flat] * env.critic(row)).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
     env.critic.zero_grad(set_to_none=True)
     assert found.pop("value_head.weight").norm() > 0
@@ -112,16 +114,16 @@ def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_ro
     other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--gradient_checkpointing")
     stir(other.actor)
     other.actor.train()
-    expected, found = (gradient(env.run, actor, env.step, env.samples)[0] for actor in (env.actor, other.actor))
+    expected, found = (gradient(env.args, actor, env.batch)[0] for actor in (env.actor, other.actor))
     assert distance(found, expected) < 1e-6 and all(".lora_" in name for name in found)
 
 
 def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
     base, fresh = start(qwen25, picture_rows), start(qwen25, picture_rows, *LORA)
-    expected = ppo.score_tokens(base.run, base.actor, env.step, env.samples)
-    assert torch.equal(ppo.score_tokens(fresh.run, fresh.actor, env.step, env.samples), expected)
-    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() > 0.1
-    for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm.LoRALinear)):
+    expected = score(base.actor, env.batch)
+    assert torch.equal(score(fresh.actor, env.batch), expected)
+    assert (score(env.actor, env.batch) - expected).abs().max() > 0.1
+    for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm_weights.LoRALinear)):
         values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
         assert not layer.lora_B.full_tensor().any() and 0.9 * bound < values.abs().max() <= bound
     again = start(qwen25, picture_rows, *LORA, "--seed", "1")
@@ -136,27 +138,29 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     assert env.reference is env.actor
     other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--reference_model", str(qwen25))
     assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
-    samples, runs = env.samples.select(torch.arange(16)), []
-    ppo.score_logprobs_and_values(env.run, env.actor, env.reference, None, env.step, samples)
-    expected = ppo.score_tokens(other.run, other.reference, env.step, samples)
-    assert torch.equal(samples.ref_logprobs, expected) and samples.kl.abs().max() > 0.1
-    assert torch.equal(ppo.score_tokens(env.run, env.actor, env.step, samples), samples.logprobs)       # they act again
+    batch, runs = env.batch.select(torch.arange(16)), []
+    ppo.score(batch, env.actor, env.reference, None, env.args)
+    expected = score(other.reference, batch)
+    assert torch.equal(batch.ref_logprobs, expected) and batch.kl.abs().max() > 0.1
+    assert torch.equal(score(env.actor, batch), batch.logprobs)                                         # they act again
+    args = with_flags(env.args, kl_estimator="full", kl_in="loss")
+    weights = ppo.token_weights(batch, range(4), batch.in_policy_loss, args)
+    part = ppo.Minibatch(range(4), weights, weights, None)
     for checkpointing in (False, True):
         if checkpointing:
             env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
-        run = with_flags(env.run, kl_estimator="full", kl_in="loss", max_tokens_per_pack=110)
-        weights = ppo.minibatch_weights(run, samples, range(4))
         for reference in (env.reference, other.reference):
-            ppo.score_logprobs_and_values(run, env.actor, reference, None, env.step, samples)
+            ppo.score(batch, env.actor, reference, None, args)
             env.actor.train()
-            for row, attention in ppo.packed_rows(run, env.actor.model, env.step, samples):
-                loss, _ = ppo.actor_loss(run, env.actor, row, attention, samples, weights, 1.0,
-                                         ppo.reference_head(reference, row, attention))
-                loss.backward()
+            trained = SimpleNamespace(module=env.actor, reference=reference)
+            with computing(env.actor, max_tokens_per_pack=110):
+                for row in vlm.packed_rows(env.actor.model, batch):
+                    loss, _ = ppo.actor_loss(trained, row, batch, part, 1.0, args)
+                    loss.backward()
             assert env.actor.training
-            ppo.rest_after_scoring(reference)
-            trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
-            runs.append((samples.kl, {name: p.grad.full_tensor() for name, p in trained.items()}))
+            fsdp.rest_after_scoring(reference)
+            adapters = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
+            runs.append((batch.kl, {name: p.grad.full_tensor() for name, p in adapters.items()}))
             env.actor.zero_grad(set_to_none=True)
     env.actor.model.model.language_model.gradient_checkpointing_disable()
     for kl, found in runs[1:]:
@@ -167,8 +171,8 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
 
 
 def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path):
-    logging.export(env.actor, env.processor, tmp_path / "hf")
-    expected = ppo.score_tokens(env.run, env.actor, env.step, env.samples)
+    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
+    expected = score(env.actor, env.batch)
     merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", attn_implementation="eager").requires_grad_(False)
     assert (hugging_face_logprobs(env, merged, {}) - expected).abs().max() < 1e-5
     before, after = tensors(qwen25), tensors(tmp_path / "hf")
@@ -187,19 +191,7 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
             a, b = (weights[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
             base.get_submodule(name).weight += config["lora_alpha"] / config["r"] * b @ a
     assert (hugging_face_logprobs(env, base.requires_grad_(False), {}) - expected).abs().max() < 1e-5
-    logging.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
-
-
-def test_targets(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--lora_rank", "2", "--lora_targets", "q_proj,mlp.up_proj", "--advantage", "grpo")
-    trained = [name for name, p in env.actor.named_parameters() if p.requires_grad]
-    names = {name.split("layers.0.")[-1] for name in trained if "layers.0." in name}
-    assert names == {f"{stem}.lora_{part}" for stem in ("self_attn.q_proj", "mlp.up_proj") for part in "AB"}
-    with pytest.raises(ppo.UserError, match="--lora_targets q_proj,qkv: no linear layer of the decoder ends in qkv; there are "
-                                            "down_proj, gate_proj, k_proj"):
-        start(qwen25, picture_rows, "--lora_rank", "2", "--lora_targets", "q_proj,qkv")
-    with pytest.raises(ppo.UserError, match="--lora_targets needs --lora_rank"):
-        start(qwen25, picture_rows, "--lora_targets", "q_proj")
+    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
 
 
 def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_path):
@@ -213,14 +205,12 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
     kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
     stir(env.actor)
-    env.step = take(env)
-    samples = hand_samples(env, env.step)
-    found, _ = gradient(env.run, env.actor, env.step, samples)
+    found, _ = gradient(env.args, env.actor, hand_batch(env))
     assert all(value.dtype == torch.float32 and value.norm() > 0 for value in found.values())
-    logging.export(env.actor, env.processor, tmp_path / "hf")
+    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     before, after, weights = tensors(tmp_path / "bf16"), tensors(tmp_path / "hf"), weights_of(env.actor.model)
     for key, value in after.items():
-        name = next(name for name, spelled in env.actor.spelled.items() if spelled == key)
+        name = next(name for name, spelled in env.actor.model.hub_names.items() if spelled == key)
         stem, expected = name.removesuffix(".weight"), before[key]
         if f"{stem}.lora_A" in weights:                                               # the sum in float32, rounded once
             expected = (expected.float() + 2 * weights[f"{stem}.lora_B"] @ weights[f"{stem}.lora_A"]).bfloat16()
@@ -246,20 +236,8 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     assert saved and all(".lora_" in key or "value_head" in key for key in saved)
     assert {key.split(".")[1] for key in saved} == {"model", "optimizer"} and {key.split(".")[0] for key in saved} == {
         "actor", "critic"}
-    with pytest.raises(ppo.UserError, match="flags that alter the result .*--lora_alpha 6 -> 7"):
+    with pytest.raises(process.UserError, match="flags that alter the result .*--lora_alpha 6 -> 7"):
         ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--lora_alpha", "7"))
-
-
-def test_a_critic_starts_from_the_adapters_of_another_run(qwen25, task, tmp_path):
-    ppo.main(flags(qwen25, task, tmp_path / "first", *RUN, "--steps", "1"))
-    source = tmp_path / "first" / "checkpoints" / "step-1"
-    env = start(qwen25, str(task / "train.jsonl"), *LORA)
-    ppo.load_critic_weights(source, env.critic)
-    saved = tensors(source)
-    trained = {name: value for name, value in weights_of(env.critic).items() if ".lora_" in name or "value_head" in name}
-    assert all(torch.equal(value, saved[f"critic.model.{name}"]) for name, value in trained.items())
-    with pytest.raises(ppo.UserError, match="--init_critic_from"):
-        ppo.load_critic_weights(source, start(qwen25, str(task / "train.jsonl")).critic)
 
 
 def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
@@ -301,11 +279,10 @@ def test_other_families(kind, picture_rows, tmp_path):
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", *LORA, "--advantage", "grpo")
     stir(env.actor)
-    step = take(env)
-    samples = ppo.rollout(env.run, env.processor, env.actor, step, 2, ppo.TRAIN)
-    assert (ppo.score_tokens(env.run, env.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
-    logging.export(env.actor, env.processor, tmp_path / "hf")
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    assert (score(env.actor, batch) - batch.logprobs).abs().max() < 1e-5
+    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo")
-    assert (ppo.score_tokens(other.run, other.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
+    assert (score(other.actor, batch) - batch.logprobs).abs().max() < 1e-5
     targets = {name.rpartition(".")[2] for name in env.actor.model.adapter["target_modules"]}
     assert targets == (TARGETS - {"gate_proj", "up_proj", "down_proj"} if kind == "qwen3_vl_moe" else TARGETS)

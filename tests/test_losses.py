@@ -7,7 +7,9 @@ import pytest
 import torch
 from test_plan import LiveBytes
 
-from common import losses
+import train_ppo_vl as ppo
+from common import logprobs, losses
+from common.process import UserError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LENGTHS = torch.tensor([3, 2])
@@ -26,6 +28,22 @@ def close(actual, expected, tolerance=1e-6):
 
 def generator(seed):
     return torch.Generator().manual_seed(seed)
+
+
+def estimate(name, scores, group, lengths):
+    """(N,) advantages of an estimator that compares samples, without a KL and before whitening."""
+    kl = torch.zeros(int(lengths.sum()))
+    earned = losses.Earned(scores=scores, kl=kl, kl_coef=0.0, lengths=lengths, group=group)
+    advantages, returns = ppo.ESTIMATORS[name].estimate(earned)
+    assert torch.equal(advantages, returns) and advantages.dtype == scores.dtype
+    return advantages
+
+
+def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask=None):
+    """Terms of a policy loss, and the sums of its statistics."""
+    ratios = losses.Ratios(logp, old, adv, seq, n_seq, mask)
+    found = ppo.POLICY_LOSSES[name].terms(ratios, low, high, dual_clip)
+    return found.terms, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
 
 
 # Advantages
@@ -84,10 +102,10 @@ def test_whiten():
 ])
 def test_group_scores_golden(estimator, expected):
     scores, group = TWO_GROUPS
-    lengths = torch.ones(8)
-    close(losses.group_scores(scores, group, estimator, lengths), expected, 3e-6)
+    lengths = torch.ones(8, dtype=torch.int64)
+    close(estimate(estimator, scores, group, lengths), expected, 3e-6)
     shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
-    shuffled = losses.group_scores(scores[shuffle], group[shuffle] * 5 + 2, estimator, lengths)
+    shuffled = estimate(estimator, scores[shuffle], group[shuffle] * 5 + 2, lengths)
     close(shuffled, torch.tensor(expected)[shuffle], 3e-6)
 
 
@@ -112,27 +130,31 @@ def test_group_scores_equal_loops():
         return result
 
     for estimator in ("grpo", "cpgd", "dr_grpo", "rloo", "gpg", "opo"):
-        actual = losses.group_scores(scores, group, estimator, lengths)
-        close(actual, loop(estimator), 1e-5)
-        assert estimator == "cpgd" or (actual[group == 2] == 0).all()
+        actual = estimate(estimator, scores, group, lengths)
+        close(actual, loop(estimator).repeat_interleave(lengths), 1e-5)
+        assert estimator == "cpgd" or (actual[(group == 2).repeat_interleave(lengths)] == 0).all()
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
 def test_equal_scores_give_exactly_zero(estimator):
     """With an epsilon of 1e-9 on the standard deviation, eight equal scores of 0.1 came out as -0.83 in float32."""
+    one_group = torch.zeros(8, dtype=torch.int64)
     for lengths in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
-        result = losses.group_scores(torch.full((8,), 0.1), torch.zeros(8, dtype=torch.int64), estimator, lengths)
-        assert result.tolist() == [0.0] * 8
+        result = estimate(estimator, torch.full((8,), 0.1), one_group, lengths)
+        assert result.tolist() == [0.0] * int(lengths.sum())
     empty = torch.zeros(3, dtype=torch.int64)                                        # three responses of no tokens
-    assert losses.group_scores(torch.tensor([0.0, 1, 1]), empty, estimator, empty).isfinite().all()
+    scores = torch.tensor([0.0, 1, 1])
+    assert len(estimate(estimator, scores, empty, empty)) == 0
+    assert losses.centre(scores, empty, weight=empty.double()).isfinite().all()
     if estimator != "cpgd":
         with pytest.raises(ValueError, match="group 4 has only one"):
-            losses.group_scores(torch.ones(3), torch.tensor([4, 7, 7]), estimator, torch.ones(3))
+            estimate(estimator, torch.ones(3), torch.tensor([4, 7, 7]), torch.ones(3, dtype=torch.int64))
 
 
-def test_an_unknown_estimator():
-    with pytest.raises(ValueError, match="'other'"):
-        losses.group_scores(*TWO_GROUPS, "other", torch.ones(8))
+@pytest.mark.parametrize("flag", ["--advantage", "--policy_loss"])
+def test_an_unknown_estimator(flag):
+    with pytest.raises(UserError, match="'other'"):
+        ppo.parse_args([flag, "other"])
 
 
 def test_overlong_penalty():
@@ -150,10 +172,11 @@ def test_running_moments_and_score_normalisation():
     resumed.update(torch.tensor([4.0, 5]))
     assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
     close(losses.normalize_scores(torch.tensor([3.0, 3.0]), resumed), [0, 0])
-    assert resumed.state_dict()["count"] == 7
-    close(losses.normalize_scores(torch.tensor([4.0]), resumed, update=False), [1 / resumed.std])
-    assert resumed.state_dict()["count"] == 7
-    close(losses.normalize_scores(torch.full((4,), 0.1), losses.RunningMoments()), [0] * 4)             # not 0 / 0
+    close(losses.normalize_scores(torch.tensor([4.0]), resumed), [1 / resumed.std])
+    assert resumed.state_dict()["count"] == 5                                       # it only reads them
+    flat = losses.RunningMoments()
+    flat.update(torch.full((4,), 0.1))
+    close(losses.normalize_scores(torch.full((4,), 0.1), flat), [0] * 4)                    # not 0 / 0
 
 
 def test_kl_controller():
@@ -183,9 +206,9 @@ def test_explained_variance():
 
 
 def packed_loss(name, clip_low=None, clip_high=None, mode="seq-mean-token-mean", mask=None, logp=LOGP, **options):
-    low, high = losses.LOSS_CLIP_DEFAULTS[name]
-    terms, stats = losses.policy_loss(name, logp, OLD, ADV, SEQ, 2, low if clip_low is None else clip_low,
-                                      high if clip_high is None else clip_high, mask=mask, **options)
+    low, high = ppo.POLICY_LOSSES[name].clip
+    terms, stats = policy_loss(name, logp, OLD, ADV, SEQ, 2, low if clip_low is None else clip_low,
+                               high if clip_high is None else clip_high, mask=mask, **options)
     lengths = torch.tensor([3, 2]) if mask is None else torch.zeros(2).index_add(0, SEQ, mask.float()).long()
     weights = losses.token_weights(lengths, mode, int(lengths.sum()), 2, 8)[SEQ]
     return (terms * weights * (1 if mask is None else mask)).sum(), stats
@@ -229,31 +252,27 @@ def test_policy_loss_golden():
     close(loss, -.60326535)
     assert int(stats["clipped_high"]) == 1 and int(stats["clipped_low"]) == 0
     logp, old = torch.tensor([-60, -0.5]), torch.tensor([-60, -0.5000036])         # gspo: one ratio, not rounded like logp
-    _, stats = losses.policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
+    _, stats = policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
     close(stats["ratio"], 2 * math.exp(1.8e-6), 3e-7)
 
 
-@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+@pytest.mark.parametrize("name", ppo.POLICY_LOSSES)
 def test_policy_loss_equals_the_formula_of_a_sequence(name):
     g = generator(3)
-    sizes, low, high = [4, 1, 7, 5], *losses.LOSS_CLIP_DEFAULTS[name]
+    sizes, low, high = [4, 1, 7, 5], *ppo.POLICY_LOSSES[name].clip
     old = -torch.rand(17, generator=g) * 3
     logp = old + torch.randn(17, generator=g) * 0.8
     adv = torch.randn(17, generator=g)
     adv[3] = 0
     seq = torch.tensor([5, 1, 0, 2]).repeat_interleave(torch.tensor(sizes))        # sparse, unordered indices
-    terms, stats = losses.policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0)
+    terms, stats = policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0)
     expected = [loss_oracle(name, *(x[seq == i].tolist() for x in (logp, old, adv)), low, high, 2.0)
                 for i in (5, 1, 0, 2)]
     close([float(terms[seq == i].mean()) for i in (5, 1, 0, 2)], expected, 1e-5)
     assert all(x.ndim == 0 and not x.requires_grad and torch.isfinite(x) for x in stats.values())
-    weight = torch.rand(17, generator=g).requires_grad_()
-    weighted, _ = losses.policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0, weight)
-    close(weighted, terms * weight)
-    assert not weighted.requires_grad
 
 
-@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+@pytest.mark.parametrize("name", ppo.POLICY_LOSSES)
 def test_policy_loss_gradient_is_the_policy_gradient_where_nothing_moved(name):
     """At logp = old every loss has the gradient -adv / n of its sequence; gmpo takes the mean advantage."""
     logp = OLD.clone().requires_grad_()
@@ -262,31 +281,31 @@ def test_policy_loss_gradient_is_the_policy_gradient_where_nothing_moved(name):
     close(grad, -adv / torch.tensor([6, 6, 6, 4, 4]))
 
 
-@pytest.mark.parametrize("name", losses.LOSS_CLIP_DEFAULTS)
+@pytest.mark.parametrize("name", ppo.POLICY_LOSSES)
 def test_policy_loss_survives_extremes_and_nothing(name):
     logp = torch.tensor([-300.0, -0.1, -300, -0.1], requires_grad=True)
-    low, high = losses.LOSS_CLIP_DEFAULTS[name]
+    low, high = ppo.POLICY_LOSSES[name].clip
     old, adv = torch.tensor([-0.1, -300, -0.1, -300]), torch.tensor([1.0, 1, -1, -1])
-    terms, stats = losses.policy_loss(name, logp, old, adv, torch.arange(4), 4, low, high, 3.0)
+    terms, stats = policy_loss(name, logp, old, adv, torch.arange(4), 4, low, high, 3.0)
     terms.sum().backward()
     assert terms.isfinite().all() and logp.grad.isfinite().all() and all(x.isfinite() for x in stats.values())
     close(stats["ratio_max"] / math.exp(10 if name == "gspo" else 20), 1, 1e-5)
+    d = 300 - 0.1                                  # KL(old, new) is not clamped, or it would look like 10
+    close(stats["approx_kl"] / (2 * (math.expm1(d) - d) + 2 * (math.expm1(-d) + d)), 1, 1e-4)
     none = torch.zeros(0)
-    terms, stats = losses.policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
+    terms, stats = policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
     assert terms.shape == (0,) and stats["ratio_max"] == 0
 
 
-def test_policy_loss_clips_and_refusals():
-    def ppo(adv, **options):
-        terms, stats = losses.policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([adv]),
-                                          torch.tensor([0]), 1, 0.2, 0.28, **options)
+def test_policy_loss_clips():
+    def clipped(adv, **options):
+        terms, stats = policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([adv]),
+                                   torch.tensor([0]), 1, 0.2, 0.28, **options)
         return float(terms), int(stats["clipped_dual"])
 
-    assert ppo(-1.0, dual_clip=3.0) == (3.0, 1)
-    assert ppo(-1.0) == ppo(-1.0, dual_clip=0) == (pytest.approx(math.exp(2)), 0)
-    assert ppo(1.0, dual_clip=3.0) == (pytest.approx(-1.28), 0)                                     # clip-higher
-    with pytest.raises(ValueError, match="unknown policy loss 'other'"):
-        losses.policy_loss("other", LOGP, OLD, ADV, SEQ, 2, 0.2, 0.2)
+    assert clipped(-1.0, dual_clip=3.0) == (3.0, 1)
+    assert clipped(-1.0) == clipped(-1.0, dual_clip=0) == (pytest.approx(math.exp(2)), 0)
+    assert clipped(1.0, dual_clip=3.0) == (pytest.approx(-1.28), 0)                                 # clip-higher
 
 
 def test_token_weights_table():
@@ -316,7 +335,7 @@ def test_gradient_does_not_depend_on_packing(mode, name):
             seq = torch.tensor(row, dtype=torch.int64).repeat_interleave(lengths[row])
             logp = torch.cat([features[i] for i in row] + [torch.zeros(0, 4)]) @ parameter
             packed = [torch.cat([x[i] for i in row] + [torch.zeros(0)]) for x in (old, adv)]
-            terms, _ = losses.policy_loss(name, logp, *packed, seq, 5, 0.2, 0.2, 3.0)
+            terms, _ = policy_loss(name, logp, *packed, seq, 5, 0.2, 0.2, 3.0)
             total += torch.autograd.grad((weights[seq] * terms).sum(), parameter)[0]
         return total
 
@@ -410,8 +429,8 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     entropy = -torch.where(out, 0.0, logp.exp() * logp.masked_fill(out, 0)).sum(-1)
     expected = logp.gather(1, targets[:, None])[:, 0], entropy
     head = dict(temperature=temperature, banned=banned, row_banned=row_banned, row_banned_ids=ids, chunk=chunk)
-    actual = losses.linear_logprobs(hidden, weight, targets, entropy=True, **head)
-    only, no_entropy = losses.linear_logprobs(hidden, weight, targets, **head)
+    actual = logprobs.linear_logprobs(hidden, weight, targets, entropy=True, **head)
+    only, no_entropy = logprobs.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
     close(only, expected[0], 1e-12)
     g1, g2 = torch.randn(2, len(targets), generator=generator(9), dtype=torch.float64)
@@ -425,7 +444,7 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
 
 def test_linear_logprobs_gradcheck():
     hidden, weight, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
-    assert torch.autograd.gradcheck(lambda h, w: losses.linear_logprobs(
+    assert torch.autograd.gradcheck(lambda h, w: logprobs.linear_logprobs(
         h, w, targets, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
         entropy=True, chunk=3), (hidden, weight))
 
@@ -433,14 +452,14 @@ def test_linear_logprobs_gradcheck():
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
     hidden, weight, targets, banned, _ = head_case(dtype=torch.float32)
     targets[2] = 8
-    logp, entropy = losses.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
+    logp, entropy = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
     assert logp[2] == -math.inf and logp[:2].isfinite().all() and entropy.isfinite().all()
     grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight, retain_graph=True)
     assert grad.isfinite().all() and not grad[banned].any()
     assert not torch.autograd.grad(logp.sum(), weight)[0][banned].any()
 
-    logp, entropy = losses.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
+    logp, entropy = logprobs.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
     assert logp.shape == entropy.shape == (0,)
     (logp.sum() + entropy.sum()).backward()
     assert not hidden.grad.any() and not weight.grad.any()
@@ -448,7 +467,7 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
 
 def test_linear_logprobs_from_bf16_are_not_rounded():
     hidden, weight, targets, _, _ = head_case(n=200, vocab=300, dim=32, dtype=torch.bfloat16)
-    logp, _ = losses.linear_logprobs(hidden, weight, targets, chunk=1)      # 200 terms of the weight's gradient to add
+    logp, _ = logprobs.linear_logprobs(hidden, weight, targets, chunk=1)      # 200 terms of the weight's gradient to add
     expected, _ = naive_distribution(hidden, weight, 1.0, None, None, None)
     assert logp.dtype == torch.float32
     close(logp, expected.gather(1, targets[:, None])[:, 0], 2e-5)
@@ -467,9 +486,9 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(function):
         options = dict(temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]), chunk=chunk)
         with LiveBytes() as live:
             if function == "full_kl":
-                result = losses.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
+                result = logprobs.full_kl(hidden, hidden.detach() + 1, weight, weight.detach(), **options)
             else:
-                result = sum(losses.linear_logprobs(hidden, weight, targets, entropy=True, **options))
+                result = sum(logprobs.linear_logprobs(hidden, weight, targets, entropy=True, **options))
             result.sum().backward()
         peaks.append(live.peak)
     assert peaks[0] < 8 * chunk * vocab * 4 and peaks[1] - peaks[0] < 192 * 100                   # 100 bytes for each token
@@ -483,31 +502,31 @@ def test_full_kl_equals_naive(chunk):
     logp, out = naive_distribution(hidden, weight, 0.7, banned, row_banned, ids)
     ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, row_banned, ids)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
-    actual = losses.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
+    actual = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
                             row_banned_ids=ids, chunk=chunk)
     close(actual, expected, 1e-12)
     g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
     ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight)) for kl in (actual, expected))
     for a, b in zip(ours, theirs):
         close(a, b, 1e-11)
-    assert not losses.full_kl(hidden, hidden, weight, weight, banned=banned).any()
+    assert not logprobs.full_kl(hidden, hidden, weight, weight, banned=banned).any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_log_probs_and_draws_on_a_gpu():
     hidden, weight, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
     on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    expected, _ = losses.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
-    actual, _ = losses.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
+    expected, _ = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
+    actual, _ = logprobs.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
     close(actual.cpu(), expected, 2e-5)
     for a, b in zip(torch.autograd.grad(actual.sum(), on_gpu), torch.autograd.grad(expected.sum(), (hidden, weight))):
         assert (a.cpu() - b).float().norm() < 0.01 * b.float().norm()
     index = torch.arange(2000)
     keys = noise_keys(1, 2, index, index % 4, index % 7)
     assert torch.equal(keys, noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
-    close(losses.exponential_noise(500, keys.cuda()).cpu().log(), losses.exponential_noise(500, keys).log(), 1e-5)
+    close(logprobs.exponential_noise(500, keys.cuda()).cpu().log(), logprobs.exponential_noise(500, keys).log(), 1e-5)
     logits = torch.randn(2000, 500, generator=generator(0))
-    same = losses.gumbel_race(logits.cuda(), keys.cuda()).cpu() == losses.gumbel_race(logits, keys)
+    same = logprobs.gumbel_race(logits.cuda(), keys.cuda()).cpu() == logprobs.gumbel_race(logits, keys)
     assert same.float().mean() > 0.999
 
 
@@ -515,7 +534,7 @@ def test_log_probs_and_draws_on_a_gpu():
 
 
 def noise_keys(seed, stream, draw, sample, position):
-    return losses.token_keys(losses.sequence_keys(seed, stream, draw, sample), position)
+    return logprobs.token_keys(logprobs.sequence_keys(seed, stream, draw, sample), position)
 
 
 def keys_of(n, seed=0, stream=0):
@@ -543,25 +562,25 @@ def test_hashes_equal_big_integer_arithmetic():
     mixed = mix64(int(actual) % 2**64)
     x = [mix32((mix32(v + 1) * (mixed >> 32 | 1) + mixed % 2**32) % 2**32) % 2**31 for v in range(50)]
     expected = -torch.log1p(-(torch.tensor(x).double() + 0.5) / 2**31)
-    torch.testing.assert_close(losses.exponential_noise(50, actual)[0].double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(logprobs.exponential_noise(50, actual)[0].double(), expected, rtol=1e-6, atol=0)
 
 
 def test_a_draw_depends_on_its_key_only():
     keys, logits = keys_of(64), torch.randn(64, 77, generator=generator(0))
-    noise, ids = losses.exponential_noise(77, keys), losses.gumbel_race(logits, keys)
+    noise, ids = logprobs.exponential_noise(77, keys), logprobs.gumbel_race(logits, keys)
     order = torch.randperm(64, generator=generator(1))
-    assert torch.equal(losses.gumbel_race(logits[order], keys[order]), ids[order])
+    assert torch.equal(logprobs.gumbel_race(logits[order], keys[order]), ids[order])
     for i in (0, 17, 63):
-        assert torch.equal(losses.exponential_noise(77, keys[i:i + 1])[0], noise[i])
-        assert losses.gumbel_race(logits[i:i + 1], keys[i:i + 1]) == ids[i]
-    torch.testing.assert_close(losses.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
+        assert torch.equal(logprobs.exponential_noise(77, keys[i:i + 1])[0], noise[i])
+        assert logprobs.gumbel_race(logits[i:i + 1], keys[i:i + 1]) == ids[i]
+    torch.testing.assert_close(logprobs.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
     arguments = [torch.tensor([5])] * 3
     base = noise_keys(1, 2, *arguments)
     others = [*(noise_keys(*start, *arguments) for start in ((2, 2), (1, 3), (-1, 2))),
               *(noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
     assert len({int(k) for k in [base, *others]}) == 7
     assert keys_of(200_000).unique().numel() == 200_000
-    assert losses._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000
+    assert logprobs._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000
 
 
 def chi_square_z(observed, expected):
@@ -577,7 +596,7 @@ def chi_square_z(observed, expected):
 @pytest.mark.parametrize("seed", [0, 1])
 def test_draws_follow_the_softmax(logits, seed):
     n, probs = 200_000, logits.double().softmax(0)
-    ids = losses.gumbel_race(logits.expand(n, -1), keys_of(n, seed))
+    ids = logprobs.gumbel_race(logits.expand(n, -1), keys_of(n, seed))
     observed = torch.bincount(ids, minlength=len(logits)).double()
     assert not observed[probs == 0].any()
     assert abs(chi_square_z(observed[probs > 0], n * probs[probs > 0])) < 4
@@ -588,16 +607,16 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     vocab, n = 2**16 + 1, 1000
     logits = torch.full((vocab,), math.log(0.01 / 2**16))
     logits[0] = math.log(0.99)
-    drawn = sum(int((losses.gumbel_race(logits.expand(100, -1), keys) > 0).sum()) for keys in keys_of(n).split(100))
+    drawn = sum(int((logprobs.gumbel_race(logits.expand(100, -1), keys) > 0).sum()) for keys in keys_of(n).split(100))
     assert abs(drawn - 10) < 4 * math.sqrt(10)
-    quantile = (losses.exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
+    quantile = (logprobs.exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
     assert abs(quantile - 20) < 4 * math.sqrt(20)
 
 
 @pytest.mark.parametrize("keys", [keys_of(2000), torch.arange(2000), torch.arange(2000) << 40])
 def test_noise_is_uniform_finite_and_independent(keys):
     """Also for keys that nobody has mixed."""
-    noise = losses.exponential_noise(512, keys)
+    noise = logprobs.exponential_noise(512, keys)
     assert noise.isfinite().all() and (noise > 0).all() and noise.log().isfinite().all()
     u = -torch.expm1(-noise.double())                                                                      # (2000, 512)
     counts = torch.bincount((u.flatten() * 1000).long(), minlength=1000).double()
@@ -621,13 +640,13 @@ def test_noise_is_uniform_finite_and_independent(keys):
 
 @pytest.mark.parametrize("bits", [0, -1])
 def test_noise_is_finite_at_both_ends(monkeypatch, bits):
-    assert losses.exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
-    monkeypatch.setattr(losses, "_mix32_", lambda x: torch.full_like(x, bits))
-    noise = losses.exponential_noise(3, keys_of(1))
+    assert logprobs.exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
+    monkeypatch.setattr(logprobs, "_mix32_", lambda x: torch.full_like(x, bits))
+    noise = logprobs.exponential_noise(3, keys_of(1))
     assert (noise > 0).all() and (noise < 20).all()
 
 
 def test_only_finite_logits_win():
     logits = torch.full((5000, 64), -math.inf)
     logits[:, 63] = -1e4
-    assert (losses.gumbel_race(logits, keys_of(5000)) == 63).all()
+    assert (logprobs.gumbel_race(logits, keys_of(5000)) == 63).all()

@@ -1,8 +1,9 @@
-"""What a run keeps beside the weights in training, and where: the running average of the actor's weights (--ema_beta), and
-host memory (--offload_optimizer, --offload_frozen).
+"""What a run keeps beside the weights in training, and where: the running average of the actor's
+weights (--ema_beta), and host memory (--offload).
 
-Run as a program under torchrun (`torchrun ... test_memory.py RUNS`), this file calls the script's `main` for every list of flags
-in the JSON file RUNS, from the second on as if the host's memory were another one than the device's (`apart`).
+Run as a program under torchrun (`torchrun ... test_memory.py RUNS`), this file calls the script's
+`main` for every list of flags in the JSON file RUNS, from the second on as if the host's memory
+were another one than the device's (`apart`).
 """
 
 import json
@@ -15,14 +16,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import start, take
+from conftest import computing, start
 from safetensors.torch import save_file
-from test_training import (flags, fresh, hand_samples, records, samples_of, signal_handlers, task, tensors, train,  # noqa: F401
-                           weights_of)
+from test_training import (
+    flags,
+    fresh,
+    hand_batch,
+    samples_of,
+    samples_of_every_step,
+    score,  # noqa: F401
+    signal_handlers,
+    task,
+    tensors,
+    train,
+    weights_of,
+    write_samples,
+)
 from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
-from common import losses, vlm
+from common import fsdp, judge as judgements, losses, process
+from common.vlm import model as vlm
 
 EMA = ("--ema_beta", "0.75")
 
@@ -33,54 +47,70 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 def average_of(env) -> dict[str, torch.Tensor]:
     """The average, by the names of the trained parameters."""
-    return {name: env.optimizer.state[p]["ema"].full_tensor().clone()
-            for name, p in env.actor.named_parameters() if p.requires_grad}
+    return {
+        name: env.trained.optimizer.state[p]["ema"].full_tensor().clone()
+        for name, p in env.actor.named_parameters()
+        if p.requires_grad
+    }
 
 
 def step_of(env, step: int) -> dict[str, float]:
-    return ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, step, 0.0)
+    return ppo.update_actor(env.trained, env.batch, step, 0.0, None, env.args)
 
 
 # ------------------------------------------------------------------------------------------------ the average
 def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
     env = fresh(qwen25, picture_rows, "--minibatches", "1", "--epochs", "1", *EMA, *more)
-    ppo.start_average(env.args.update, env.optimizer)
+    env.trained = ppo.make_trained(env.args, env.actor, None, None)["actor"]
+    fsdp.put_away({"actor": env.trained})
     return env
 
 
-@pytest.mark.parametrize("place", ["device", "cpu"])
-def test_average_is_the_recursion_over_the_applied_steps(qwen25, picture_rows, monkeypatch, place):
-    env = with_average(qwen25, picture_rows, "--ema_device", place)
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_average_is_the_recursion_over_the_applied_steps(
+    qwen25, picture_rows, monkeypatch, offload
+):
+    env = with_average(qwen25, picture_rows, "--offload", offload)
     expected = average_of(env)
-    assert same(expected, {name: value for name, value in weights_of(env.actor).items() if name in expected})
+    assert same(
+        expected, {name: value for name, value in weights_of(env.actor).items() if name in expected}
+    )
     for step in range(1, 5):
         step_of(env, step)
         now = weights_of(env.actor)
         expected = {name: 0.75 * value + 0.25 * now[name] for name, value in expected.items()}
     found = average_of(env)
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-6, atol=1e-7) for name in expected)
-    assert any((found[name] - now[name]).abs().max() > 1e-3 for name in found)          # it lags behind
-    true_loss = losses.policy_loss
-    monkeypatch.setattr(losses, "policy_loss", lambda *args: (true_loss(*args)[0] * math.nan, true_loss(*args)[1]))
+    assert all(
+        torch.allclose(found[name], expected[name], rtol=1e-6, atol=1e-7) for name in expected
+    )
+    assert any((found[name] - now[name]).abs().max() > 1e-3 for name in found)  # it lags behind
+    true_loss = losses.ppo
+
+    def broken(*args):
+        loss = true_loss(*args)
+        loss.terms = loss.terms * math.nan
+        return loss
+
+    monkeypatch.setattr(losses, "ppo", broken)
     assert step_of(env, 5)["train/actor_skipped"] == 1 and same(average_of(env), found)
 
 
-def test_one_average_per_update_not_per_pack(qwen25, picture_rows):
+def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
     """Small packs accumulate: the average moves once; two minibatches move it twice."""
-    for more, moves in ((("--max_tokens_per_pack", "600", "--no-share_prompts"), 1), (("--minibatches", "2"), 2)):
-        env = with_average(qwen25, picture_rows, *more)
-        steps, true = [], ppo.update_average
-        ppo.update_average = lambda *args: steps.append(true(*args))
-        try:
+    steps, true = [], fsdp.Trained.update_average
+    monkeypatch.setattr(fsdp.Trained, "update_average", lambda trained: steps.append(true(trained)))
+    for minibatches, tokens in ((1, 110), (2, 600)):
+        env = with_average(qwen25, picture_rows, "--minibatches", str(minibatches))
+        steps.clear()
+        with computing(env.actor, max_tokens_per_pack=tokens):
+            assert len(list(vlm.packed_rows(env.actor.model, env.batch))) > 1 or minibatches > 1
             step_of(env, 1)
-        finally:
-            ppo.update_average = true
-        assert len(steps) == moves
+        assert len(steps) == minibatches
 
 
 def test_frozen_steps_leave_the_average(qwen25, task, tmp_path):
-    train(qwen25, task, tmp_path, *EMA, "--steps", "2", "--freezing_actor_steps", "2", "--export_ema")
+    train(qwen25, task, tmp_path, *EMA, "--steps", "2", "--critic_warmup_steps", "2")
     assert same(tensors(tmp_path / "export_ema" / "step-2"), tensors(qwen25))
 
 
@@ -88,29 +118,47 @@ def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
     env = with_average(qwen25, picture_rows)
     step_of(env, 1)
     weights, average = weights_of(env.actor), average_of(env)
-    with pytest.raises(ZeroDivisionError), ppo.averaged(env.optimizer):
+    with pytest.raises(ZeroDivisionError), env.trained.averaged():
         inside = weights_of(env.actor)
         assert same({name: inside[name] for name in average}, average)
         assert same(average_of(env), {name: weights[name] for name in average})
-        logprobs = ppo.score_tokens(env.run, env.actor, env.step, env.samples)             # the forward sees it
-        assert (logprobs - env.samples.logprobs).abs().max() > 1e-3
+        logprobs = score(env.actor, env.batch)  # the forward sees it
+        assert (logprobs - env.batch.logprobs).abs().max() > 1e-3
         1 / 0
     assert same(weights_of(env.actor), weights) and same(average_of(env), average)
     with torch.no_grad():
         for name, parameter in env.actor.named_parameters():
             if name in average:
-                parameter.copy_(ppo.DTensor.from_local(average[name], parameter.device_mesh, parameter.placements))
-    assert torch.equal(ppo.score_tokens(env.run, env.actor, env.step, env.samples), logprobs)
+                parameter.copy_(
+                    DTensor.from_local(average[name], parameter.device_mesh, parameter.placements)
+                )
+    assert torch.equal(score(env.actor, env.batch), logprobs)
 
 
 def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
-    """Evaluated in place of the weights and exported beside them; what is trained, and its samples, do not feel it."""
-    more = ("--steps", "3", "--actor_lr", "1e-2", "--eval_data", str(task / "eval.jsonl"), "--eval_every", "1", "--export_every", "2")
+    """Evaluated in place of the weights and exported beside them; what is trained, and its samples,
+    do not feel it."""
+    more = (
+        "--steps",
+        "3",
+        "--actor_lr",
+        "1e-2",
+        "--eval_data",
+        str(task / "eval.jsonl"),
+        "--eval_every",
+        "1",
+        "--export_every",
+        "2",
+    )
     train(qwen25, task, tmp_path / "plain", *more)
-    train(qwen25, task, tmp_path / "average", *more, *EMA, "--eval_ema", "--export_ema")
+    train(qwen25, task, tmp_path / "average", *more, *EMA)
     for step in (1, 2, 3):
-        assert samples_of(tmp_path / "plain", f"step-{step:06d}") == samples_of(tmp_path / "average", f"step-{step:06d}")
-    plain, average = (tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("plain", "average"))
+        assert samples_of(tmp_path / "plain", f"step-{step:06d}") == samples_of(
+            tmp_path / "average", f"step-{step:06d}"
+        )
+    plain, average = (
+        tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("plain", "average")
+    )
     kept = {name: value for name, value in average.items() if not name.endswith(".ema")}
     assert same(plain, kept) and len(kept) < len(average)
     assert same(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
@@ -118,41 +166,70 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
     assert exported.keys() == tensors(qwen25).keys() and not same(exported, tensors(qwen25))
     # What was evaluated is what was exported: the folder answers as the run did.
-    ppo.main(["--model", str(tmp_path / "average" / "export_ema" / "latest"), "--out", str(tmp_path / "again"), "--eval_only",
-              "--eval_data", str(task / "eval.jsonl"), "--reward", f"{task / 'reward.py'}:letters", "--max_prompt_tokens", "512",
-              "--max_new_tokens", "6", "--prompts_per_step", "4", "--prefill_tokens", "600", "--max_tokens_per_pack", "600"])
-    answers = [[row["response"] for row in samples_of(folder, name)] for folder, name in (
-        (tmp_path / "again" / "evaluation-step-0", "eval-000000"), (tmp_path / "average", "eval-000003"),
-        (tmp_path / "plain", "eval-000003"))]
+    ppo.main(
+        [
+            "--model",
+            str(tmp_path / "average" / "export_ema" / "latest"),
+            "--out",
+            str(tmp_path / "again"),
+            "--eval_only",
+            "--eval_data",
+            str(task / "eval.jsonl"),
+            "--reward",
+            f"{task / 'reward.py'}:letters",
+            "--max_prompt_tokens",
+            "512",
+            "--max_new_tokens",
+            "6",
+            "--prompts_per_step",
+            "4",
+            "--max_tokens_per_pack",
+            "600",
+        ]
+    )
+    answers = [
+        [row["response"] for row in samples_of(folder, name)]
+        for folder, name in (
+            (tmp_path / "again" / "evaluation-step-0", "eval-000000"),
+            (tmp_path / "average", "eval-000003"),
+            (tmp_path / "plain", "eval-000003"),
+        )
+    ]
     assert answers[0] == answers[1] != answers[2]
 
 
-@pytest.mark.parametrize("place", ["device", "cpu"])
-def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, place):
-    more = (*EMA, "--ema_device", place, "--actor_lr", "1e-2", "--save_every", "2")
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
+    more = (*EMA, "--offload", offload, "--actor_lr", "1e-2", "--save_every", "2")
     train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
     train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
     train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
-    whole, parts = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
+    whole, parts = (
+        tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts")
+    )
     assert same(whole, parts) and sum(name.endswith(".ema") for name in whole) == sum(
-        name.startswith("actor.model.") for name in whole)
+        name.startswith("actor.model.") for name in whole
+    )
 
 
 def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
     train(qwen25, task, tmp_path, "--steps", "1")
-    with pytest.raises(ppo.UserError, match="flags that alter the result .*--ema_beta 0.0 -> 0.75"):
+    with pytest.raises(
+        process.UserError, match="flags that alter the result .*--ema_beta 0.0 -> 0.75"
+    ):
         train(qwen25, task, tmp_path, "--steps", "2", *EMA)
-    with pytest.raises(ppo.UserError, match="cannot be loaded: .*Missing key .*ema"):
-        train(qwen25, task, tmp_path, "--steps", "2", *EMA, "--resume_changed_args", "allow")
+    with pytest.raises(process.UserError, match="cannot be loaded: .*Missing key .*ema"):
+        train(qwen25, task, tmp_path, "--steps", "2", *EMA, "--resume", "force")
 
 
 # ------------------------------------------------------------------------------------------------ host memory
-MOVED: list[tuple[int, torch.Tensor]] = []          # bytes and new place of what was moved
+MOVED: list[tuple[int, torch.Tensor]] = []  # bytes and new place of what was moved
 
 
 def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`placed` as where host and device have memory of their own: always a copy, and what is left behind is lost."""
-    old = vlm.shard_of(tensor)
+    """`to_device` as where host and device have memory of their own: always a copy, and what is
+    left behind is lost."""
+    old = fsdp.shard_of(tensor)
     new = old.clone()
     rest = torch.empty(0, dtype=old.dtype).set_(old.untyped_storage())
     rest.fill_(math.nan if old.is_floating_point() else 1)
@@ -161,43 +238,90 @@ def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def program(plan: Path) -> None:
+    samples_of_every_step()
     for line in json.loads(plan.read_text()):
         ppo.main(line)
-        vlm.placed = apart
-    (plan.parent / f"moved-{dist.get_rank()}.json").write_text(json.dumps([len(MOVED), sum(size for size, _ in MOVED)]))
+        fsdp.to_device = apart
+    (plan.parent / f"moved-{dist.get_rank()}.json").write_text(
+        json.dumps([len(MOVED), sum(size for size, _ in MOVED)])
+    )
     dist.destroy_process_group()
 
 
 def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=3):
-    """Reference, judge, scalar reward model, critic and average; two steps without moves, and one and one with them. Three
-    ranks: uneven shards, some of them empty."""
-    judge = vlm.judge_settings({})
-    vlm.count_judgements(judge, [("correct", "yes", True)])
+    """Reference, judge, scalar reward model, critic and average; two steps without moves, and one
+    and one with them. Three ranks: uneven shards, some of them empty."""
+    judge = judgements.judge_settings({})
+    judgements.count_judgements(judge, [("correct", "yes", True)])
     for name in ("judge", "scalar"):
         (tmp_path / name).mkdir()
         for file in qwen25.iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
     (tmp_path / "judge" / "judge.json").write_text(json.dumps(judge))
     weights = tensors(qwen25)
-    head = torch.randn(1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0))
-    save_file(weights | {"score.weight": head}, tmp_path / "scalar" / "model.safetensors", metadata={"format": "pt"})
-    recipe = json.dumps({"*": [[f"grm:{tmp_path / 'judge'}", 1], [f"rm:{tmp_path / 'scalar'}", 0.1]]})
-    more = ("--reward_recipe", recipe, "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator",
-            "full", "--critic_lr", "1e-3", *EMA, "--eval_data", str(task / "eval.jsonl"), "--eval_ema", "--max_eval_rows", "2")
+    head = torch.randn(
+        1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)
+    )
+    save_file(
+        weights | {"score.weight": head},
+        tmp_path / "scalar" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    recipe = json.dumps(
+        {"*": [[f"grm:{tmp_path / 'judge'}", 1], [f"rm:{tmp_path / 'scalar'}", 0.1]]}
+    )
+    more = (
+        "--reward_recipe",
+        recipe,
+        "--prompts_per_step",
+        "3",
+        "--kl_coef",
+        "0.1",
+        "--kl_in",
+        "loss",
+        "--kl_estimator",
+        "full",
+        "--reference_every",
+        "1",
+        "--critic_lr",
+        "1e-3",
+        *EMA,
+        "--eval_data",
+        str(task / "eval-3.jsonl"),
+    )
     lines = []
-    offload = ("--offload_optimizer", "--offload_frozen")
-    for name, extra in (("plain", ("--steps", "2")), ("moved", ("--steps", "1", *offload)), ("moved", ("--steps", "2", *offload))):
+    offload = ("--offload", "all")
+    for name, extra in (
+        ("plain", ("--steps", "2")),
+        ("moved", ("--steps", "1", *offload)),
+        ("moved", ("--steps", "2", *offload)),
+    ):
         line = flags(qwen25, task, tmp_path / name, *more, *extra)
-        del line[line.index("--reward"):line.index("--reward") + 2]
+        del line[line.index("--reward") : line.index("--reward") + 2]
         lines.append(line)
     (tmp_path / "plan.json").write_text(json.dumps(lines))
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), __file__,
-               str(tmp_path / "plan.json")]
+    clean = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        str(ranks),
+        __file__,
+        str(tmp_path / "plan.json"),
+    ]
     result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    plain, moved = (tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved"))
+    plain, moved = (
+        tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved")
+    )
     assert same(plain, moved) and any(name.startswith("critic.optimizer.state") for name in moved)
+    assert any(name.startswith("reference.model") for name in moved)  # saved, copied and read there
     for name in ("step-000001", "step-000002", "eval-000002"):
         assert samples_of(tmp_path / "plain", name) == samples_of(tmp_path / "moved", name)
     told = [json.loads((tmp_path / f"moved-{rank}.json").read_text()) for rank in range(ranks)]
@@ -205,44 +329,60 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=
 
 
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
-    monkeypatch.setattr(vlm, "placed", apart)
+    monkeypatch.setattr(fsdp, "to_device", apart)
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    optimizer = ppo.build_optimizer(env.actor, 1e-3, env.args)
-    ppo.start_average(env.args.update, optimizer)
+    role = ppo.make_trained(env.args, env.actor, None, env.reference)["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
-    vlm.move_state(optimizer, env.run.device, ("exp_avg", "exp_avg_sq", "ema"))
+    role.move_state(env.ranks.device)
     assert len(MOVED) == 3 * len(trained)
-    held = {state[name].to_local().data_ptr() for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq", "ema")}
+    state = role.optimizer.state.values()
+    held = {
+        own[name].to_local().data_ptr()
+        for own in state
+        for name in ("exp_avg", "exp_avg_sq", "ema")
+    }
     assert held == {tensor.data_ptr() for _, tensor in MOVED}
     MOVED.clear()
     before = dict(env.reference.named_parameters())
-    vlm.move_module(env.reference, env.run.device)
+    fsdp.move_module(env.reference, env.ranks.device)
     tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
-    assert {vlm.shard_of(t).data_ptr() for t in tensors_of} == {tensor.data_ptr() for _, tensor in MOVED}
+    assert {fsdp.shard_of(t).data_ptr() for t in tensors_of} == {
+        tensor.data_ptr() for _, tensor in MOVED
+    }
     assert all(before[name] is p for name, p in env.reference.named_parameters())
-    assert sum(size for size, _ in MOVED) == sum(vlm.shard_of(t).numel() * t.element_size() for t in tensors_of)
+    assert sum(size for size, _ in MOVED) == sum(
+        fsdp.shard_of(t).numel() * t.element_size() for t in tensors_of
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_relieved(qwen25, picture_rows):
-    """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are the same after the way back."""
+    """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
+    the same after the way back."""
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    step, optimizer = take(env), ppo.build_optimizer(env.actor, 1e-3, env.args)
-    samples = hand_samples(env, step)
-    expected = ppo.score_tokens(env.run, env.reference, step, samples)
-    for move, held in ((lambda device: vlm.move_module(env.reference, device), list(env.reference.parameters())),
-                       (lambda device: vlm.move_state(optimizer, device, ("exp_avg", "exp_avg_sq")),
-                        [p for p in env.actor.parameters() if p.requires_grad] * 2)):
-        size, before = sum(vlm.shard_of(t).numel() * 4 for t in held), torch.cuda.memory_allocated()
+    trained = ppo.make_trained(env.args, env.actor, None, env.reference)["actor"]
+    batch = hand_batch(env)
+    expected = score(env.reference, batch)
+    for move, held in (
+        (lambda device: fsdp.move_module(env.reference, device), list(env.reference.parameters())),
+        (trained.move_state, [p for p in env.actor.parameters() if p.requires_grad] * 3),
+    ):
+        size, before = (
+            sum(fsdp.shard_of(t).numel() * 4 for t in held),
+            torch.cuda.memory_allocated(),
+        )
         move(torch.device("cpu"))
         assert before - torch.cuda.memory_allocated() >= size
-        places = [*env.reference.parameters()] if len(held) == len([*env.reference.parameters()]) else \
-            [state["exp_avg"] for state in optimizer.state.values()]
-        assert all(vlm.shard_of(t).is_pinned() for t in places if t.numel())
-        move(env.run.device)
-        assert all(vlm.shard_of(t).is_cuda for t in env.reference.parameters())
-    assert torch.equal(ppo.score_tokens(env.run, env.reference, step, samples), expected)
+        places = (
+            [*env.reference.parameters()]
+            if len(held) == len([*env.reference.parameters()])
+            else [state["exp_avg"] for state in trained.optimizer.state.values()]
+        )
+        assert all(fsdp.shard_of(t).is_pinned() for t in places if t.numel())
+        move(env.ranks.device)
+        assert all(fsdp.shard_of(t).is_cuda for t in env.reference.parameters())
+    assert torch.equal(score(env.reference, batch), expected)
 
 
 if __name__ == "__main__":

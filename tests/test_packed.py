@@ -1,6 +1,8 @@
-"""Packed shared-prefix rows = one forward per sample with Hugging Face's own attention: log-probs, values, gradients."""
+"""Packed shared-prefix rows = one forward per sample with Hugging Face's own attention: log-probs,
+values, gradients."""
 
 import itertools
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -10,44 +12,71 @@ from conftest import start
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from common.buffers import Samples, build_row, make_blocks, make_packs
-from common.vlm import (PackedAttention, Processor, bucket_segments, image_features, language_hidden, load_pixels,
-                        load_prompts, load_weights, materialize, prompt_positions, resolve_folder, skeleton, unsharded,
-                        use_attention)
+from common.buffers import Batch, build_row, make_blocks, make_packs
+from common.fsdp import unsharded
+from common.settings import DataArgs
+from common.vlm.attention import PackedAttention, bucket_segments
+from common.vlm.data import Processor, load_pixels, load_prompts
+from common.vlm.model import decoder, hidden_states, image_features, prompt_positions
+from common.vlm.weights import Compute, build_frozen, load, materialize, resolve_folder
+
+CPU = torch.device("cpu")
+COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256)
 
 
-def random_samples(counts: list[int], vocabulary: int) -> Samples:
+def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
+    """For each prompt as many random responses as ``counts`` says."""
     generator = torch.Generator().manual_seed(3)
     lengths = torch.randint(1, 9, (sum(counts),), generator=generator)
-    total = int(lengths.sum())
-    return Samples(group=torch.tensor([g for g, n in enumerate(counts) for _ in range(n)]),
-                   number=torch.tensor([k for n in counts for k in range(n)]), lengths=lengths,
-                   truncated=torch.zeros(sum(counts), dtype=torch.bool),
-                   tokens=torch.randint(4, vocabulary - 8, (total,), generator=generator), logprobs=torch.zeros(total))
+    tokens = torch.randint(4, vocabulary - 8, (int(lengths.sum()),), generator=generator)
+    responses = iter(tokens.split(lengths.tolist()))
+    return [list(itertools.islice(responses, count)) for count in counts]
 
 
-@pytest.mark.parametrize("budget", [10 ** 6, 150])  # one pack; several packs and split groups
+def load_model(folder, loaded: bool = True):
+    """The model of a folder, not sharded; without its weights if not ``loaded``."""
+    model = build_frozen(
+        Processor(folder, DataArgs()).config, COMPUTE, 1000, vision=True, head=True
+    )
+    if loaded:
+        materialize(model, CPU)
+        load(model, folder)
+    return model
+
+
+def hidden_of(model, row, segments) -> torch.Tensor:
+    row.attention = PackedAttention(segments, "sdpa", CPU)
+    return hidden_states(model, row)
+
+
+@pytest.mark.parametrize("budget", [10**6, 150])  # one pack; several packs and split groups
 @pytest.mark.parametrize("share", [True, False])
 def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget, share):
-    processor = Processor(str(checkpoint))
-    prompts = load_prompts(picture_rows, processor, max_prompt_tokens=1000)
+    args = DataArgs(max_prompt_tokens=1000)
+    processor = Processor(checkpoint, args)
+    prompts = load_prompts(picture_rows, processor, args)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
-    ours = skeleton(processor.config)
-    use_attention(ours, "sdpa")
-    materialize(ours, torch.device("cpu"))
-    load_weights(ours, checkpoint)
-    samples = random_samples([3, 4, 2, 3], processor.config.text_config.vocab_size)
-    weights = torch.linspace(-1, 1, len(samples.tokens))
+    ours = load_model(checkpoint)
+    decoder(ours).requires_grad_(True)
+    vocabulary = processor.config.text_config.vocab_size
+    batch = Batch(prompts, list(range(4)), [0] * 4).with_targets(
+        random_responses([3, 4, 2, 3], vocabulary)
+    )
+    weights = torch.linspace(-1, 1, len(batch.tokens))
     image_id = processor.config.image_token_id
-    value_head = torch.randn(processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5))
+    value_head = torch.randn(
+        processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5)
+    )
 
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
     expected, expected_values = [], []
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
-        images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
-        out = oracle(input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=(ids == image_id).int(), use_cache=False,
-                     output_hidden_states=True, **images)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        if pixels[group] is not None:
+            inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels[group]))
+        types = (ids == image_id).int()
+        out = oracle(**inputs, mm_token_type_ids=types, use_cache=False, output_hidden_states=True)
         rows = slice(len(prompts[group].input_ids) - 1, ids.shape[1] - 1)
         expected.append(out.logits[0, rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0])
         expected_values.append(out.hidden_states[-1][0, rows] @ value_head)
@@ -55,15 +84,13 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     ((expected + expected_values) * weights).sum().backward()
 
     features = {g: image_features(ours, *pixels[g]) for g in range(len(prompts)) if pixels[g]}
-    lengths = [len(p.input_ids) for p in prompts]
-    packs = make_packs(samples, lengths, make_blocks(samples, lengths, budget, share=share), 1, budget, 64)[0]
-    assert (len(packs) == 1) == (budget > 10 ** 5)
-    logp, values = torch.zeros(len(samples.tokens)), torch.zeros(len(samples.tokens))
+    positions = {g: prompt_positions(ours, prompt) for g, prompt in enumerate(prompts)}
+    packs = make_packs(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
+    assert (len(packs) == 1) == (budget > 10**5)
+    logp, values = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
     for pack in packs:
-        members = {g for g, _ in pack}
-        row = build_row(samples, pack, {g: prompts[g].input_ids for g in members},
-                        {g: prompt_positions(ours, prompts[g]) for g in members}, features, image_id)
-        hidden = language_hidden(ours, row, PackedAttention(row.segments, "sdpa", torch.device("cpu")))[row.predict]
+        row = build_row(batch, pack, positions, features, ours.family.visual_token_ids())
+        hidden = hidden_of(ours, row, row.segments)[row.predict]
         row_logp = ours.lm_head(hidden).log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
         row_values = hidden @ value_head
         ((row_logp + row_values) * weights[row.flat]).sum().backward()
@@ -78,54 +105,75 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
 
 def test_a_wrong_segment_is_noticed(qwen25):
     """The comparison above can fail: a response that sees its neighbour has other log-probs."""
-    processor = Processor(str(qwen25))
-    model = skeleton(processor.config)
-    use_attention(model, "sdpa")
-    materialize(model, torch.device("cpu"))
-    load_weights(model, qwen25)
-    samples = random_samples([2], 200)
+    model = load_model(qwen25)
     ids = torch.randint(4, 200, (7,))
-    row = build_row(samples, [(0, (0, 1))], {0: ids}, {0: torch.arange(7).expand(3, -1)}, {}, processor.config.image_token_id)
-    right = language_hidden(model, row, PackedAttention(row.segments, "sdpa", torch.device("cpu")))
+    batch = Batch([SimpleNamespace(input_ids=ids)], [0], [0]).with_targets(
+        random_responses([2], 200)
+    )
+    positions = {0: torch.arange(7).expand(3, -1)}
+    row = build_row(batch, [(0, (0, 1))], positions, {}, model.family.visual_token_ids())
+    right = hidden_of(model, row, row.segments)
     start, end, *_ = row.segments[2]
-    leaking = row.segments[:2] + [(start, end, 0, start)]
-    wrong = language_hidden(model, row, PackedAttention(leaking, "sdpa", torch.device("cpu")))
+    wrong = hidden_of(model, row, row.segments[:2] + [(start, end, 0, start)])
     assert (right - wrong)[start:].abs().max() > 1e-2
 
 
 def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
     """A download cut short, a pointer of git-lfs, a checkpoint of pickles alone."""
-    model = skeleton(Processor(str(qwen25)).config)
-    for data in ((qwen25 / "model.safetensors").read_bytes()[:9000], b"version https://git-lfs.github.com/spec/v1\n"):
+    model = load_model(qwen25, loaded=False)
+    for data in (
+        (qwen25 / "model.safetensors").read_bytes()[:9000],
+        b"version https://git-lfs.github.com/spec/v1\n",
+    ):
         (tmp_path / "model.safetensors").write_bytes(data)
-        with pytest.raises(ValueError, match=f"model.safetensors: {len(data)} bytes are no whole safetensors file .*git-lfs"):
-            load_weights(model, tmp_path)
+        with pytest.raises(
+            ValueError,
+            match=f"model.safetensors: {len(data)} bytes are no whole safetensors file .*git-lfs",
+        ):
+            load(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="model.safetensors is missing .*from safetensors files only"):
-        load_weights(model, tmp_path)
+    with pytest.raises(
+        ValueError, match="model.safetensors is missing .*from safetensors files only"
+    ):
+        load(model, tmp_path)
 
 
 @pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
 def test_quantized_weights_are_refused(qwen25, tmp_path, dtype, name):
     """They have the right names and shapes, and would be read without their scales."""
-    model = skeleton(Processor(str(qwen25)).config)
-    materialize(model, torch.device("cpu"))
+    model = load_model(qwen25, loaded=False)
+    materialize(model, CPU)
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
-    save_file(weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"{key} is of type {name}; quantized weights are not supported"):
-        load_weights(model, tmp_path)
+    save_file(
+        weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)},
+        tmp_path / "model.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=f"{key} is of type {name}; quantized weights are not supported"
+    ):
+        load(model, tmp_path)
 
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_of_a_hub_name_weights_are_fetched_once(weights, tmp_path, monkeypatch):
     """Mistral's repositories hold them in a second layout as well."""
-    files = ["config.json", "chat_template.jinja", "model-00001-of-00002.safetensors", "consolidated.safetensors",
-             "consolidated-00001-of-00002.safetensors", "pytorch_model.bin"]
+    files = [
+        "config.json",
+        "chat_template.jinja",
+        "model-00001-of-00002.safetensors",
+        "consolidated.safetensors",
+        "consolidated-00001-of-00002.safetensors",
+        "pytorch_model.bin",
+    ]
     asked = {}
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **patterns: asked.update(patterns) or tmp_path)
+    monkeypatch.setattr(
+        huggingface_hub,
+        "snapshot_download",
+        lambda name, **patterns: asked.update(patterns) or tmp_path,
+    )
     assert resolve_folder("owner/name", weights) == tmp_path
-    assert list(huggingface_hub.utils.filter_repo_objects(files, **asked)) == files[:2 + weights]
+    assert list(huggingface_hub.utils.filter_repo_objects(files, **asked)) == files[: 2 + weights]
 
 
 def test_buckets_cover_every_segment_once():
@@ -138,22 +186,40 @@ def test_buckets_cover_every_segment_once():
         areas = len_q * len_k * np.where(len_q == len_k, 0.5, 1)
         for members in buckets:
             q, k = len_q[members], len_k[members]
-            padded = len(members) * int(q.max()) * int(k.max()) * (0.5 if (q == k).all() and (q == q[0]).all() else 1)
+            padded = (
+                len(members)
+                * int(q.max())
+                * int(k.max())
+                * (0.5 if (q == k).all() and (q == q[0]).all() else 1)
+            )
             assert len(members) == 1 or padded <= max(1 << 14, 1.5 * areas[members].sum())
 
 
 def test_prompts_are_not_masked_for_the_sake_of_short_responses():
-    """Three equal prompts, causal without a mask, and six responses of 4 tokens behind them: thrown together, they took
-    twice the time of an update."""
+    """Three equal prompts, causal without a mask, and six responses of 4 tokens behind them: thrown
+    together, they took twice the time of an update."""
     len_q, len_k = np.array([1024, 4, 4] * 3), np.array([1024, 1028, 1028] * 3)
-    assert sorted(sorted(b.tolist()) for b in bucket_segments(len_q, len_k)) == [[0, 3, 6], [1, 2, 4, 5, 7, 8]]
+    assert sorted(sorted(b.tolist()) for b in bucket_segments(len_q, len_k)) == [
+        [0, 3, 6],
+        [1, 2, 4, 5, 7, 8],
+    ]
 
 
 def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
-    """Rounded to bfloat16, the tower's frequencies are off by 0.2 rad at patch 100; only its weights may be cast."""
-    env, trained = (start(qwen25, picture_rows, "--dtype", "bfloat16", *flags) for flags in ((), ("--train_vision",)))
+    """Rounded to bfloat16, the tower's frequencies are off by 0.2 rad at patch 100; only its
+    weights may be cast."""
+    env, trained = (
+        start(qwen25, picture_rows, "--dtype", "bfloat16", *flags)
+        for flags in ((), ("--train_vision",))
+    )
     assert {p.dtype for p in env.actor.model.model.visual.parameters()} == {torch.bfloat16}
-    assert {b.dtype for name, b in env.actor.named_buffers() if "inv_freq" in name} == {torch.float32}
-    with torch.no_grad(), unsharded(trained.actor):        # nor may FSDP2 cast the angles in front of a tower that is trained
-        features = [image_features(e.actor.model, *load_pixels(env.prompts[2], env.processor)) for e in (env, trained)]
+    assert {b.dtype for name, b in env.actor.named_buffers() if "inv_freq" in name} == {
+        torch.float32
+    }
+    # nor may FSDP2 cast the angles in front of a tower that is trained
+    with torch.no_grad(), unsharded(trained.actor):
+        features = [
+            image_features(e.actor.model, *load_pixels(env.prompts[2], env.processor))
+            for e in (env, trained)
+        ]
     assert torch.equal(*features)

@@ -1,4 +1,5 @@
-"""--dry_run: what it adds up is what models, optimizers, caches and updates take, and it needs no weights.
+"""launch/plan.py: what it adds up is what models, optimizers, caches and updates take, and it needs
+no weights.
 
 Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
 """
@@ -8,6 +9,7 @@ import re
 import shutil
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,13 +18,24 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConfig
 
-import train_grm_vl as grm
+import plan
 import train_ppo_vl as ppo
-from common import losses, vlm
-from common.buffers import as_samples
-from common.logging import RESERVED_GIB, memory_plan
+from common import distributed, fsdp, memory, process, rewards
+from common.settings import DataArgs
+from common.vlm import attention as vlm_attention, data, model as vlm
 
 ROLES = ("actor", "critic", "reference")
+OWN = SimpleNamespace(gpus=8, gib=80.0)
+
+
+def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
+    """The models of a run on meta, as a plan builds them."""
+    line = ["--model", str(checkpoint), "--data", str(rows), "--max_prompt_tokens", "512"]
+    line += ["--max_new_tokens", "12", "--prompts_per_step", "4", *flags]
+    args = plan.with_small_files(ppo.parse_args(line), OWN.gpus)
+    loaded = ppo.load_rows(args)
+    models = plan.build_ppo_models(args, rewards.load(args.reward), loaded)
+    return SimpleNamespace(args=args, models=models, prompts=loaded.train)
 
 
 def local_bytes(tensors) -> int:
@@ -33,83 +46,117 @@ def test_parameters_are_those_of_the_model(checkpoint, picture_rows):
     """By part, those of Hugging Face's model; on meta and loaded alike."""
     model = AutoModelForImageTextToText.from_pretrained(checkpoint)
     size = lambda part: sum(p.numel() for p in part.parameters())  # noqa: E731
-    real, dry = (start(checkpoint, picture_rows, "--kl_coef", "0.1", *more) for more in ((), ("--dry_run",)))
-    parts = {"vision": size(model.model.visual), "layers": size(model.model.language_model.layers),
-             "embeddings": size(model.get_input_embeddings()), "head": size(model.lm_head),
-             "rest": size(model.model.language_model.norm), "total": model.num_parameters()}
+    env, dry = (make(checkpoint, picture_rows, "--kl_coef", "0.1") for make in (start, planned))
+    real = {role: getattr(env, role) for role in ROLES}
+    parts = {
+        "vision": size(model.model.visual),
+        "layers": size(model.model.language_model.layers),
+        "embeddings": size(model.get_input_embeddings()),
+        "head": size(model.lm_head),
+        "rest": size(model.model.language_model.norm),
+        "total": model.num_parameters(),
+    }
     width = model.config.text_config.hidden_size
     critic = parts | {"vision": 0, "head": 0, "rest": parts["rest"] + width}
     critic["total"] = parts["total"] - parts["vision"] - parts["head"] + width
-    expected = {"actor": parts, "critic": critic,
-                "reference": parts | {"vision": 0, "total": parts["total"] - parts["vision"]}}
-    for env in (real, dry):
-        assert {role: vlm.count_parameters(getattr(env, role)) for role in ROLES} == expected
-    assert all(p.is_meta for role in ROLES for p in getattr(dry, role).model.parameters())
+    expected = {
+        "actor": parts,
+        "critic": critic,
+        "reference": parts | {"vision": 0, "total": parts["total"] - parts["vision"]},
+    }
+    for models in (real, dry.models):
+        assert {role: memory.count_parameters(models[role]) for role in ROLES} == expected
+    assert all(p.is_meta for role in ROLES for p in dry.models[role].model.parameters())
 
 
 def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
-    real, dry = (start(qwen25, picture_rows, "--kl_coef", "0.1", *more) for more in ((), ("--dry_run",)))
+    flags = ("--kl_coef", "0.1", "--dtype", "float32")
+    real, dry = (make(qwen25, picture_rows, *flags) for make in (start, planned))
     for role in ROLES:
-        module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 4)
-        tower = {id(p) for p in vlm.vision_parameters(module.model)}
-        assert plan["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
-        assert plan["tower"] == local_bytes(p for p in module.parameters() if id(p) in tower)
-        assert (plan["tower"] > 0) == (role == "actor") and (plan["Adam"] > 0) == (role != "reference")
+        module = getattr(real, role)
+        found = memory.resident_bytes(dry.models[role], 1)
+        tower = {id(p) for p in vlm.tower_parameters(module.model)}
+        assert found["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert found["tower"] == local_bytes(p for p in module.parameters() if id(p) in tower)
+        assert (found["tower"] > 0) == (role == "actor") and (found["Adam"] > 0) == (
+            role != "reference"
+        )
         if role != "reference":
-            optimizer = ppo.build_optimizer(module, 1e-3, real.args)
-            assert plan["Adam"] == local_bytes(x for state in optimizer.state.values() for x in state.values())
+            optimizer = fsdp.Trained(module, real.args.optim, 1e-3).optimizer
+            assert found["Adam"] == local_bytes(
+                x for state in optimizer.state.values() for x in state.values()
+            )
             for parameter in module.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            assert plan["Adam"] / 2 == local_bytes(p.grad for p in module.parameters() if p.grad is not None)
-        root, largest, layers = vlm.gathered_bytes(getattr(dry, role), 4)
-        with vlm.unsharded(module):
-            assert root + layers == local_bytes(p for p in module.parameters() if id(p) not in tower)
-            assert largest == local_bytes(vlm.language_model(module.model).layers[0].parameters())
+            assert found["Adam"] / 2 == local_bytes(
+                p.grad for p in module.parameters() if p.grad is not None
+            )
+        root, largest, layers = memory.gathered_bytes(dry.models[role])
+        with fsdp.unsharded(module):
+            assert root + layers == local_bytes(
+                p for p in module.parameters() if id(p) not in tower
+            )
+            assert largest == local_bytes(vlm.decoder(module.model).layers[0].parameters())
 
 
 def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
     always = {"actor weights", "actor tower", "critic weights"}
-    needed = {"rollout": set(), "score": {"reference weights"}, "update critic": {"critic Adam"},
-              "update actor": {"actor Adam", "actor average"}}
-    for offload in ([], ["--offload_optimizer", "--offload_frozen"]):
-        env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--ema_beta", "0.9", "--dry_run", *offload)
-        plan = ppo.plan_memory(env.args, {role: getattr(env, role) for role in ROLES}, 100, False)
-        held = {phase: {part for part in parts if part.split()[0] in ROLES} for phase, parts in plan.items()}
+    needed = {
+        "rollout": set(),
+        "score": {"reference weights"},
+        "update critic": {"critic Adam"},
+        "update actor": {"actor Adam", "actor average"},
+    }
+    for offload in ("none", "all"):
+        dry = planned(
+            qwen25, picture_rows, "--kl_coef", "0.1", "--ema_beta", "0.9", "--offload", offload
+        )
+        phases = plan.StepMemory(dry.args, dry.models, OWN).phases(100, False)
+        held = {
+            phase: {part for part in parts if part.split()[0] in ROLES}
+            for phase, parts in phases.items()
+        }
         everything = always.union(*needed.values())
-        assert held == {phase: always | parts if offload else everything for phase, parts in needed.items()}
+        assert held == {
+            phase: always | parts if offload == "all" else everything
+            for phase, parts in needed.items()
+        }
 
 
 def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     """It is kept in the compute type; float32 are the adapters and the critic's head."""
     flags = ("--lora_rank", "4", "--dtype", "bfloat16")
-    real, dry = (start(qwen25, picture_rows, *flags, *more) for more in ((), ("--dry_run",)))
+    real, dry = (make(qwen25, picture_rows, *flags) for make in (start, planned))
     for role in ("actor", "critic"):
-        module, plan = getattr(real, role), vlm.resident_bytes(getattr(dry, role), 1, 2)
-        tower = {id(p) for p in vlm.vision_parameters(module.model)}
-        assert plan["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
-        assert plan["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
+        module, found = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
+        tower = {id(p) for p in vlm.tower_parameters(module.model)}
+        assert found["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert found["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("script", [ppo, grm])
+@pytest.mark.parametrize("script", ["ppo", "grm"])
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""
     line = ["--model", "m", "--data", "d.jsonl", "--hsdp", "3"]
-    for more, ranks in (([], 1), (["--dry_run"], 8)):
-        with pytest.raises(script.UserError, match=f"--hsdp 3 must divide the number of ranks, {ranks}"):
-            script.start_run(script.parse_args(line + more))
-    with pytest.raises(script.UserError, match="it needs --data"):
-        script.parse_args(["--model", "m", "--eval_only", "--eval_data", "e.jsonl", "--dry_run"])
+    with pytest.raises(process.UserError, match="--hsdp 3 must divide the number of ranks, 8"):
+        plan.main([script, "--", *line])
+    with pytest.raises(process.UserError, match="--hsdp 3 must divide the number of ranks, 1"):
+        distributed.start(60.0, 3)
+    with pytest.raises(process.UserError, match="it needs --data"):
+        plan.main([script, "--", "--model", "m", "--eval_only", "--eval_data", "e.jsonl"])
 
 
 def test_bytes_of_the_cache(checkpoint):
-    text = vlm.Processor(checkpoint).config.get_text_config()
+    text = data.Processor(checkpoint, DataArgs()).config.get_text_config()
     for dtype in (torch.float32, torch.bfloat16):
-        cache = vlm.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
-        assert cache.keys.nbytes + cache.values.nbytes == 3 * 50 * vlm.cache_bytes(text, dtype.itemsize)
+        cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
+        stored = cache.keys.nbytes + cache.values.nbytes
+        assert stored == 3 * 50 * vlm_attention.cache_bytes(text, dtype.itemsize)
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside had at the same time; FSDP2 shrinks storages that it keeps."""
+    """The most bytes that tensors made inside had at the same time; FSDP2 shrinks storages that it
+    keeps."""
 
     def __init__(self):
         super().__init__()
@@ -124,99 +171,193 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype, checkpointing, vocabulary, chunk", [  # the peak in a layer, and at the head, whose
-    ("float32", False, 300, 64), ("bfloat16", True, 300, 64), ("float32", True, 20000, 256)])  # products are float32 on a CPU
+# the peak in a layer, and at the head, whose
+@pytest.mark.parametrize(
+    "dtype, checkpointing, vocabulary, chunk",
+    [
+        # products are float32 on a CPU
+        ("float32", False, 300, 64),
+        ("bfloat16", True, 300, 64),
+        ("float32", True, 20000, 256),
+    ],
+)
 def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing, vocabulary, chunk):
-    """Gathered weights, activations and backward of one row against what is alive while actor and critic learn from it."""
+    """Gathered weights, activations and backward of one row against what is alive while actor and
+    critic learn from it."""
     config = AutoConfig.from_pretrained(qwen25)
-    sizes = {"hidden_size": 128, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": max(vocabulary, config.text_config.vocab_size),
-             "layer_types": ["full_attention"] * 4}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 640,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": max(vocabulary, config.text_config.vocab_size),
+        "layer_types": ["full_attention"] * 4,
+    }
     for name, size in sizes.items():
         setattr(config.text_config, name, size)
-    config.text_config.rope_parameters = {**config.text_config.rope_parameters, "mrope_section": [4, 6, 6]}
+    config.text_config.rope_parameters = {
+        **config.text_config.rope_parameters,
+        "mrope_section": [4, 6, 6],
+    }
     config.vision_config.out_hidden_size = 128
     shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    env = start(tmp_path, picture_rows, "--dtype", dtype, "--head_chunk", str(chunk), "--max_rows", "1",
-                *["--gradient_checkpointing"] * checkpointing)
-    step, n = take(env), 1000
-    samples = as_samples([[torch.randint(4, 200, (n,))]])
-    samples.old_logprobs = samples.logprobs
-    samples.advantages = samples.returns = samples.values = torch.randn(n)
-    weights, itemsize = ppo.minibatch_weights(env.run, samples, range(1)), 2 if dtype == "bfloat16" else 4
+    env = start(
+        tmp_path,
+        picture_rows,
+        "--dtype",
+        dtype,
+        "--head_chunk",
+        str(chunk),
+        "--max_rows",
+        "1",
+        *["--gradient_checkpointing"] * checkpointing,
+    )
+    n = 1000
+    batch = take(env).with_targets([[torch.randint(4, 200, (n,))]])
+    batch.sampling, batch.logprobs, batch.old_logprobs = (
+        env.sampling,
+        torch.zeros(n),
+        torch.zeros(n),
+    )
+    batch.advantages = batch.returns = batch.values = torch.randn(n)
+    batch.in_policy_loss = torch.ones(n, dtype=torch.bool)
+    weights = ppo.token_weights(batch, range(1), batch.in_policy_loss, env.args)
+    part = ppo.Minibatch(range(1), weights, weights, None)
     for module in (env.actor, env.critic):
-        ppo.build_optimizer(module, 1e-3, env.args)
+        trained = fsdp.Trained(module, env.args.optim, 1e-3)
         module.train()
-        for _ in range(2):                                         # the second time as in an update of several rows
+        for _ in range(2):  # the second time as in an update of several rows
             with LiveBytes() as live:
-                (row, attention), = ppo.packed_rows(env.run, module.model, step, samples)
+                (row,) = vlm.packed_rows(module.model, batch)
                 if module is env.actor:
-                    loss, _ = ppo.actor_loss(env.run, module, row, attention, samples, weights, 0.0)
+                    loss, _ = ppo.actor_loss(trained, row, batch, part, 0.0, env.args)
                 else:
-                    loss = (weights * losses.value_loss(module(row, attention), samples.values, samples.returns, 0.2)).sum()
+                    loss, _ = ppo.critic_loss(module, row, batch, part, env.args)
                 loss.backward()
-        root, layer, _ = vlm.gathered_bytes(module, itemsize)
-        parts = vlm.backward_bytes(module, row.input_ids.shape[1], itemsize, checkpointing, chunk)
+        root, layer, _ = memory.gathered_bytes(module)
+        parts = memory.backward_bytes(module, row.input_ids.shape[1], checkpointing)
         assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.2, (parts, live.peak)
 
 
 @pytest.fixture(scope="module")
 def seven_b(qwen25, tmp_path_factory) -> Path:
-    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no weights."""
+    """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no
+    weights."""
     folder = tmp_path_factory.mktemp("7b")
     small = json.loads((qwen25 / "config.json").read_text())
     for path in qwen25.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, folder)
     ids = {name: value for name, value in small.items() if name.endswith("token_id")}
-    text = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
-            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
-    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
-              "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-    Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **ids).save_pretrained(folder)
+    text = {
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    }
+    vision = {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    }
+    Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
+    ).save_pretrained(folder)
     return folder
 
 
 def cells(text: str) -> dict[str, list[float]]:
     """Rows of the printed table."""
-    rows = [re.fullmatch(r"([A-Za-z ]+?)((?: +\d+\.\d\d)+)", line.rstrip()) for line in text.splitlines()]
+    rows = [
+        re.fullmatch(r"([A-Za-z ]+?)((?: +\d+\.\d\d)+)", line.rstrip())
+        for line in text.splitlines()
+    ]
     return {row[1]: [float(x) for x in row[2].split()] for row in rows if row}
 
 
 def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
-    """Numbers by hand, in GiB on each of eight GPUs; what the plan prints fits with checkpointing and not without."""
-    line = ["--model", str(seven_b), "--data", picture_rows, "--dry_run", "--kl_coef", "0.01", "--out",
-            str(tmp_path / "out"), "--prompts_per_step", "4", "--reward", "exact", "--attention", "flash_attn"]
-    peak = ppo.main([*line, "--gradient_checkpointing"])["plan/peak_gib"]
+    """Numbers by hand, in GiB on each of eight GPUs; what the plan prints fits with checkpointing
+    and not without."""
+    line = [
+        "--model",
+        str(seven_b),
+        "--data",
+        picture_rows,
+        "--kl_coef",
+        "0.01",
+        "--out",
+        str(tmp_path / "out"),
+        "--prompts_per_step",
+        "4",
+        "--reward",
+        "exact",
+        "--attention",
+        "flash_attn",
+    ]
+
+    def peak_of(gpus: int, *more: str) -> float:
+        return plan.main(["ppo", "--gpus", str(gpus), "--gib", "80", "--", *line, *more])[
+            "plan/peak_gib"
+        ]
+
+    peak = peak_of(8, "--gradient_checkpointing")
     text = capsys.readouterr().out
-    assert "actor, million parameters: vision 676.550  layers 6525.618  embeddings 544.997  head 544.997  rest 0.004  " \
-           "total 8292.167" in text
-    gib, language = 2 ** 30, 8292166656 - 676550144
+    assert (
+        "actor, million parameters: vision 676.550  layers 6525.618  embeddings 544.997  head 544.997  rest 0.004  "
+        "total 8292.167" in text
+    )
+    gib, language = 2**30, 8292166656 - 676550144
     table = cells(text)
     assert table["actor weights"] == pytest.approx([4 * language / 8 / gib] * 4, abs=0.006)
-    assert table["critic Adam"] == pytest.approx([8 * (language - 152064 * 3584 + 3584) / 8 / gib] * 4, abs=0.006)
+    assert table["critic Adam"] == pytest.approx(
+        [8 * (language - 152064 * 3584 + 3584) / 8 / gib] * 4, abs=0.006
+    )
     assert table["actor tower"] == pytest.approx([2 * 676550144 / gib] * 4, abs=0.006)
-    rows = [len(row.input_ids) for row in start(seven_b, picture_rows, "--dry_run", "--advantage", "grpo").prompts]
-    cache = 2 * 28 * 512 * 2 * (max(rows) + 1024) * 4                     # one prompt per GPU, four samples of it
+    rows = [
+        len(row.input_ids) for row in planned(seven_b, picture_rows, "--advantage", "grpo").prompts
+    ]
+    cache = 2 * 28 * 512 * 2 * (max(rows) + 1024) * 4  # one prompt per GPU, four samples of it
     assert table["KV cache"] == pytest.approx([cache / gib], abs=0.006)
-    assert peak == pytest.approx(max(table["total"]), abs=0.006) and table["total"][3] == max(table["total"])
-    assert 35 < peak < 60 and f"peak: {peak:.1f} of 80 GiB, in update actor: fits, {80 - peak:.1f} GiB to spare" in text
+    assert peak == pytest.approx(max(table["total"]), abs=0.006) and table["total"][3] == max(
+        table["total"]
+    )
+    assert (
+        35 < peak < 60
+        and f"peak: {peak:.1f} of 80 GiB, in update actor: fits, {80 - peak:.1f} GiB to spare"
+        in text
+    )
     assert 0.0 < table["activations"][1] < 10 and not (tmp_path / "out").exists()
-    with pytest.raises(ppo.UserError, match=r"in update actor: does not fit by \d\d\.\d GiB; --gradient_checkpointing"):
-        ppo.main(line)
+    with pytest.raises(
+        process.UserError,
+        match=r"in update actor: does not fit by \d\d\.\d GiB; lower the largest parts",
+    ):
+        peak_of(8)
     assert f"with --gradient_checkpointing the peak is {peak:.1f} GiB" in capsys.readouterr().out
-    smaller = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16"])["plan/peak_gib"]
-    hybrid = ppo.main([*line, "--gradient_checkpointing", "--plan_world", "16", "--hsdp", "8"])["plan/peak_gib"]
+    smaller, hybrid = (
+        peak_of(16, "--gradient_checkpointing", *more) for more in ((), ("--hsdp", "8"))
+    )
     assert smaller < peak - 10 and hybrid == pytest.approx(peak)
 
 
 def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):
     """Of a hub name no weights are there to compare with those of the critic's own checkpoint."""
-    bare = shutil.copytree(qwen25, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert start(bare, picture_rows, "--dry_run", "--critic_model", str(qwen25)).critic
-    assert start(qwen25, picture_rows, "--dry_run", "--critic_model", str(bare)).critic
+    bare = shutil.copytree(
+        qwen25, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    assert "critic" in planned(bare, picture_rows, "--critic_model", str(qwen25)).models
+    assert "critic" in planned(qwen25, picture_rows, "--critic_model", str(bare)).models
 
 
 def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
@@ -224,35 +365,82 @@ def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
     env = start(qwen25, picture_rows, *more)
     step = take(env)
     with torch.no_grad():
-        ppo.compute_features(env.run, env.actor, step)
-    ppo.main(["--model", str(qwen25), "--data", picture_rows, "--dry_run", "--plan_world", "1", "--max_prompt_tokens", "512",
-              "--max_new_tokens", "12", "--prefill_tokens", "600", "--prompts_per_step", "4", "--rollouts_per_step", "2", "--reward", "exact",
-              *more])
+        vlm.compute_features(env.actor.model, step)
+    plan.main(
+        [
+            "ppo",
+            "--gpus",
+            "1",
+            "--",
+            "--model",
+            str(qwen25),
+            "--data",
+            picture_rows,
+            "--max_prompt_tokens",
+            "512",
+            "--max_new_tokens",
+            "12",
+            "--prompts_per_step",
+            "4",
+            "--rollouts_per_step",
+            "2",
+            "--reward",
+            "exact",
+            *more,
+        ]
+    )
     text = capsys.readouterr().out
-    prompts = ppo.prompts_of_batch(env.args, [env.prompts], *ppo.mix([1.0], 4), 0)[0]
-    order = [env.prompts.index(prompt) for prompt in prompts]
-    groups = [order[g] for g in ppo.minibatches(4, 2, (0, 1, 0))[0]]
+    halves = data.DrawOrder([env.prompts], [1.0], 2, 2, 0)
+    order = [env.prompts.index(prompt) for half in (0, 1) for prompt in halves(half)[0]]
+    groups = [order[g] for g in step.minibatches(2, (0, 1, 0))[0]]
     for length in (12, 6):
-        samples = as_samples([[torch.zeros(length, dtype=torch.int64)] * 3] * 4)
-        packs = len(list(ppo.packed_rows(env.run, env.actor.model, step, samples, groups)))
-        tokens = sum(step.lengths) + 12 * length
-        assert f"responses of {length} tokens: {tokens} tokens per step, {packs} packs per GPU and update" in text
+        batch = step.with_targets([[torch.zeros(length, dtype=torch.int64)] * 3] * 4)
+        packs = len(list(vlm.packed_rows(env.actor.model, batch, groups)))
+        tokens = sum(step.prompt_lengths) + 12 * length
+        assert (
+            f"responses of {length} tokens: {tokens} tokens per step, {packs} packs per GPU and update"
+            in text
+        )
 
 
 def test_the_judges_plan(seven_b, tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"question": "how many?", "response": "3", "correct": true}\n')
-    line = ["--model", str(seven_b), "--data", str(tmp_path / "rows.jsonl"), "--dry_run", "--out", str(tmp_path / "out")]
-    peak = grm.main([*line, "--gradient_checkpointing"])["plan/peak_gib"]
+    (tmp_path / "rows.jsonl").write_text(
+        '{"question": "how many?", "response": "3", "correct": true}\n'
+    )
+    line = [
+        "--model",
+        str(seven_b),
+        "--data",
+        str(tmp_path / "rows.jsonl"),
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    peak = plan.main(["grm", "--", *line, "--gradient_checkpointing"])["plan/peak_gib"]
     text = capsys.readouterr().out
     table, language = cells(text), 8292166656 - 676550144
-    assert "total 8292.167" in text and table["Adam"] == pytest.approx([language / 2 ** 30] * 2, abs=0.006)
+    assert "total 8292.167" in text and table["Adam"] == pytest.approx(
+        [language / 2**30] * 2, abs=0.006
+    )
     assert table["total"][0] == pytest.approx(peak, abs=0.006) and not (tmp_path / "out").exists()
-    with pytest.raises(grm.UserError, match="does not fit by"):
-        grm.main(line)
+    with pytest.raises(process.UserError, match="does not fit by"):
+        plan.main(["grm", "--", *line])
 
 
 def test_the_peak_is_the_largest_column():
-    lines, peak = memory_plan({"one": {"a": 2 ** 30, "b": 2 ** 29}, "two": {"b": 2 ** 32}}, 6.5)
-    assert peak == 4 + RESERVED_GIB and lines[-1] == "peak: 6.0 of 6.5 GiB, in two: fits, 0.5 GiB to spare"
-    assert cells("\n".join(lines))["total"] == [1.5 + RESERVED_GIB, 4 + RESERVED_GIB]
-    assert memory_plan({"one": {"a": 2 ** 33}}, 6.5)[0][-1].endswith("does not fit by 3.5 GiB")
+    lines, peak = plan.memory_table({"one": {"a": 2**30, "b": 2**29}, "two": {"b": 2**32}}, 6.5)
+    assert (
+        peak == 4 + plan.RESERVED_GIB
+        and lines[-1] == "peak: 6.0 of 6.5 GiB, in two: fits, 0.5 GiB to spare"
+    )
+    assert cells("\n".join(lines))["total"] == [1.5 + plan.RESERVED_GIB, 4 + plan.RESERVED_GIB]
+    assert plan.memory_table({"one": {"a": 2**33}}, 6.5)[0][-1].endswith("does not fit by 3.5 GiB")
+
+
+def test_flags_of_the_plan_and_of_the_run():
+    own, flags = plan.parse_args(["grm", "--gpus", "4", "--", "--model", "m", "--gpus", "2"])
+    assert (own.script, own.gpus, own.gib) == ("grm", 4, 80.0) and flags == ["--model", "m", "--gpus", "2"]
+    with pytest.raises(process.UserError, match="--model is no flag of the plan; the flags of the run stand after --"):
+        plan.parse_args(["ppo", "--model", "m"])
+    with pytest.raises(process.Exit) as ended:
+        plan.parse_args(["--help"])
+    assert ended.value.code == 0

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import start, take
-from test_training import (distance, flags, fresh, gradient, hand_samples, records, signal_handlers, task,  # noqa: F401
-                           tensors, train, with_flags)
+from conftest import computing, start, take, with_flags
+from test_algorithms import Caught
+from test_training import distance, fresh, gradient, signal_handlers, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import vlm
+from common import process
+from common.vlm import data as vlm_data, model as vlm
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def start_text(*where, more: tuple[str, ...] = ()):
     """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
     checkpoint, data, rows = where
     env = start(checkpoint, data, *ptx(rows), "--advantage", "grpo", "--temperature", "0.7", "--min_new_tokens", "2", *more)
-    env.text = ppo.load_text(env.run, env.processor)
+    env.text = ppo.load_text(env.args, env.processor)
     return env
 
 
@@ -45,10 +46,10 @@ def env(qwen25, picture_rows, rows):
     return start_text(qwen25, picture_rows, rows)
 
 
-def text_gradient(env, run: ppo.Run, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of rows by the code under test."""
     drawn = [env.text.rows[k][0] for k in picks]
-    stats = ppo.backward_text(run, env.actor, env.text, env.text.loader.collect(*env.text.loader.submit(drawn, picks)))
+    stats = ppo.backward_text(env.actor, env.text, env.text.loader.submit(drawn, picks), args)
     found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
     return float(stats["ptx_loss"]), found
@@ -75,26 +76,27 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
     expected, image_id = 0.0, env.processor.config.image_token_id
     for pick in picks:
         ids, targets = labelled(env, pick, labels)
-        pixels = vlm.load_pixels(env.text.rows[pick][0], env.processor)
+        pixels = vlm_data.load_pixels(env.text.rows[pick][0], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         loss = oracle(input_ids=ids, labels=targets, mm_token_type_ids=(ids == image_id).int(), use_cache=False, **images).loss
         share = int((targets[:, 1:] != -100).sum()) / total
         (0.5 * loss * share).backward()                                                                  # --ptx_coef
         expected += float(loss.detach()) * share
     reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if more or "visual" not in name}
-    for changes in ({}, {"max_tokens_per_pack": 110}, {"share_prompts": False, "head_chunk": 5}):
-        loss, found = text_gradient(env, with_flags(env.run, ptx_labels=labels, **changes), picks)
+    for changes in ({}, {"max_tokens_per_pack": 110}, {"apart": True, "head_chunk": 5}):
+        with computing(env.actor, **changes):
+            loss, found = text_gradient(env, with_flags(env.args, ptx_labels=labels), picks)
         assert loss == pytest.approx(expected, rel=1e-5) and distance(found, reference) < 1e-5, changes
 
 
 def test_text_labels_are_all_text(env):
     """The system prompt, both turns and the template's own marks are labels, pictures are not."""
     prompt, target = env.text.rows[3]
-    samples = ppo.as_samples([[], [], [], [target]])
     drawn = env.text.loader.collect(*env.text.loader.submit([p for p, _ in env.text.rows[:4]], [0, 1, 2, 3]))
-    ppo.compute_features(env.run, env.actor, drawn)
-    (row, _), = ppo.packed_rows(env.run, env.actor.model, drawn, samples)
-    row = ppo.label_text(row, env.actor.banned)
+    batch = drawn.with_targets([[], [], [], [target]])
+    vlm.compute_features(env.actor.model, batch)
+    row, = vlm.packed_rows(env.actor.model, batch)
+    row = row.label_text(env.processor.banned_mask())
     said = env.processor.tokenizer.decode(row.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
     marks = env.processor.tokenizer.convert_ids_to_tokens(list(env.processor.banned_ids))
@@ -104,45 +106,39 @@ def test_text_labels_are_all_text(env):
     assert said == whole.removeprefix(first) and "good day" in said and "it is blue" in said
 
 
-def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows, monkeypatch):
+def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     """One optimizer step; a skipped minibatch has no ptx_loss; --target_kl stops before the text is seen."""
     env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs", "1", "--minibatches", "1", "--target_kl", "1e9")
-    env.text, caught = ppo.load_text(env.run, env.processor), {}
-    policy, _ = gradient(env.run, env.actor, env.step, env.samples)
-    loss, text = text_gradient(env, env.run, [4, 3, 2, 1, 0])                               # one pass, in any order
-
-    def catch(run, module, optimizer, lr):
-        caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
-        module.zero_grad(set_to_none=True)
-        return 1.0, catch.applied
-
-    monkeypatch.setattr(ppo, "apply_gradients", catch)
-    for catch.applied in (True, False):
-        metrics = ppo.update_actor(env.run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0, None, env.text)
+    env.text = ppo.load_text(env.args, env.processor)
+    policy, _ = gradient(env.args, env.actor, env.batch)
+    loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
+    for applied in (True, False):
+        trained = Caught(env.actor, env.args, applied)
+        metrics = ppo.update_actor(trained, env.batch, 1, 0.0, env.text, env.args)
+        caught, = trained.gradients
         assert distance(caught, {name: policy[name] + text[name] for name in policy}) < 1e-6
         assert distance(caught, policy) > 1e-2
-        assert ("train/ptx_loss" in metrics) == catch.applied
-        assert not catch.applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=1e-6)
-    caught.clear()
-    env.samples.old_logprobs = env.samples.logprobs - 1                                     # far from where it was sampled
-    run = with_flags(env.run, target_kl=1e-6)
-    metrics = ppo.update_actor(run, env.actor, env.optimizer, env.step, env.samples, 1, 0.0, None, env.text)
-    assert not caught and "train/ptx_loss" not in metrics
+        assert ("train/ptx_loss" in metrics) == applied
+        assert not applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=1e-6)
+    trained = Caught(env.actor, env.args)
+    env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
+    metrics = ppo.update_actor(trained, env.batch, 1, 0.0, env.text, with_flags(env.args, target_kl=1e-6))
+    assert not trained.gradients and "train/ptx_loss" not in metrics
 
 
 def test_every_row_is_drawn_once_per_pass(env):
     """By step and update alone; frozen steps draw nothing. Five rows, two per update, two updates per step."""
-    run = with_flags(env.run, ptx_batch=2, epochs=2)
-    drawn = [picks for step in range(1, 6) for _, picks in ppo.draws_of_text(run.args, env.text, step)]
+    args = with_flags(env.args, ptx_batch=2, epochs=2)
+    drawn = [ppo.start_text(env.text, step, number, args)[1] for step in range(1, 6) for number in range(2)]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
     assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5)) and flat[:5] != flat[5:10]
-    late = [picks for _, picks in ppo.draws_of_text(with_flags(run, freezing_actor_steps=3).args, env.text, 4)]
-    assert late == drawn[:2]
+    warm = with_flags(args, critic_warmup_steps=3)
+    assert [ppo.start_text(env.text, 4, number, warm)[1] for number in range(2)] == drawn[:2]
 
 
 def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_path):
-    more = ptx(rows, "--ptx_batch", "2", "--minibatches", "2", "--freezing_actor_steps", "1", "--save_every", "2",
+    more = ptx(rows, "--ptx_batch", "2", "--minibatches", "2", "--critic_warmup_steps", "1", "--save_every", "2",
                "--critic_lr", "1e-3")
     whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
     train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
@@ -151,7 +147,7 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
     ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    with pytest.raises(ppo.UserError, match="flags that alter the result .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
+    with pytest.raises(process.UserError, match="flags that alter the result .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
         train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--max_rows", "4", "--resume", "must")
 
 
@@ -170,7 +166,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
     (tmp_path / "ptx.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(ppo.UserError, match=f"(?s)--ptx_data .*{message}"):
+    with pytest.raises(process.UserError, match=f"(?s)--ptx_data .*{message}"):
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
 
@@ -182,5 +178,5 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
         step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", str(len(lines))),
                       "--on_bad_row", "skip")
         assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
-    with pytest.raises(ppo.UserError, match="ptx.jsonl:1: .*damaged.png"):
+    with pytest.raises(process.UserError, match="ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

@@ -20,9 +20,12 @@ from PIL import Image
 from reward_server import LIES, RewardServer, open_pictures
 
 import train_ppo_vl as ppo
-from common import vlm
-from common.vlm import read_image
-
+from common import process, remote
+from common.remote import RewardError, Server
+from common.reward_functions import Samples, load_source, score_samples
+from common.settings import RewardArgs
+from common.vlm import images as vlm_images
+from common.vlm.images import read_image
 
 
 @pytest.fixture
@@ -38,7 +41,7 @@ def server():
 def pauses(monkeypatch):
     """Pauses before retries, noted instead of waited for."""
     noted = []
-    monkeypatch.setattr(ppo, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append))
+    monkeypatch.setattr(remote, "time", SimpleNamespace(monotonic=time.monotonic, sleep=noted.append))
     return noted
 
 
@@ -48,11 +51,12 @@ def columns(n, images=None):
             images or [[] for _ in range(n)])
 
 
-def ask(url, n=7, images=None, workers=1, timeout=20.0, **settings):
-    """Rewards and components of n samples, every third of them wrong, as the trainer gets them."""
-    source = ppo.load_source(url, ppo.RewardArgs(reward=url, **{"remote_timeout": 5.0} | settings))
-    scored = ppo.score_samples(source.function, *columns(n, images), spec=url, timeout_s=timeout, workers=workers,
-                               batch=source.batch)
+def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
+    """Rewards and components of n samples, every third of them wrong, as the trainer gets them. The time of all tries
+    is not limited here."""
+    source = load_source(url, RewardArgs(reward=url, reward_timeout=2 * try_seconds, **settings))
+    args = RewardArgs(reward_timeout=20.0, reward_workers=workers)
+    scored = score_samples(source, Samples(*columns(n, images), rows=[]), args)
     return scored.pop("reward"), scored
 
 
@@ -81,7 +85,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
         Image.fromarray(rng.integers(0, 255, (*size, *channels), dtype=np.uint8)).save(tmp_path / name)
         paths.append(str(tmp_path / name))
     images = [paths[:2], paths[:2], [], paths[2:], [paths[0]], [], []]
-    monkeypatch.setattr(vlm, "read_image", lambda path: opened.append(path) or read_image(path))
+    monkeypatch.setattr(vlm_images, "read_image", lambda path: opened.append(path) or read_image(path))
     assert ask(server.url("exact"), images=images, remote_batch=4)[1] == {"pictures": [2.0, 2.0, 0, 2.0, 1.0, 0, 0]}
     arrived = [open_pictures(pictures) for part in server.batches for pictures in part["images"]]
     for got, expected in zip(arrived, images, strict=True):
@@ -94,7 +98,7 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
 def test_text_survives_json(server):
     """Quotes, other alphabets, control characters, half a surrogate pair: what a policy may well sample."""
     texts = ['"}\\', "Würfel 骰子 🎲", "\x00\u2028\n", "\ud83c"]
-    reward = ppo.load_source(server.url("exact")).function
+    reward = load_source(server.url("exact")).function
     assert reward(texts, texts, texts, [None] * 4, [[]] * 4)["reward"] == [1.0] * 4
     assert server.batches[0]["queries"] == [2 * text for text in texts[:3]] + ["\ud83c\ud83c"]
 
@@ -118,7 +122,7 @@ def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures):
 
 
 def test_retries_and_pauses_are_capped(server, pauses):
-    with pytest.raises(ppo.RewardError, match=r"(?s)no answer in 8 tries \(--remote_retries\), at last HTTP 503: 'busy with "
+    with pytest.raises(RewardError, match=r"(?s)no answer in 8 tries \(--remote_retries\), at last HTTP 503: 'busy with "
                                               r"request 8'; sample 0 of 7.*Response  0"):
         ask(server.url("fail/99"), remote_retries=7)
     assert server.requests == 8 and pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
@@ -130,15 +134,15 @@ def test_retries_and_pauses_are_capped(server, pauses):
     ("length/9000", "IncompleteRead: IncompleteRead(97 bytes read, 8903 more expected)")])
 def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
     started = time.monotonic()
-    with pytest.raises(ppo.RewardError, match=re.escape(f"no answer in 3 tries (--remote_retries), at last {problem}")):
-        ask(server.url(path), remote_retries=2, remote_timeout=0.2)
+    with pytest.raises(RewardError, match=re.escape(f"no answer in 3 tries (--remote_retries), at last {problem}")):
+        ask(server.url(path), remote_retries=2, try_seconds=0.2)
     assert server.requests == 3 and len(pauses) >= 2 and time.monotonic() - started < 5
 
 
 def test_no_server_there(pauses):
     with socket.socket() as taken:                                     # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
-        with pytest.raises(ppo.RewardError, match="no answer in 5 tries .* ConnectionRefusedError"):
+        with pytest.raises(RewardError, match="no answer in 5 tries .* ConnectionRefusedError"):
             ask(f"http://127.0.0.1:{taken.getsockname()[1]}/exact")
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
@@ -154,7 +158,7 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
             "component": "style must be a list of 7 numbers", "message": "comment must be a list .*, got 'well done'",
             "both": r'must answer {"rewards"', "text": r"not JSON \(.*\): '<html>busy</html>'", "empty": "not JSON",
             "deep": "not JSON"}
-    with pytest.raises(ppo.RewardError, match=f"(?s)--reward {server.url('lie')}.*{said[kind]}.*sample 0 of 7.*Response  0"):
+    with pytest.raises(RewardError, match=f"(?s)--reward {server.url('lie')}.*{said[kind]}.*sample 0 of 7.*Response  0"):
         ask(server.url(f"lie/{kind}"))
     assert server.requests == 1 and pauses == []
 
@@ -162,13 +166,13 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
 def test_wrong_lengths_that_add_up_are_noticed(server, monkeypatch):
     """The first answer one reward short, the second one too long: 7 in all, and all behind the third misplaced."""
     monkeypatch.setitem(LIES, "shifted", lambda rewards: LIES["short" if server.requests == 1 else "long"](rewards))
-    with pytest.raises(ppo.RewardError, match="must be a list of 4 numbers"):
+    with pytest.raises(RewardError, match="must be a list of 4 numbers"):
         ask(server.url("lie/shifted"), remote_batch=4)
 
 
 def test_components_that_change_between_requests(server, monkeypatch):
     monkeypatch.setitem(LIES, "moody", lambda rewards: {"rewards": rewards, f"mood {server.requests}": rewards})
-    with pytest.raises(ppo.RewardError, match=r"components \['mood 2', 'reward'\], expected \['mood 1', 'reward'\]"):
+    with pytest.raises(RewardError, match=r"components \['mood 2', 'reward'\], expected \['mood 1', 'reward'\]"):
         ask(server.url("lie/moody"), remote_batch=4)
 
 
@@ -178,14 +182,14 @@ def test_components_that_change_between_requests(server, monkeypatch):
                                            ("nowhere", "HTTP 404: 'no such path: /nowhere'"),
                                            ("length/20", "not JSON .*: '{\"rewards\": \\[0.0, 1.'")])
 def test_refusals_are_not_repeated(server, pauses, path, problem):
-    with pytest.raises(ppo.RewardError, match=problem):
+    with pytest.raises(RewardError, match=problem):
         ask(server.url(path))
     assert server.requests == 1 and pauses == []
 
 
 def test_answers_are_not_read_without_end(server, monkeypatch):
-    monkeypatch.setattr(ppo, "MAX_REPLY", 50)
-    with pytest.raises(ppo.RewardError, match="longer than 50 bytes"):
+    monkeypatch.setattr(remote, "MAX_REPLY", 50)
+    with pytest.raises(RewardError, match="longer than 50 bytes"):
         ask(server.url("exact"))
 
 
@@ -198,7 +202,7 @@ def test_what_answers_is_no_web_server(pauses):
                 connection.recv(2 ** 16)
 
         threading.Thread(target=greet, daemon=True).start()
-        with pytest.raises(ppo.RewardError, match="the server does not speak HTTP: BadStatusLine: 220 mail"):
+        with pytest.raises(RewardError, match="the server does not speak HTTP: BadStatusLine: 220 mail"):
             ask(f"http://127.0.0.1:{listener.getsockname()[1]}/")
     assert pauses == []
 
@@ -212,7 +216,7 @@ def test_https_asks_only_who_has_a_certificate(server, pauses, tmp_path, monkeyp
     context.load_cert_chain(files[1], files[0])
     server.socket = context.wrap_socket(server.socket, server_side=True)
     url = server.url("exact").replace("http:", "https:")
-    with pytest.raises(ppo.RewardError, match="SSLCertVerificationError"):
+    with pytest.raises(RewardError, match="SSLCertVerificationError"):
         ask(url)
     assert server.requests == 0
     monkeypatch.setenv("SSL_CERT_FILE", files[1])
@@ -223,16 +227,13 @@ def test_https_asks_only_who_has_a_certificate(server, pauses, tmp_path, monkeyp
                                  "https://me:secret@host/", "http://host/a b", "http://host/\n", "http://höst/",
                                  "http://host/#part", "http://[::1/"])
 def test_bad_address(url):
-    with pytest.raises(ppo.UserError, match="expected http://host:port/path"):
-        ppo.load_source(url)
+    with pytest.raises(process.UserError, match="expected http://host:port/path"):
+        load_source(url)
 
 
-def test_a_request_may_not_outlast_the_step():
-    flags = ["--model", "m", "--data", "d", "--remote_timeout", "90"]
-    with pytest.raises(ppo.UserError, match="--remote_timeout 90 exceeds --reward_timeout 60"):
-        ppo.parse_args([*flags, "--reward", "http://127.0.0.1:1/"])
-    ppo.parse_args(flags)
-    ppo.parse_args([*flags, "--reward", "http://127.0.0.1:1/", "--reward_timeout", "600"])
+def test_a_try_has_half_of_the_time_of_the_step():
+    """So that there is time for another one."""
+    assert Server("http://127.0.0.1:1/", RewardArgs(reward_timeout=60)).timeout == 30
 
 
 # ------------------------------------------------------------------------------------------------ in training
@@ -241,23 +242,24 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
     folder = Path(picture_rows).parent
     rows = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
 
-    def train(name, reward, data):
+    def train(name, reward, data, steps):
+        """The records of the steps, and the samples of the last one."""
         out = tmp_path / name
         ppo.main(["--model", str(qwen25), "--data", str(data), "--out", str(out), "--reward", reward, "--max_prompt_tokens",
-                  "512", "--max_new_tokens", "4", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps", "2",
-                  "--actor_lr", "1e-3", "--log_samples_every", "1", "--log_samples", "0", "--export_every", "0",
+                  "512", "--max_new_tokens", "4", "--prompts_per_step", "4", "--samples_per_prompt", "2", "--steps",
+                  str(steps), "--actor_lr", "1e-3", "--log_samples", "1", "--export_every", "0",
                   "--reward_workers", "2", "--remote_batch", "3"])
-        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-        records = [json.loads(line) for line in (out / "samples" / "step-000001.jsonl").read_text().splitlines()]
-        return [step for step in steps if "rollout/reward" in step], records
+        records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        samples = (out / "samples" / f"step-{steps:06d}.jsonl").read_text().splitlines()
+        return [record for record in records if "rollout/reward" in record], [json.loads(line) for line in samples]
 
-    _, records = train("first", "exact", picture_rows)
+    _, records = train("first", "exact", picture_rows, steps=1)
     said = {(record["source"].split(":")[1], record["sample"]): record["response"] for record in records}
     data = folder / "answered.jsonl"
     data.write_text("\n".join(json.dumps(row | {"answer": said[str(i), 0]}) for i, row in enumerate(rows, start=1)))
-    expected, by_rule = train("rule", "exact", data)
+    expected, by_rule = train("rule", "exact", data, steps=2)
     assert 0 < expected[0]["rollout/reward"] < 1
-    steps, by_server = train("server", server.url("exact"), data)
+    steps, by_server = train("server", server.url("exact"), data, steps=2)
     assert [record["reward"] for record in by_server] == [record["reward"] for record in by_rule]
     assert len(steps) == len(expected) == 2 and server.most_running >= 1
     same = [name for name in expected[0] if name.startswith(("rollout/", "train/")) and "accuracy" not in name]
@@ -270,7 +272,7 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
 
 
 def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp_path):
-    with pytest.raises(ppo.UserError, match=r"(?s)answered HTTP 418.*sample 0 of 8"):
+    with pytest.raises(process.UserError, match=r"(?s)answered HTTP 418.*sample 0 of 8"):
         ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--reward",
                   server.url("status/418"), "--max_prompt_tokens", "512", "--max_new_tokens", "4", "--prompts_per_step", "4",
                   "--samples_per_prompt", "2", "--steps", "1"])
@@ -278,11 +280,11 @@ def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp
 
 def test_the_server_runs_from_the_command_line():
     port = random.SystemRandom().randint(20000, 60000)
-    process = subprocess.Popen([sys.executable, str(Path(__file__).parent / "reward_server.py"), "--port", str(port)],
+    running = subprocess.Popen([sys.executable, str(Path(__file__).parent / "reward_server.py"), "--port", str(port)],
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
     try:
-        assert process.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"
+        assert running.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"
         assert ask(f"http://127.0.0.1:{port}/exact", n=2)[0] == [0.0, 1.0]
     finally:
-        process.terminate()
-        process.wait()
+        running.terminate()
+        running.wait()

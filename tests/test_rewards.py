@@ -9,15 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from train_ppo_vl import (RewardError, answers_equal, exact_match, extract_answer, format_score, load_source,
-                          parse_number, score_samples)
+from common import process, rewards
+from common.remote import RewardError
+from common.reward_functions import Samples, Source, load_source, score_samples
+from common.rules import answers_equal, exact_match, extract_answer, format_score, parse_number
+from common.settings import RewardArgs
 
 
-def score(fn, n=4, **kwargs):
-    columns = ([f"prompt {i}" for i in range(n)], [f"response {i}" for i in range(n)],
-               [f"reference {i}" for i in range(n)], [f"label {i}" for i in range(n)], [[] for _ in range(n)])
-    scored = score_samples(fn, *columns, spec="my.py:f", **kwargs)
+def score(fn, n=4, workers=1, batch=0, rows=None, timeout=60.0):
+    """Rewards and components of n samples."""
+    names = ("prompt", "response", "reference", "label")
+    columns = [[f"{name} {i}" for i in range(n)] for name in names]
+    samples = Samples(*columns, images=[[] for _ in range(n)], rows=rows or [])
+    source = Source("my.py:f", "f", "function", function=fn, batch=batch, takes_rows=bool(rows))
+    args = RewardArgs(reward_timeout=timeout, reward_workers=workers)
+    scored = score_samples(source, samples, args)
     return scored.pop("reward"), scored
+
+
+def one_sample(prompt="p", response="r", reference="a"):
+    return Samples([prompt], [response], [reference], [None], [[]], [{}])
 
 
 # ------------------------------------------------------------------------------------------------ extraction
@@ -46,30 +57,24 @@ def test_format_score(response, expected):
 
 # ------------------------------------------------------------------------------------------------ equality
 EQUAL = [
-    ("42", "42"), ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("007", "7"), ("-3", "−3"), ("1e3", "1000"),
-    (".5", "0.5"), ("1,234", "1234"), ("1{,}234", "1234"), (r"1,234,567.5", "1234567.5"), (r"12\,345", "12345"),
-    (r"10,\!000", "10000"), ("１", "１"), ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"), (r"\dfrac12", "1/2"),
-    (r"\tfrac{3}{4}", ".75"), (r"-\frac{1}{2}", "-.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac1{2}", "1/2"),
-    ("0.3333333", "1/3"), ("0.6666666666666666", "2/3"), ("1 1/2", "1.5"), (r"1\frac{1}{2}", "3/2"), ("2/4", "1/2"),
-    (r"-1\frac12", "-1.5"), ("-1 1/2", "-3/2"), (r"\sqrt{4}", "2"), (r"\sqrt2", "1.414213562"), ("√2", r"\sqrt{2}"),
-    (r"2\sqrt{3}", r"\sqrt{12}"), ("sqrt(9)", "3"), (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt{3}}"),
-    (r"\frac{3\sqrt{2}}{2}", "2.12132034"), (r"\frac{\sqrt3}{2}", "0.8660254"), (r"\frac{\sqrt3}2", r"\sqrt{3}/2"),
-    (r"2\pi/3", r"\frac{2}{3}\pi"), (r"\frac{4}{3} \pi", "4.18879020"), (r"-2\sqrt{2}\pi", "-8.88576588"),
-    (r"2\pi", "6.283185307"), ("2π", r"2 \pi"), ("pi/2", r"\frac{\pi}{2}"), ("2pi", r"2\pi"), (r"2\cdot\pi", r"2\pi"),
-    (r"3 \times 10^{5}", "300000"), ("3×10^5", "300000"), (r"1.5 \times 10^{-3}", "0.0015"), ("1.5e3", "1500"),
-    ("50%", "0.5"), (r"50\%", "50"), ("50", "50%"), ("50%", "50.0 %"), ("0%", "0"), ("$5", "5"), (r"\$1,000", "1000"),
-    ("$x+1$", "x + 1"), (r"$\frac{1}{2}$", "0.5"), (r"90^\circ", "90"), (r"90^{\circ}", "90°"),
-    (r"\left(1, 2\right)", "(1,2)"), ("5 cm", "5"), ("5cm", "5"), ("5 cm", "5cm"), (r"5\text{ cm}", "5"), ("5 m", "5"),
-    (r"12 \mathrm{cm}^2", "12"), ("5 square meters", "5"), ("3 apples", "3"), ("60 miles per hour", "60"),
-    ("9.8 m/s^2", "9.8"), ("1 1/2 cups", "1.5"), (r"\frac{1}{2} kg", ".5"), ("5 cm.", "5 cm"),
-    ("(B)", "B"), ("b", "(B)"), ("B.", "B"), (r"\text{(B)}", "B"), ("B)", "(B)"), (r"\textbf{C}", "c"), ("B:", "b"),
-    ("x=3", "3"), ("3", "x = 3"), ("x=3", "x=3.0"), (r"x_1 = 3", "3"), (r"\theta=30^\circ", "30"), ("x = 3 cm", "3"),
-    ("(1, 2)", "(1.0,2)"), ("[0, 1/2)", "[0,0.5)"), ("1, 2", "1,2.0"), ("(1,234)", "(1, 234)"), ("0,100", "0, 100"),
-    ("(1,2),(3,4)", "(1,2), (3,4.0)"), (r"(\frac{1}{2}, \sqrt{4})", "(0.5, 2)"), ("((1,2),3)", "((1, 2), 3.0)"),
-    (r"\{1, 2\}", r"\{1,2\}"), ("x=1, y=2", "x = 1,y=2"), ("red", "Red"), ("Red.", "red"), (r"\text{red}", "red"),
-    ("new  york", "New York"), ("nan", "NaN"), ("x + 1", "x+1"), (r"\dfrac{x}{2}", r"\frac{x}{2}"),
-    (r"\boxed{\frac{1}{2}}", "0.5"), ("2 + 2", "2+2"), ("x²", "x^2"), ("9" * 400, "9" * 400),
-    ("12345678901234567890", "12345678901234567890")]
+    ("42", "42"), ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("007", "7"), ("-3", "−3"),
+    (".5", "0.5"), ("1,234", "1234"), ("1{,}234", "1234"), (r"1,234,567.5", "1234567.5"),
+    (r"12\,345", "12345"), (r"10,\!000", "10000"), ("１", "１"), ("1/2", "0.5"),
+    (r"\frac{1}{2}", "0.5"), (r"\dfrac12", "1/2"), (r"\tfrac{3}{4}", ".75"),
+    (r"-\frac{1}{2}", "-.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac1{2}", "1/2"),
+    ("0.3333333", "1/3"), ("0.6666666666666666", "2/3"), ("2/4", "1/2"), ("50%", "0.5"),
+    (r"50\%", "50"), ("50", "50%"), ("50%", "50.0 %"), ("0%", "0"), ("$5", "5"),
+    (r"\$1,000", "1000"), ("$x+1$", "x + 1"), (r"$\frac{1}{2}$", "0.5"),
+    (r"\left(1, 2\right)", "(1,2)"), ("5 cm.", "5 cm"), ("(B)", "B"), ("b", "(B)"), ("B.", "B"),
+    (r"\text{(B)}", "B"), ("B)", "(B)"), (r"\textbf{C}", "c"), ("B:", "b"), ("(1, 2)", "(1.0,2)"),
+    ("[0, 1/2)", "[0,0.5)"), ("1, 2", "1,2.0"), ("(1,234)", "(1, 234)"), ("0,100", "0, 100"),
+    ("(1,2),(3,4)", "(1,2), (3,4.0)"), (r"(\frac{1}{2}, 2)", "(0.5, 2)"),
+    ("((1,2),3)", "((1, 2), 3.0)"), (r"\{1, 2\}", r"\{1,2\}"), ("x=1, y=2", "x = 1,y=2"),
+    ("red", "Red"), ("Red.", "red"), (r"\text{red}", "red"), ("new  york", "New York"),
+    ("nan", "NaN"), ("x + 1", "x+1"), (r"\dfrac{x}{2}", r"\frac{x}{2}"),
+    (r"\boxed{\frac{1}{2}}", "0.5"), ("2 + 2", "2+2"), ("9" * 400, "9" * 400),
+    ("12345678901234567890", "12345678901234567890"),
+]
 UNEQUAL = [
     ("42", "43"), ("", ""), ("", "0"), ("$$", "$$"), ("12345678", "12345679"), ("1 2", "12"), ("1.2.3", "1.2"),
     ("3", "-3"), ("12345678901234567890", "12345678901234567891"), ("1/3", "0.33"), ("1/3", "333333333/1000000000"),
@@ -95,9 +100,9 @@ def test_exact_match_is_text_only():
 
 
 def test_rational_numbers_are_exact():
-    assert parse_number("-1,234") == -1234 and parse_number(r"2\frac{1}{3}") == Fraction(7, 3)
-    assert parse_number("2*10^{-3}") == Fraction(1, 500) and isinstance(parse_number("0.5"), float)
-    assert parse_number("9" * 301) is None and parse_number("x") is None
+    assert parse_number("-1,234") == -1234 and parse_number(r"-\frac{7}{3}") == Fraction(-7, 3)
+    assert parse_number("0.5") == parse_number(".5") == Fraction(1, 2)
+    assert parse_number("9" * 301 + "/3") == int("3" * 301) and parse_number("x") is None
 
 
 def test_fuzz_never_raises_and_stays_fast():
@@ -135,7 +140,8 @@ def test_rules_score_the_response_only():
     prompts = [r"Answer as \boxed{4}. <think></think> <answer>4</answer>"] * 3
     responses = [r"<think>2 + 2</think> \boxed{4}", "four", r"\boxed{5}"]
     arguments = (prompts, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert load_source("boxed").function(*arguments) == {"reward": [1, 0, 0], "accuracy": [1, 0, 0], "format": [1, 0, 0]}
+    assert load_source("boxed").function(*arguments) == {"reward": [1, 0, 0], "accuracy": [1, 0, 0],
+                                                         "format": [1, 0, 0], "parsed": [1, 0, 1]}
     assert load_source("answer").function(*arguments)["reward"] == [0, 0, 0]
     assert load_source("exact").function(prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3)["reward"] == [1, 1, 0]
 
@@ -144,7 +150,7 @@ def test_rule_weights():
     responses = ["<answer>4</answer>", "<think>so</think><answer>5</answer>", "<think>so</think><answer>4</answer>"]
     result = load_source("answer").function([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
     assert result["reward"] == pytest.approx([.9, .1, 1]) and result["accuracy"] == [1, 0, 1]
-    assert result["format"] == [0, 1, 1]
+    assert result["format"] == [0, 1, 1] and result["parsed"] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------ user functions
@@ -156,6 +162,9 @@ def test_load_user_function(tmp_path):
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
     with pytest.raises(ValueError, match=r"must take \(prompts, .*, images\): too many positional arguments"):
         load_source(f"{path}:another")                                              # before a model is loaded
+    with pytest.raises(ValueError, match="missing a required argument: 'other'; it may take rows besides"):
+        path.write_text("def six(prompts, responses, references, labels, images, other):\n    return []\n")
+        load_source(f"{path}:six")
     (tmp_path / "text.txt").write_text("")
     for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
@@ -180,6 +189,25 @@ def test_the_lines_of_a_failing_function_are_told(tmp_path):
 def test_result_types(convert):
     rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]), workers=3)
     assert rewards == [0, 1, 2, 3] and components == {} and all(type(r) is float for r in rewards)
+
+
+@pytest.mark.parametrize("parameters, takes", [
+    ("prompts, responses, references, labels, images, rows", True), ("a, b, c, d, e, rows=None", True),
+    ("prompts, responses, *rest, rows", True), ("prompts, responses, *rows", False), ("a, b, c, d, rows", False),
+    ("prompts, responses, *rest, **more", False)])
+def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
+    """Every sample its own, whatever chunk it is scored in; other functions are called with five arguments."""
+    path = tmp_path / "mine.py"
+    path.write_text(f"def f({parameters}):\n    first, got = next(iter(locals().values())), locals().get('rows')\n"
+                    "    if isinstance(got, list) and got and isinstance(got[0], dict):\n"
+                    "        return [float(row['worth']) for row in got]\n"
+                    "    return [-1.0] * len(first)\n")
+    source = load_source(f"{path}:f")
+    assert source.takes_rows == takes
+    rows = [{"worth": i, "more": [i]} for i in range(7)] if takes else None
+    expected = [float(i) for i in range(7)] if takes else [-1.0] * 7
+    for workers, batch in ((1, 0), (3, 0), (2, 2)):
+        assert score(source.function, n=7, workers=workers, batch=batch, rows=rows)[0] == expected
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 9])
@@ -243,7 +271,7 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
 
     start = time.monotonic()
     with pytest.raises(RewardError, match=r"(?s)2 samples.*longer than 0.2 s \(--reward_timeout\).*response 2"):
-        score(f, workers=2, timeout_s=0.2)
+        score(f, workers=2, timeout=0.2)
     assert time.monotonic() - start < 5
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # the process can exit
     release.set()
@@ -251,11 +279,32 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
 
 def test_long_texts_are_cut_in_the_message():
     long = "x" * 100_000 + "the end"
+    source = Source("f", "f", "function", function=lambda *_: [])
     with pytest.raises(RewardError) as info:
-        score_samples(lambda *_: [], [long], [long], [long], [None], [[]], spec="f")
+        score_samples(source, one_sample(long, long, long), RewardArgs())
     assert len(str(info.value)) < 2000 and str(info.value).count("the end") == 3
 
 
 def test_workers_run_side_by_side():
     barrier = threading.Barrier(4, timeout=10)
-    assert score(lambda p, *_: [float(barrier.wait() >= 0)] * len(p), workers=4, timeout_s=20)[0] == [1.0] * 4
+    assert score(lambda p, *_: [float(barrier.wait() >= 0)] * len(p), workers=4, timeout=20)[0] == [1.0] * 4
+
+
+@pytest.mark.parametrize("body, flag", [
+    ("import sys\nsys.exit(0)\n", "--reward"),                                                # when it is loaded
+    ("def f(prompts, responses, references, labels, images):\n    raise SystemExit\n", None),      # when it scores
+])
+def test_user_code_that_ends_the_process_is_an_error_with_its_line(tmp_path, body, flag):
+    (tmp_path / "leaves.py").write_text(body)
+    with pytest.raises(ValueError, match=r"raised SystemExit: .*\(leaves.py:2\b"):
+        source = load_source(f"{tmp_path / 'leaves.py'}:f")
+        assert flag is None
+        score_samples(source, one_sample(), RewardArgs())
+
+
+def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
+    spec = f"{tmp_path / 'leaves.py'}:f"
+    mix = rewards.load(RewardArgs(reward="exact", reward_combiner=spec))
+    with pytest.raises(process.UserError, match=r"SystemExit: 0 \(leaves.py:3\b"):
+        mix.combine({"a": torch.zeros(2)})

@@ -6,28 +6,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import start, take
+from conftest import computing, start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import losses, vlm
+from common import fsdp, logprobs, process
+from common.vlm import attention as vlm_attention
+from common.vlm import data
+from common.vlm import model as vlm
 
 
-def generate(env, prompts, count: int, greedy: bool = False, stream: int = ppo.TRAIN):
-    samples = ppo.rollout(env.run, env.processor, env.actor, prompts, count, stream, greedy)
-    return samples, [t.tolist() for t in samples.split(samples.tokens)]
-
-
-def with_rollout(env, **changes):
-    """The same run with other rollout flags."""
-    args = dataclasses.replace(env.args, rollout=dataclasses.replace(env.args.rollout, **changes))
-    return dataclasses.replace(env.run, args=args)
+def generate(env, batch, count: int, **changes):
+    """Samples of the prompts, with other settings of sampling; and their tokens as lists."""
+    samples = ppo.rollout(env.actor, batch, dataclasses.replace(env.sampling, **changes), count)
+    return samples, [tokens.tolist() for tokens in samples.split(samples.tokens)]
 
 
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     prompts = take(env)
-    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts]
+    pixels = [data.load_pixels(prompt, env.processor) for prompt in env.prompts]
     samples, ours = generate(env, prompts, 1, greedy=True)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
@@ -46,7 +44,7 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens", "3")
     prompts = take(env)
     samples, _ = generate(env, prompts, 3)
-    trained = ppo.score_tokens(env.run, env.actor, prompts, samples)
+    trained = ppo.score_tokens(env.actor, samples, lambda row: env.actor(row, samples.sampling))
     assert (trained - samples.logprobs).abs().max() < 1e-5
     assert samples.lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
@@ -54,45 +52,62 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
 
 def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch):
     """Slots, prefill size and polling change what is computed together; a sample is a function of its number alone."""
-    engines, prefills, prefill = [], [], ppo.RolloutEngine.prefill
+    engines, prefills, poll = [], [], [1]
+    init, prefill = ppo.RolloutEngine.__init__, ppo.RolloutEngine.prefill
 
-    def watched(engine, batch):
+    def watched_init(engine, *args):
+        init(engine, *args)
+        engine.poll = poll[0]
         engines.append(engine)
-        prefills.append([engine.prompts.lengths[group] for group, _ in batch])
-        prefill(engine, batch)
 
+    def watched(engine, members):
+        prefills.append([engine.batch.prompt_lengths[group] for group, _ in members])
+        prefill(engine, members)
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", watched_init)
     monkeypatch.setattr(ppo.RolloutEngine, "prefill", watched)
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
     assert engines[-1].cache.slots == 20 and list(map(len, prefills)) == [4]
     assert len({tuple(t) for t in expected}) == len(expected)
-    assert (step := take(env)).lengths is step.lengths                           # not counted anew for each of thousands
-    for changes in ({"slots": 1}, {"slots": 3}, {"slots": 7, "poll_every": 4}, {"prefill_tokens": 64}, {"poll_every": 8}):
-        env.run = with_rollout(env, **changes)
+    batch = take(env)
+    assert batch.prompt_lengths is batch.prompt_lengths  # not counted anew for each of thousands
+    for slots, every, tokens in ((1, 1, 600), (3, 1, 600), (7, 4, 600), (0, 1, 64), (0, 8, 600)):
         prefills.clear()
-        assert generate(env, take(env), 5)[1] == expected, changes
-        assert engines[-1].cache.slots == changes.get("slots", 20) and all(
-            len(batch) == 1 or sum(batch) <= changes.get("prefill_tokens", 600) for batch in prefills)
-    env.run = with_rollout(env)
-    alone = take(env)                                # each prompt in a rollout of its own, with the same draw number
+        poll[0] = every
+        with computing(env.actor, max_tokens_per_pack=tokens):
+            assert generate(env, take(env), 5, slots=slots)[1] == expected, (slots, every, tokens)
+        assert engines[-1].cache.slots == (slots or 20)
+        assert all(len(batch) == 1 or sum(batch) <= tokens for batch in prefills)
+    poll[0] = 1
+    alone = take(env)  # each prompt in a rollout of its own, with the same draw number
     for group in range(4):
-        step = dataclasses.replace(alone, prompts=[alone.prompts[group]], draws=[group], owners=[0], positions={}, features={},
-                                   patches={0: alone.patches[group]} if group in alone.patches else {})
-        assert generate(env, step, 5)[1] == expected[5 * group:5 * group + 5]
+        part = alone.select_prompts([group])
+        assert part.draws == [group]
+        assert generate(env, part, 5)[1] == expected[5 * group:5 * group + 5]
 
 
 def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatch):
     """A prompt for all its samples, its pictures for the whole step."""
     env, pictures, prefilled = start(qwen25, picture_rows), [], []
-    features, hidden = ppo.image_features, ppo.language_hidden
-    monkeypatch.setattr(ppo, "image_features", lambda *args: pictures.append(len(args[2])) or features(*args))
-    monkeypatch.setattr(ppo, "language_hidden", lambda model, row, attention: prefilled.append(
-        row.input_ids.shape[1] if isinstance(attention, vlm.PackedAttention) else 0) or hidden(model, row, attention))
+    features, hidden = vlm.image_features, vlm.hidden_states
+
+    def watched_features(model, patches, grids):
+        pictures.append(len(grids))
+        return features(model, patches, grids)
+
+    def watched_hidden(model, row):
+        if isinstance(row.attention, vlm_attention.PackedAttention):
+            prefilled.append(row.input_ids.shape[1])
+        return hidden(model, row)
+
+    monkeypatch.setattr(vlm, "image_features", watched_features)
+    monkeypatch.setattr(vlm, "hidden_states", watched_hidden)
     step = take(env)
     samples, _ = generate(env, step, 5)
-    assert sum(prefilled) == sum(step.lengths)
+    assert sum(prefilled) == sum(step.prompt_lengths)
     generate(env, step, 1, greedy=True)
-    ppo.score_tokens(env.run, env.actor, step, samples)
+    ppo.score_plainly(env.actor, samples)
     assert sum(pictures) == 4
 
 
@@ -104,8 +119,7 @@ def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
     later = take(env)
     later.draws = [draw + 4 for draw in later.draws]
     assert generate(env, later, 2)[1] != base
-    env.run = dataclasses.replace(env.run, args=dataclasses.replace(env.args, run=dataclasses.replace(env.args.run, seed=1)))
-    assert generate(env, take(env), 2)[1] != base
+    assert generate(env, take(env), 2, seed=1)[1] != base
 
 
 def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
@@ -114,7 +128,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     prompts = take(env, 2)
     samples, _ = generate(env, prompts, 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
-    pixels = [vlm.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
+    pixels = [data.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
     for group in range(2):
         ids = env.prompts[group].input_ids[None]
         images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
@@ -135,57 +149,78 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--slots", "1")
     step = take(env)
     order = [3, 0]
-    both = dataclasses.replace(step, prompts=[step.prompts[i] for i in order], draws=order, owners=[0, 0], positions={}, features={},
-                               patches={k: step.patches[i] for k, i in enumerate(order) if i in step.patches})
-    alone = dataclasses.replace(step, prompts=[step.prompts[0]], draws=[0], owners=[0], positions={}, features={}, patches={})
+    both = dataclasses.replace(
+        step,
+        prompts=[step.prompts[i] for i in order],
+        draws=order,
+        owners=[0, 0],
+        patches={k: step.patches[i] for k, i in enumerate(order) if i in step.patches},
+    )
+    alone = take(env).select_prompts([0])
     first, tokens = generate(env, both, 1)
     second, expected = generate(env, alone, 1)
     assert tokens[1] == expected[0]
     assert torch.equal(first.logprobs[int(first.lengths[0]):], second.logprobs)
 
 
-def test_stop_strings_and_stop_tokens_end_a_response(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--max_new_tokens", "64")
+def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
+    """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
+    env, poll, init = start(qwen25, picture_rows, "--max_new_tokens", "64"), [1], ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = poll[0]
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    tokenizer = env.processor.tokenizer
+
+    def text(tokens):
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
     samples, tokens = generate(env, take(env), 4)
-    text = lambda tokens: env.processor.tokenizer.decode(tokens, skip_special_tokens=True)  # noqa: E731
     joints = [text([x])[-1:] + text([y])[:1] for t in tokens for x, y in zip(t, t[1:])]
-    stop = max((joint for joint in joints if joint.isascii() and len(joint) == 2), key=joints.count)      # across two tokens
-    for poll, slots in ((1, 0), (8, 0), (1, 6)):                                          # in few slots the last ones move
-        again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]',
-                      "--poll_every", str(poll), "--slots", str(slots))
-        shorter, cut = generate(again, take(again), 4)
+    stop = max((joint for joint in joints if joint.isascii() and len(joint) == 2), key=joints.count)
+    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]')
+    for poll[0], slots in ((1, 0), (8, 0), (1, 6)):
+        shorter, cut = generate(again, take(again), 4, slots=slots)
         for short, full, truncated in zip(cut, tokens, shorter.truncated):
             assert short == full[:len(short)]
-            decoded = env.processor.tokenizer.decode(short, skip_special_tokens=True)
-            assert stop not in env.processor.tokenizer.decode(short[:-1], skip_special_tokens=True)
-            assert (stop in decoded) or len(short) == len(full)
-            assert not (stop in decoded and truncated)
-    ends = {tokens[0][2], tokens[5][1]}
-    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_tokens", ",".join(text([end]) for end in ends))
-    samples, cut = generate(again, take(again), 4)
-    assert cut == [next((t[:n] for n in range(1, len(t)) if t[n - 1] in ends), t) for t in tokens]
-    assert {t[-1] for t, truncated in zip(cut, samples.truncated) if not truncated} >= ends
-    least = ("--max_new_tokens", "64", "--min_new_tokens", "3")                                # a stop string waits for that
-    env, again = start(qwen25, picture_rows, *least), start(qwen25, picture_rows, *least, "--stop_strings", f'["{stop}"]',
-                                                            "--poll_every", "8")
-    (_, tokens), (_, cut) = generate(env, take(env), 4), generate(again, take(again), 4)
-    assert cut == [next((t[:max(n, 3)] for n in range(1, len(t)) if stop in text(t[:n])), t) for t in tokens]
-    assert {3} < {*map(len, cut)}
+            assert stop not in text(short[:-1])
+            assert stop in text(short) or len(short) == len(full)
+            assert not (stop in text(short) and truncated)
+    # the text of one token, in whatever tokens it stands
+    ends = [end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end]
+    samples, cut = generate(env, take(env), 4, stop_strings=tuple(ends))
+    expected = []
+    for t in tokens:
+        stops = (n for n in range(1, len(t)) if any(end in text(t[:n]) for end in ends))
+        expected.append(t[:next(stops, len(t))])
+    assert ends and cut == expected and not samples.truncated[0]
+    least = ("--max_new_tokens", "64", "--min_new_tokens", "3")  # a stop string waits for that
+    env = start(qwen25, picture_rows, *least)
+    poll[0] = 1
+    _, tokens = generate(env, take(env), 4)
+    poll[0] = 8
+    _, cut = generate(env, take(env), 4, stop_strings=(stop,))
+    expected = []
+    for t in tokens:
+        stops = (max(n, 3) for n in range(1, len(t)) if stop in text(t[:n]))
+        expected.append(t[:next(stops, len(t))])
+    assert cut == expected and 3 in set(map(len, cut))
 
 
 def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
-    assert torch.isfinite(ppo.truncate_distribution(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
-    kept = torch.isfinite(ppo.truncate_distribution(logits, 0, 0.7)).tolist()
+    assert torch.isfinite(logprobs.truncate(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
+    kept = torch.isfinite(logprobs.truncate(logits, 0, 0.7)).tolist()
     assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
     equal = torch.tensor([[0.0, -torch.inf, 0.0]])                                    # the smallest set: one half is enough
-    assert ppo.truncate_distribution(equal, 0, 0.5).isfinite().sum() == 1
-    assert losses.gumbel_race(ppo.truncate_distribution(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
+    assert logprobs.truncate(equal, 0, 0.5).isfinite().sum() == 1
+    assert logprobs.gumbel_race(logprobs.truncate(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
     env = start(qwen25, picture_rows)
     greedy, expected = generate(env, take(env), 1, greedy=True)
     for changes in ({"top_k": 1}, {"top_p": 1e-6}):                                     # the likeliest alone is left to draw
-        env.run = with_rollout(env, **changes)
-        samples, drawn = generate(env, take(env), 1)
+        samples, drawn = generate(env, take(env), 1, **changes)
         assert drawn == expected and torch.equal(samples.logprobs, greedy.logprobs)
 
 
@@ -200,7 +235,7 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     assert called and "forward" not in vars(env.actor.model.model.language_model)
     handle.remove()
     assert all(len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1 for layer in layers)
-    monkeypatch.setattr(ppo, "bare_forwards", lambda actor: nullcontext())
+    monkeypatch.setattr(fsdp, "bare_forwards", lambda decoder: nullcontext())
     usual, expected = generate(env, take(env), 4)
     assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
 
@@ -217,7 +252,10 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
         engine.eager_steps = 1
 
     def capture(engine, size):
-        addresses = lambda: [x.data_ptr() for x in (*engine.state, engine.cache.keys, engine.cache.values)]  # noqa: E731
+        def addresses():
+            held = (*engine.state, engine.cache.keys, engine.cache.values)
+            return [tensor.data_ptr() for tensor in held]
+
         seen = addresses()
         captured.append(size)
 
@@ -236,5 +274,5 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
 
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
     if not torch.cuda.is_available():
-        with pytest.raises(ppo.UserError, match="needs a GPU"):
+        with pytest.raises(process.UserError, match="needs a GPU"):
             start(qwen25, picture_rows, "--cuda_graphs", "on")

@@ -1,4 +1,4 @@
-"""Many nodes: launch/ppo.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
+"""Many nodes: launch/train.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
 agents without SLURM. Everything talks over the loopback interface; what was started is ended by its process id."""
 
 import os
@@ -145,7 +145,7 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
     job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
-              str(ROOT / "launch" / "ppo.slurm"), *slow_flags(out)).strip()
+              str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py", *slow_flags(out)).strip()
     told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))  # noqa: E731
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
 
@@ -172,10 +172,10 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     finally:
         subprocess.run(["scancel", job], env=cluster)
     assert "JobState=COMPLETED" in final, f"{final}\n{told()}"
-    first, second = ((tmp_path / "logs" / f"ppo-{job}-{life}.log").read_text() for life in (0, 1))
+    first, second = ((tmp_path / "logs" / f"train-{job}-{life}.log").read_text() for life in (0, 1))
     assert "2 x cpu" in first and f"stopped by a signal after step {stopped}" in first
     assert re.search(r"exitcode *: 75 ", first) and f"resuming from {out}/checkpoints/step-{stopped}" in second
-    assert f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"ppo-{job}.out").read_text()
+    assert f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"train-{job}.out").read_text()
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
@@ -184,9 +184,10 @@ def test_the_reward_model_trains_on_two_nodes(cluster, qwen25, tmp_path):
     (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
     (tmp_path / "rows.jsonl").write_text("".join(
         f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
-    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path), str(ROOT / "launch" / "grm.slurm"),
+    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
+              str(ROOT / "launch" / "train.slurm"), "train_grm_vl.py",
               "--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--steps", "3", "--prompts_per_step", "1",
-              "--max_tokens", "128", "--max_tokens_per_pack", "256", "--out", str(tmp_path / "run")).strip()
+              "--max_prompt_tokens", "128", "--max_tokens_per_pack", "256", "--out", str(tmp_path / "run")).strip()
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
     try:
         wait_for(lambda: any(f"JobState={end}" in state() for end in ("COMPLETED", "FAILED")), 200, "end of the job")
@@ -242,11 +243,3 @@ def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F81
                 os.kill(pid, signal.SIGKILL)
     assert "resuming from" in told()
     assert_bitwise(out, undisturbed("grpo", 2))
-
-
-def test_the_reward_models_job_script_is_the_same():
-    """launch/grm.slurm differs from launch/ppo.slurm, which the cluster above runs, in names only."""
-    ppo, grm = ((ROOT / "launch" / f"{name}.slurm").read_text().splitlines() for name in ("ppo", "grm"))
-    assert len(ppo) == len(grm)
-    program = [(a, b) for a, b in zip(ppo, grm) if a != b and not a.startswith("#")]
-    assert program == [('    train_ppo_vl.py "$@" || code=$?', '    train_grm_vl.py "$@" || code=$?')]

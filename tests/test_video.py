@@ -22,8 +22,11 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_vide
 from transformers.video_utils import VideoMetadata
 
 import train_ppo_vl as ppo
-from common import vlm
-from common.buffers import as_samples
+from common import judge as judgements, remote, rewards
+from common.settings import DataArgs
+from common.vlm import data as vlm_data, images as vlm_images, model as vlm
+from common.vlm.families import family_of
+from common.vlm.rows import Asked, load_prompts, make_prompt
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 FRAMES = 5                                                                                  # --video_frames of all tests
@@ -46,11 +49,11 @@ def rows(tmp_path_factory):
         paint(rng, 80, 56).save(folder / f"frame-{k}.png")
     paint(rng, 56, 84).save(folder / "a.png")
     frames = [f"frame-{k}.png" for k in range(3)]
-    parts = [{"type": "text", "text": "before "}, {"type": "video", "video": "loop.webp"}, {"type": "image", "path": "a.png"},
+    parts = [{"type": "text", "text": "before "}, {"type": "video", "video": "loop.webp"}, {"type": "image", "image": "a.png"},
              {"type": "text", "text": " and "}, {"type": "video"}, {"type": "video", "video": frames[1:]}]
     written = [{"prompt": "how many circles are there?"}, {"prompt": "what moves?", "videos": ["long.gif"]},
                {"prompt": "was <image> in <video>, or in <video>?", "images": ["a.png"], "videos": [frames, "loop.webp"]},
-               {"prompt": [{"role": "user", "content": parts}], "videos": [{"video": "long.gif"}]},
+               {"prompt": [{"role": "user", "content": parts}], "videos": ["long.gif"]},
                {"prompt": "what is this?", "images": ["a.png"]},
                {"prompt": "and?", "images": "a.png", "videos": [frames]}]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in written))
@@ -100,7 +103,7 @@ def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
     total = len(frames)
     indices = np.linspace(0, total - 1, min(FRAMES, total)).round().astype(int)
     frames = [frames[k] for k in indices]
-    settings, config = family.env.processor.frame_processor, family.oracle.config.vision_config
+    settings, config = family.env.processor.family.frame_processor, family.oracle.config.vision_config
     if family.kind.endswith("moe"):
         assert settings.size["longest_edge"] == 6 * 84**2
     side, (width, height) = config.patch_size * 2, frames[0].size
@@ -118,7 +121,7 @@ def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
 
 def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
     """What the family's processor makes of a prompt, but for its pixels, which it needs torchvision for."""
-    tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.image_processor
+    tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.family.image_processor
     maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family.kind, Qwen3VLProcessor)
     processor = object.__new__(maker)
     for name, token in {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
@@ -152,8 +155,8 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         assert torch.equal(prompt.input_ids, inputs["input_ids"][0])
         if not prompt.images:
             continue
-        patches, grids = vlm.load_pixels(prompt, family.env.processor)
-        ours = vlm.vision_inputs(family.oracle.config, patches, grids, prompt.grids)
+        patches, grids = vlm_data.load_pixels(prompt, family.env.processor)
+        ours = family_of(family.oracle.config).vision_inputs(patches, grids, prompt.grids)
         assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
         for name, value in ours.items():
             assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < 1e-5, name
@@ -182,29 +185,30 @@ def test_the_judge_generates_what_generate_does(family, rows):
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
-    settings = vlm.judge_settings({})
-    vlm.count_judgements(settings, [("correct", "yes", True)])
+    settings = judgements.judge_settings({})
+    judgements.count_judgements(settings, [("correct", "yes", True)])
     (judge / "judge.json").write_text(json.dumps(settings))
     env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
                 "--video_fps", "3")
-    reward = ppo.load_reward(env.args.reward)
-    ppo.build_reward_models(env.run, reward, env.processor)
-    step, said = take(env, 4), ["3", "a <video>", "3", "square"]
-    ppo.compute_features(env.run, env.actor, step)
-    samples = as_samples([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])
-    scores = ppo.score_rewards(env.run, env.processor, reward, step, samples).scores
+    reward = rewards.load(env.args.reward)
+    ppo.build_reward_models(env.args, reward, env.rows, env.actor, env.ranks)
+    said = ["3", "a <video>", "3", "square"]
+    batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])
+    batch.truncated = torch.zeros(4, dtype=torch.bool)
+    vlm.compute_features(env.actor.model, batch)
+    reward.score(batch, env.processor)
     oracle = AutoModelForImageTextToText.from_pretrained(judge, attn_implementation="eager").eval()
-    processor = reward.sources[0].processor
+    processor = reward.model_sources()[0].ask.processor
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
     questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
                  "before <video><image> and <video><video>"]
-    for prompt, question, text, score in zip(env.prompts, questions, said, scores.tolist()):
-        ask = {"prompt": question, "images": list(prompt.images), "question": vlm.fill(
-            vlm.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
-        asked = hf_inputs(family, vlm.judge_prompt(processor, ask, 0, "", folder="/"))
+    for prompt, question, text, score in zip(env.prompts, questions, said, batch.scores.tolist()):
+        ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
+            judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
+        asked = hf_inputs(family, judgements.judge_prompt(processor, ask, 0, ""))
         chances = []
         for word in ("yes", "no"):
-            target = vlm.encode_target(processor, vlm.answer_frame(processor), f"<answer>{word}</answer>")[None]
+            target = judgements.encode_target(processor, judgements.answer_frame(processor), f"<answer>{word}</answer>")[None]
             inputs = asked | {"input_ids": torch.cat([asked["input_ids"], target], dim=1)}
             for name, value in (("attention_mask", torch.ones_like(target)), ("mm_token_type_ids", torch.zeros_like(target))):
                 inputs[name] = torch.cat([asked[name], value.to(asked[name].dtype)], dim=1)
@@ -216,7 +220,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
 
 @pytest.fixture
 def handlers():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -237,7 +241,7 @@ def seen(prompts, responses, references, labels, images):
     flags = ["--model", str(tmp_path / "model"), "--data", str(rows), "--eval_data", str(rows), "--max_new_tokens", "6",
              "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward_recipe",
              json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
-             "--video_frames", "5", "--log_samples_every", "1", "--out"]
+             "--video_frames", "5", "--out"]
     (tmp_path / "plan.json").write_text(json.dumps([[*flags, str(tmp_path / "two" / "run")]]))
     launch(2, tmp_path / "plan.json")
     ppo.main([*flags, str(tmp_path / "one" / "run")])
@@ -246,8 +250,8 @@ def seen(prompts, responses, references, labels, images):
     records = [json.loads(line) for line in next(sheet.glob("step-*.jsonl")).read_text().splitlines()]
     clips = {record["index"]: record["images"] for record in records}
     assert len(clips[2]) == 3 and isinstance(clips[2][0], str) and [len(item) for item in clips[2][1:]] == [3, 1]
-    assert len(vlm.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))
-    assert ppo.encode_picture(tuple(clips[2][1])) == [ppo.encode_picture(path) for path in clips[2][1]]
+    assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))
+    assert remote.encode_picture(tuple(clips[2][1])) == [remote.encode_picture(path) for path in clips[2][1]]
 
 
 @pytest.fixture
@@ -256,9 +260,10 @@ def load(tmp_path):
     def load(row, family="qwen2_5_vl", **settings):
         if not (tmp_path / family).exists():
             write_processor(tmp_path / family, family, TEMPLATE)
-        processor = vlm.Processor(tmp_path / family, **settings)
+        args = DataArgs(max_prompt_tokens=100_000, **settings)
+        processor = vlm_data.Processor(tmp_path / family, args)
         (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-        prompts = vlm.load_prompts(str(tmp_path / "rows.jsonl"), processor, max_prompt_tokens=100_000)
+        prompts = load_prompts(str(tmp_path / "rows.jsonl"), processor, args)
         return processor, prompts[0]
 
     return load
@@ -279,24 +284,23 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
     save_clip(tmp_path / name, 5, duration=[100, 300, 200, 1000, 400])
     row = {"prompt": "x", "videos": [name]}
     processor, prompt = load(row)
-    assert vlm.clip_times((str(tmp_path / name),), 7.0) == ((56, 56), [0.0, 0.1, 0.4, 0.6, 1.6], 2.5)
+    assert vlm_images.clip_times((str(tmp_path / name),), 7.0) == ((56, 56), [0.0, 0.1, 0.4, 0.6, 1.6], 2.5)
     assert prompt.grids[0][:1] == (3,) and prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
     _, prompt = load(row, video_frames=3)                                   # frames 0, 2, 4 of 5: 3 in 2 seconds
     assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
-    pixels, _ = vlm.load_pixels(prompt, load(row, video_frames=3)[0])
-    wanted = [np.asarray(frame) for frame in vlm.read_clip((str(tmp_path / name),), 5)]
-    ours = [np.asarray(frame) for frame in vlm.read_clip((str(tmp_path / name),), 3)]
+    pixels, _ = vlm_data.load_pixels(prompt, load(row, video_frames=3)[0])
+    wanted = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 5)]
+    ours = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 3)]
     assert all((a == b).all() for a, b in zip(ours, wanted[::2])) and len(pixels) == 2 * 16
 
 
-@pytest.mark.parametrize("verify", [False, True])
-def test_a_turned_animation(load, tmp_path, verify):
+def test_a_turned_animation(load, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6                                                                    # the camera lay on its side
     save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
     processor, _ = load({"prompt": "x"})
-    prompt = vlm.make_prompt(processor, 0, "x", "x", [("a.webp",)], folder=str(tmp_path), verify_images=verify)
-    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(vlm.load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
+    prompt = make_prompt(processor, Asked("x", [("a.webp",)], folder=str(tmp_path)))
+    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(vlm_data.load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
 
 
 def test_frame_lists_take_the_flags_rate(load, tmp_path):
@@ -312,15 +316,15 @@ def test_frame_lists_take_the_flags_rate(load, tmp_path):
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_bounds_of_frames(load, tmp_path, family):
-    """--video_max_pixels bounds a frame; the checkpoint's bounds those of a frame, or in Qwen3-VL of the clip."""
+    """--max_pixels bounds a frame; the checkpoint's bounds those of a frame, or in Qwen3-VL of the clip."""
     save_clip(tmp_path / "a.gif", 6, (320, 200))
     row, areas = {"prompt": "x", "videos": ["a.gif"]}, []
     for cap in (0, 20_000, 5000):
-        processor, prompt = load(row, family, video_max_pixels=cap)
-        area = prompt.grids[0][1] * prompt.grids[0][2] * processor.patch_size**2
+        processor, prompt = load(row, family, max_pixels=cap)
+        area = prompt.grids[0][1] * prompt.grids[0][2] * processor.family.patch_size**2
         assert area <= (cap or 200704)
         areas.append(area)
-        patches, grids = vlm.load_pixels(prompt, processor)
+        patches, grids = vlm_data.load_pixels(prompt, processor)
         assert len(patches) == grids.prod() and tuple(grids[0].tolist()) == prompt.grids[0][:3]
     assert areas == sorted(set(areas))[::-1] and (areas[0] > 50_000) == (family == "qwen2_5_vl")
 
@@ -328,8 +332,8 @@ def test_bounds_of_frames(load, tmp_path, family):
 BAD = {
     "no such file": ({"videos": ["none.gif"]}, "no such video: .*none.gif"),
     "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
-    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read films, install one of torchcodec, av, "
-                                                "cv2|not a film that)"),
+    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, "
+                                                "cv2|not a video that)"),
     "zero frames": ({"videos": [[]]}, "this clip has 0 frames"),
     "one frame": ({"videos": ["a.png"]}, "a.png: a video has at least 2 frames, this has 1"),
     "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* of one video if they stand in a list of their own"),
@@ -363,7 +367,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     processor, prompt = load({"prompt": "x", "videos": ["a.gif"]})
     save_clip(tmp_path / "a.gif", 5)
     with pytest.raises(ValueError, match="a.gif: patch grids .* changed since loaded"):
-        vlm.load_pixels(prompt, processor)
+        vlm_data.load_pixels(prompt, processor)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2"])
@@ -376,11 +380,11 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
     save_clip(tmp_path / "a.gif", 3)
     with pytest.raises(ValueError, match="1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
                        "1 images for qwen2, a model of text only"):
-        vlm.make_prompt(vlm.Processor(tmp_path), 0, "x", "what?", [("a.gif",)], folder=str(tmp_path))
+        make_prompt(vlm_data.Processor(tmp_path), Asked("what?", [("a.gif",)], folder=str(tmp_path)))
 
 
 def write_film(path, frames: list[np.ndarray], rate: int) -> None:
-    if vlm._importable("av"):
+    if vlm_images._importable("av"):
         import av
         with av.open(str(path), "w") as file:
             stream = file.add_stream("mpeg4", rate=rate)
@@ -396,20 +400,20 @@ def write_film(path, frames: list[np.ndarray], rate: int) -> None:
         film.release()
 
 
-@pytest.mark.parametrize("package", vlm.FILM_DECODERS)
+@pytest.mark.parametrize("package", vlm_images.VIDEO_DECODERS)
 def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package):
-    if not (vlm._importable(package) and (vlm._importable("av") or vlm._importable("cv2"))):
+    if not (vlm_images._importable(package) and (vlm_images._importable("av") or vlm_images._importable("cv2"))):
         pytest.skip(f"{package}, or a package to write films with, cannot be imported")
-    monkeypatch.setattr(vlm, "FILM_DECODERS", {package: vlm.FILM_DECODERS[package]})
+    monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {package: vlm_images.VIDEO_DECODERS[package]})
     frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
     write_film(tmp_path / "a.mp4", frames, 4)
     processor, prompt = load({"prompt": "x", "videos": ["a.mp4"]}, video_frames=4)
     assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
-    for frame, k in zip(vlm.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
+    for frame, k in zip(vlm_images.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
         assert frame.size == (96, 64) and np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
-    vlm.load_pixels(prompt, processor)
+    vlm_data.load_pixels(prompt, processor)
     (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
-    with pytest.raises(ValueError, match=f"a.mp4: not a film that {package} can decode"):
+    with pytest.raises(ValueError, match=f"a.mp4: not a video that {package} can decode"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
@@ -417,10 +421,10 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
 def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch, total, rate):
     """As decoders give it: the containers that do not tell them are of many kinds."""
     header = SimpleNamespace(fps=rate, width=56, height=56, total_num_frames=total)
-    monkeypatch.setattr(vlm, "FILM_DECODERS", {"json": "pyav"})
-    monkeypatch.setattr(vlm, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
+    monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {"json": "pyav"})
+    monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a film .* {total} frames, {rate} in a second"):
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a video .* {total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
@@ -429,5 +433,5 @@ def test_films_without_a_decoder_are_refused_with_the_packages_that_could(load, 
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "cv2", None)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(ValueError, match="a.mp4: none of JPEG, .*; to read films, install one of torchcodec, av, cv2"):
+    with pytest.raises(ValueError, match="a.mp4: none of JPEG, .*; to read videos, install one of torchcodec, av, cv2"):
         load({"prompt": "x", "videos": ["a.mp4"]})

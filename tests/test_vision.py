@@ -14,24 +14,26 @@ import test_grm
 import test_training
 import torch
 import torch.distributed as dist
-from conftest import start, take, write_checkpoint
+from conftest import computing, start, take, with_flags, write_checkpoint
 from test_families import write_family
-from test_training import assert_same_run, distance, flags, hand_samples, launch, records, tensors, with_flags
+from test_training import assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import vlm
+from common import fsdp, process
+from common.vlm import data, model as vlm
 
 task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+write_samples = test_training.write_samples
 
 
-def gradients(env, run, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
+def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
     """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
     for groups in parts:
-        for row, attention in ppo.packed_rows(run, module.model, env.step, env.samples, groups):
-            out = module(row, attention)
-            (signs[row.flat] * (out[0] if isinstance(out, tuple) else out)).sum().backward()
+        for row in vlm.packed_rows(module.model, env.batch, groups):
+            out = module(row) if module is env.critic else module(row, env.sampling)[0]
+            (signs[row.flat] * out).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad(set_to_none=True)
     return found
@@ -40,8 +42,7 @@ def gradients(env, run, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> d
 @pytest.fixture(scope="module")
 def env(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows, "--train_vision", "--kl_coef", "0.1")
-    env.folder, env.step = checkpoint, take(env)
-    env.samples = hand_samples(env, env.step)
+    env.folder, env.batch = checkpoint, hand_batch(env)
     head = torch.randn(1, env.critic.value_head.in_features, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
         env.critic.value_head.weight.to_local().copy_(head)
@@ -50,14 +51,14 @@ def env(checkpoint, picture_rows):
 
 def test_gradients_equal_one_backward_per_sample(env):
     """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with checkpointing."""
-    signs = torch.linspace(-1, 1, len(env.samples.tokens))
+    batch = env.batch
+    signs = torch.linspace(-1, 1, len(batch.tokens))
     model, body = (AutoModelForImageTextToText.from_pretrained(env.folder, attn_implementation="eager") for _ in range(2))
     head = env.critic.value_head.weight.full_tensor().detach()
-    columns = env.samples.group.tolist(), env.samples.split(env.samples.tokens), env.samples.split(signs)
-    for group, tokens, weight in zip(*columns):
+    for group, tokens, weight in zip(batch.group.tolist(), batch.split(batch.tokens), batch.split(signs)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = vlm.load_pixels(prompt, env.processor)
+        pixels = data.load_pixels(prompt, env.processor)
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False}
         inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
@@ -65,7 +66,7 @@ def test_gradients_equal_one_backward_per_sample(env):
         logits[:, list(env.processor.banned_ids)] = -torch.inf
         (weight * logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]).sum().backward()
         (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0])).sum().backward()
-    many = {"max_tokens_per_pack": 75, "share_prompts": False}
+    many = {"max_tokens_per_pack": 75, "apart": True}
     assert not env.prompts[0].images and all(prompt.images for prompt in env.prompts[1:])
     for module, oracle in ((env.actor, model), (env.critic, body)):
         expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if p.grad is not None}
@@ -77,7 +78,8 @@ def test_gradients_equal_one_backward_per_sample(env):
                     part.gradient_checkpointing_enable({"use_reentrant": False})
             parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)                          # the first row has no picture
             changes = {} if changes == "checkpointing" else changes
-            found = gradients(env, with_flags(env.run, **changes), module, signs, parts)
+            with computing(module, **changes):
+                found = gradients(env, module, signs, parts)
             found.pop("value_head.weight", None)
             assert distance(found, expected) < 1e-5, changes
             assert distance({n: found[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
@@ -90,39 +92,43 @@ def test_gradients_equal_one_backward_per_sample(env):
 def test_the_reference_keeps_its_tower(env, picture_rows):
     """The actor's tower moves; rollouts and training see the new one, the reference the old one."""
     base = start(env.folder, picture_rows)
-    expected = ppo.score_tokens(base.run, base.actor, with_features(base), env.samples)
-    assert (ppo.score_tokens(env.run, env.reference, env.step, env.samples) - expected).abs().max() < 1e-5
-    assert (ppo.score_tokens(env.run, env.actor, env.step, env.samples) - expected).abs().max() < 1e-5
+    expected = score(base.actor, seen_by(base, env.batch))
+    assert (score(env.reference, env.batch) - expected).abs().max() < 1e-5
+    assert (score(env.actor, env.batch) - expected).abs().max() < 1e-5
     moved = start(env.folder, picture_rows, "--train_vision", "--kl_coef", "0.1")
     with torch.no_grad():
-        for parameter in vlm.vision_parameters(moved.actor.model):
+        for parameter in vlm.tower_parameters(moved.actor.model):
             parameter.to_local().mul_(1.1)
-    step = take(moved)
-    samples = ppo.rollout(moved.run, moved.processor, moved.actor, step, 2, ppo.TRAIN)
-    assert (ppo.score_tokens(moved.run, moved.actor, step, samples) - samples.logprobs).abs().max() < 1e-5
-    old = ppo.score_tokens(base.run, base.actor, with_features(base), samples)
-    assert (ppo.score_tokens(moved.run, moved.reference, step, samples) - old).abs().max() < 1e-5
-    assert (samples.logprobs - old).abs().max() > 1e-2
+    batch = ppo.rollout(moved.actor, take(moved), moved.sampling, 2)
+    assert (score(moved.actor, batch) - batch.logprobs).abs().max() < 1e-5
+    old = score(base.actor, seen_by(base, batch))
+    assert (score(moved.reference, batch) - old).abs().max() < 1e-5
+    assert (batch.logprobs - old).abs().max() > 1e-2
 
 
-def with_features(env):
-    step = take(env)
+def seen_by(env, batch):
+    """The samples of a batch after prompts with the image features of another model."""
+    targets = [[] for _ in batch.prompts]
+    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+        targets[group].append(tokens)
+    other = take(env).with_targets(targets)
+    other.sampling = batch.sampling
     with torch.no_grad():
-        ppo.compute_features(env.run, env.actor, step)
-    return step
+        vlm.compute_features(env.actor.model, other)
+    return other
 
 
 def test_learning_rate_and_decay_of_the_tower(env):
-    args = with_flags(env.run, weight_decay=0.1, vision_lr_factor=0.25).args
+    """Those of all other weights."""
+    args = with_flags(env.args, weight_decay=0.1)
     for module in (env.actor, env.critic):
-        optimizer = ppo.build_optimizer(module, 1e-3, args)
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        trained = fsdp.Trained(module, args.optim, 0.02)
+        groups = {id(p): group for group in trained.optimizer.param_groups for p in group["params"]}
         for name, parameter in module.named_parameters():
             assert groups[id(parameter)]["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
-            assert groups[id(parameter)]["factor"] == (0.25 if "visual" in name else 1.0), name
         (sum(p.sum() for p in module.parameters()) * 0).backward()
-        ppo.apply_gradients(env.run, module, optimizer, 0.02)
-        assert {group["factor"]: group["lr"] for group in optimizer.param_groups} == {1.0: 0.02, 0.25: 0.005}
+        trained.update(1)
+        assert {group["lr"] for group in trained.optimizer.param_groups} == {0.02}
 
 
 RUN = ("--train_vision", "--kl_coef", "0.1", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--steps", "4", "--minibatches", "2")
@@ -143,25 +149,23 @@ def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
     AutoModelForImageTextToText.from_pretrained(tmp_path / "whole" / "export" / "step-4")
 
 
-def test_a_factor_of_zero_is_the_frozen_tower(qwen25, task, tmp_path):
-    """Rows with pixels and rows with features take the same step."""
-    more = (*RUN[1:], "--steps", "2", "--max_grad_norm", "0")
-    ppo.main(flags(qwen25, task, tmp_path / "frozen", *more))
-    ppo.main(flags(qwen25, task, tmp_path / "zero", *more, "--train_vision", "--vision_lr_factor", "0"))
-    frozen, zero = (tensors(tmp_path / name / "export" / "step-2") for name in ("frozen", "zero"))
-    assert all((frozen[key] - zero[key]).norm() <= 1e-3 * frozen[key].norm() + 1e-6 for key in frozen)
-    assert all(torch.equal(frozen[key], zero[key]) for key in frozen if "visual" in key)
+def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
+    """The language model gets the same gradient from its own tower and from a frozen one."""
+    found = []
+    for more in ((), ("--train_vision",)):
+        env = start(qwen25, picture_rows, *more)
+        whole, _ = gradient(env.args, env.actor, hand_batch(env))
+        found.append({name: value for name, value in whole.items() if "visual" not in name})
+    assert distance(*found) < 1e-5
 
 
 def test_refusals(qwen25, picture_rows, tmp_path):
     for kind in ("llava", "qwen2"):
         write_family(kind, tmp_path / kind, picture_rows)
-        with pytest.raises(ppo.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
+        with pytest.raises(process.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
             start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
-    with pytest.raises(ppo.UserError, match="--train_vision and --lora_rank: choose one"):
+    with pytest.raises(process.UserError, match="--train_vision and --lora_rank: choose one"):
         start(qwen25, picture_rows, "--train_vision", "--lora_rank", "2")
-    with pytest.raises(ppo.UserError, match="--vision_lr_factor needs --train_vision"):
-        start(qwen25, picture_rows, "--vision_lr_factor", "0.5")
 
 
 def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
@@ -172,7 +176,7 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     for ranks in (1, 2):
         out = tmp_path / str(ranks)
         plans.append([["ppo", flags(qwen25, task, out / "gae", *RUN, "--steps", "3", "--prompts_per_step", "4", "--eval_data",
-                                    str(task / "eval.jsonl"), "--eval_every", "2", "--vision_lr_factor", "0.5",
+                                    str(task / "eval.jsonl"), "--eval_every", "2",
                                     "--max_tokens_per_pack", "524")],
                       ["ppo", flags(other, task, out / "full", "--train_vision", "--advantage", "grpo", "--steps", "2",
                                     "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "full",
@@ -209,6 +213,7 @@ def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
 
 
 def run_all(plan: list) -> None:
+    test_training.samples_of_every_step()
     for script, line in plan:
         {"ppo": ppo, "grm": grm}[script].main(line)
 

@@ -31,9 +31,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import test_gpu
 import toy
 import train_ppo_vl as ppo
-from common.buffers import Samples
-from common.vlm import (BACKENDS, PackedAttention, Processor, bare_forwards, language_hidden, materialize, skeleton,
-                        use_attention)
+from common import distributed, memory
+from common.buffers import Batch, Row
+from common.fsdp import bare_forwards
+from common.settings import DataArgs
+from common.vlm import model as vlm, weights
+from common.vlm.attention import BACKENDS, PackedAttention, cache_bytes
+from common.vlm.data import Processor
+from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
@@ -72,7 +77,7 @@ def limits(dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
     bandwidth = 2 * len(source) / min(timed(lambda: target.copy_(source)) for _ in range(5))
     square = torch.randn(512 if tiny else 8192, 512 if tiny else 8192, device=DEVICE, dtype=dtype)
     name = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
-    known = next((flops for gpu, flops in ppo.PEAK_FLOPS.items() if gpu in name), None)
+    known = next((flops for gpu, flops in memory.PEAK_FLOPS.items() if gpu in name), None)
     peak = known or 2 * len(square)**3 / min(timed(lambda: square @ square) for _ in range(5))
     print(f"{name}, torch {torch.__version__}: {bandwidth / 1e9:.0f} GB/s (measured), {peak / 1e12:.3g} TFLOP/s "
           f"({'data sheet' if known else 'measured'})")
@@ -103,23 +108,27 @@ def write_checkpoint(folder: Path, size: str) -> Path:
 
 
 @torch.no_grad()
-def random_weights(model, folder=None, optional=None) -> dict:
-    """In place of `load_weights`: every rank draws its own rows; the value head keeps its zeros."""
+def random_weights(model, folder=None, value_head=None) -> set[str]:
+    """In place of `weights.load`: every rank draws its own rows; the value head keeps its zeros."""
     for parameter in model.parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local.normal_(0, 0.02) if parameter.ndim > 1 else local.fill_(0.5)
-    return {}
+    return set()
 
 
-def text_model(folder: Path, dtype: torch.dtype, backend: str):
+def text_model(folder: Path, compute: weights.Compute):
     """The language model alone, without gradients, in the compute dtype."""
-    model = skeleton(Processor(str(folder)).config, vision=False).requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    materialize(model, DEVICE)
+    model = weights.build_frozen(text_config(folder)[0], compute, 32768, vision=False, head=True)
+    weights.freeze(model.parameters(), compute.dtype)
+    weights.materialize(model, DEVICE)
     random_weights(model)
-    use_attention(model, backend)
     return model.eval()
+
+
+def text_config(folder: Path) -> tuple:
+    """The config of a checkpoint, and that of its text model."""
+    config = Processor(folder, DataArgs()).config
+    return config, config.get_text_config()
 
 
 def attention_table() -> None:
@@ -130,17 +139,13 @@ def attention_table() -> None:
             print(f"| {backend} | {str(dtype)[6:]} | " + " | ".join(f"{e:.1e}" for e in errors) + " |", flush=True)
 
 
-def decoding_seconds(run, model, batch: int, context: int, graphs: str, steps: int) -> float:
+def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, steps: int) -> float:
     """Seconds per step of the engine with ``batch`` busy slots of ``context`` tokens each."""
-    rollout = dataclasses.replace(run.args.rollout, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs)
-    run = dataclasses.replace(run, args=dataclasses.replace(run.args, rollout=rollout))
-    vocab = model.lm_head.weight.shape[0]
-    actor = SimpleNamespace(model=model, temperature=1.0, banned=torch.zeros(vocab, dtype=torch.bool, device=DEVICE),
-                            stop_ids=torch.zeros(0, dtype=torch.int64, device=DEVICE))
-    prompts = SimpleNamespace(lengths=[context] * batch)
-    with torch.inference_mode(), bare_forwards(model):
-        groups, processor = list(range(batch)), SimpleNamespace(tokenizer=None)
-        engine = ppo.RolloutEngine(run, processor, actor, prompts, groups, 1, ppo.TRAIN, False)
+    sampling = dataclasses.replace(sampling, max_new_tokens=2 * steps + 8, slots=batch, cuda_graphs=graphs)
+    actor = SimpleNamespace(model=model)
+    prompts = SimpleNamespace(prompt_lengths=[context] * batch)
+    with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
+        engine = ppo.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
         engine.stored = [context] * batch
         timed(lambda: engine.decode(batch), 3)                                           # set up, captured
@@ -157,20 +162,20 @@ def generate_seconds(model, batch: int, context: int, steps: int) -> float:
         return (timed(lambda: call(2 + steps)) - timed(lambda: call(2))) / steps
 
 
-def decode_table(run, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
-    model, text = text_model(folder, run.dtype, run.backend), Processor(str(folder)).config.text_config
-    width = run.dtype.itemsize
+def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int, bandwidth: float) -> None:
+    model, (_, text) = text_model(folder, compute), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
-    weights = width * (layers + model.lm_head.weight.numel())
-    head_dim = text.hidden_size // text.num_attention_heads
-    per_token = 2 * text.num_hidden_layers * text.num_key_value_heads * head_dim * width
-    print(f"\nDecoding, {size}, {run.backend}: weights {weights / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
+    bytes_read = compute.dtype.itemsize * (layers + model.lm_head.weight.numel())
+    per_token = cache_bytes(text, compute.dtype.itemsize)
+    nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
+    sampling = ppo.Sampling(1, nothing, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    print(f"\nDecoding, {size}, {compute.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "
           "bound in ms; ms per step, tokens/s, per cent of the bound\n")
     print("| batch x context | bound | eager | graphs | generate |\n|---|---|---|---|---|")
     free = torch.cuda.mem_get_info()[0] if DEVICE.type == "cuda" else 8e9
     for context in contexts:
         for batch in batches:
-            bound, cells = (weights + batch * context * per_token) / bandwidth, []
+            bound, cells = (bytes_read + batch * context * per_token) / bandwidth, []
             for mode in ("off", "on", "generate"):
                 if mode == "on" and DEVICE.type != "cuda":
                     cells.append("needs a GPU")
@@ -181,57 +186,58 @@ def decode_table(run, folder: Path, size: str, batches, contexts, steps: int, ba
                         model.config.text_config._attn_implementation = "sdpa"
                         model.model.language_model.config._attn_implementation = "sdpa"
                         seconds = generate_seconds(model, batch, context, steps)
-                        use_attention(model, run.backend)
+                        weights.use_attention(model, compute.backend)
                     else:
-                        seconds = decoding_seconds(run, model, batch, context, mode, steps)
+                        seconds = decoding_seconds(sampling, model, batch, context, mode, steps)
                     cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")
                 release()
             print(f"| {batch} x {context} | {1e3 * bound:.2f} | " + " | ".join(cells) + " |", flush=True)
 
 
-def prefill_table(run, folder: Path, size: str, totals, peak: float) -> None:
-    model, text = text_model(folder, run.dtype, run.backend), Processor(str(folder)).config.text_config
-    weights = sum(p.numel() for p in model.model.language_model.layers.parameters())
+def prefill_table(compute, folder: Path, size: str, totals, peak: float) -> None:
+    model, (_, text) = text_model(folder, compute), text_config(folder)
+    layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
     print(f"\nPrefill, {size}, prompts of 1,024 tokens\n\n| tokens | ms | tokens/s | MFU |\n|---|---|---|---|")
     for total in totals:
         length = min(1024, total)
         segments = [(a, a + length, a, a) for a in range(0, total, length)]
-        row = SimpleNamespace(input_ids=torch.randint(5, 100, (1, total), device=DEVICE), features=None, grids=None,
-                              positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1))
-        attention = PackedAttention(segments, run.backend, DEVICE)
-        with torch.inference_mode(), bare_forwards(model):
-            language_hidden(model, row, attention)
-            seconds = timed(lambda: language_hidden(model, row, attention), 3)
-        flops = 2 * weights * total + 2 * total * length * text.hidden_size * text.num_hidden_layers     # causal: half of 4
+        row = Row(
+            input_ids=torch.randint(5, 100, (1, total), device=DEVICE),
+            positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1),
+            attention=PackedAttention(segments, compute.backend, DEVICE),
+        )
+        with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
+            vlm.hidden_states(model, row)
+            seconds = timed(lambda: vlm.hidden_states(model, row), 3)  # noqa: B023
+        flops = 2 * layers * total + 2 * total * length * text.hidden_size * text.num_hidden_layers     # causal: half of 4
         print(f"| {total} | {1e3 * seconds:.1f} | {total / seconds:.0f} | {100 * flops / seconds / peak:.0f} % |", flush=True)
 
 
-def update_table(run, budgets, response: int, peak: float) -> None:
+def update_table(args, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
-    processor, (rows,), _, _ = ppo.load_data(run)
-    actor, _, _ = ppo.build_models(run, processor)
-    optimizer = ppo.build_optimizer(actor, 1e-6, run.args)
-    ids = torch.randint(5, 100, (8, 2 * response))
-    text_rows = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows[:8])]
+    ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
+    actor, _, _ = ppo.build_models(args, rows.processor, ranks)
+    trained = ppo.make_trained(args, actor, None, None)["actor"]
+    ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
+    prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
+    responses = torch.randint(5, 100, (n,)).split(response)
+    batch = Batch(prompts, list(range(8)), [0] * 8).with_targets([list(responses[k:k + 8]) for k in range(0, 64, 8)])
+    batch.sampling = ppo.Sampling.of(args, rows.processor, DEVICE)
+    batch.truncated, batch.in_policy_loss = torch.zeros(64, dtype=torch.bool), torch.ones(n, dtype=torch.bool)
+    batch.advantages, batch.logprobs = torch.randn(n), torch.full((n,), -9.0)
+    batch.old_logprobs = batch.logprobs
     layers = sum(p.numel() for p in actor.model.model.language_model.layers.parameters())
-    lengths, n = torch.full((64,), response), 64 * response
-    samples = Samples(group=torch.arange(64) // 8, number=torch.arange(64) % 8, lengths=lengths,
-                      truncated=torch.zeros(64, dtype=torch.bool), tokens=torch.randint(5, 100, (n,)),
-                      logprobs=torch.full((n,), -9.0), advantages=torch.randn(n))
-    samples.old_logprobs = samples.logprobs
     print(f"\nUpdate, AdamW, 8 prompts of {2 * response} tokens x 8 responses of {response}: tokens counted per sample, MFU "
           "of the tokens computed, recomputation not counted\n\n| tokens per pack | prompts | s | tokens/s | MFU | peak GiB |"
           "\n|---|---|---|---|---|---|")
     for budget in budgets:
         for shared in (True, False):
-            update = dataclasses.replace(run.args.update, max_tokens_per_pack=budget, share_prompts=shared)
-            one = dataclasses.replace(run, args=dataclasses.replace(run.args, update=update))
-            prompts = ppo.StepPrompts(text_rows, list(range(8)), [0] * 8, {}, {}, {}, [])
-            step = lambda: ppo.update_actor(one, actor, optimizer, prompts, samples, 1, 0.0)  # noqa: B023, E731
-            step()
-            if DEVICE.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-            seconds = timed(step)
+            step = functools.partial(ppo.update_actor, trained, batch, 1, 0.0, None, args)
+            with computing(actor, apart=not shared, max_tokens_per_pack=budget):
+                step()
+                if DEVICE.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats()
+                seconds = timed(step)
             peak_gib = torch.cuda.max_memory_allocated() / 2**30 if DEVICE.type == "cuda" else float("nan")
             computed = (8 if shared else 64) * 2 * response + n
             flops = 6 * (layers * computed + actor.model.lm_head.weight.numel() * n)
@@ -252,7 +258,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     tiny = parser.parse_args().tiny
     begun, folder = time.perf_counter(), Path(tempfile.mkdtemp())
-    ppo.load_weights = random_weights
+    weights.load = random_weights
     sizes, batches, contexts, steps = (("tiny",), (1, 4), (32,), 4) if tiny else (("3b", "7b"), (1, 16, 64, 128, 256),
                                                                                    (512, 1500, 4000), 16)
     folders = {size: write_checkpoint(folder / size, size) for size in sizes}
@@ -261,13 +267,14 @@ def main() -> None:
              "--prompts_per_step", "4" if tiny else "64", "--samples_per_prompt", "2" if tiny else "8",
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
-    run = ppo.start_run(ppo.parse_args(flags))
-    bandwidth, peak = limits(run.dtype, tiny)
+    args = ppo.parse_args(flags)
+    compute = weights.choose_compute(args.model, DEVICE)
+    bandwidth, peak = limits(compute.dtype, tiny)
     tables = [attention_table]
     for size in sizes:
-        tables += [functools.partial(decode_table, run, folders[size], size, batches, contexts, steps, bandwidth),
-                   functools.partial(prefill_table, run, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
-    tables += [functools.partial(update_table, run, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak),
+        tables += [functools.partial(decode_table, compute, folders[size], size, batches, contexts, steps, bandwidth),
+                   functools.partial(prefill_table, compute, folders[size], size, (256,) if tiny else (4096, 16384), peak)]
+    tables += [functools.partial(update_table, args, (2048 + 8,) if tiny else (8192, 16384, 32768), 8 if tiny else 512, peak),
                functools.partial(whole_step, flags)]
     failed = 0
     for table in tables:                                                         # one that fails must not cost the others

@@ -47,7 +47,7 @@ ARITHMETIC = re.compile(
     r"|_ChunkedHead|Optimizer\.step"
 )
 # For the look at the stack: functions and lines that do nothing but compute the models, their gradients and updates.
-MODEL_FUNCTIONS = ("language_hidden", "image_features", "logits_fp32", "linear_logprobs")
+MODEL_FUNCTIONS = ("hidden_states", "image_features", "logits_fp32", "linear_logprobs")
 MODEL_CALLS = (".backward()", "optimizer.step()", "clip_grad_norm_(")
 WAITING = re.compile(r"gloo|c10d::|record_param_comms|all_gather|all_reduce|reduce_scatter|broadcast|FSDP::")
 
@@ -79,19 +79,20 @@ def profile_steps(steps: int, work: Path) -> None:
     import torch
 
     import train_ppo_vl as ppo
+    from common import logging
 
-    log, ends = ppo.RunLogger.log, []
+    record, ends = logging.RunLogger.step, []
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
 
-    def log_and_profile(logger, step, metrics):
-        log(logger, step, metrics)
+    def record_and_profile(logger, step, metrics, shown):
+        record(logger, step, metrics, shown)
         ends.append((time.perf_counter(), metrics))
         if step == steps - 2:
             profiler.__enter__()
         elif step == steps:
             profiler.__exit__(None, None, None)
 
-    ppo.RunLogger.log = log_and_profile
+    logging.RunLogger.step = record_and_profile
     ppo.main(
         ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
     )
@@ -127,6 +128,7 @@ def sample_python(steps: int, work: Path) -> None:
     import threading
 
     import train_ppo_vl as ppo
+    from common import logging
 
     found: dict[str, float] = defaultdict(float)
     lines: dict[str, float] = defaultdict(float)
@@ -162,13 +164,13 @@ def sample_python(steps: int, work: Path) -> None:
     over, flags = threading.Event(), ["--eval_every", "0", "--save_every", "0", "--export_every", "0"]
     watcher = threading.Thread(target=watch)       # not a daemon: one that still looks while python ends aborts the process
     watcher.start()
-    log = ppo.RunLogger.log
+    record = logging.RunLogger.step
 
-    def log_and_watch(logger, step, metrics):
-        log(logger, step, metrics)
+    def record_and_watch(logger, step, metrics, shown):
+        record(logger, step, metrics, shown)
         running[0] = 2 <= step < steps
 
-    ppo.RunLogger.log = log_and_watch
+    logging.RunLogger.step = record_and_watch
     try:
         ppo.main(["--steps", str(steps), *flags, "--out", str(work / "looks")])
     finally:
@@ -192,6 +194,7 @@ def time_startup(work: Path) -> None:
         importlib.import_module(name)
     others_done = clocks()
     import train_ppo_vl as ppo
+    from common import checkpoint, distributed
     stamps = []
 
     def stamp(name, began):
@@ -211,9 +214,10 @@ def time_startup(work: Path) -> None:
             return result
         setattr(owner, name, call)
 
-    for name in ("parse_args", "start_run", "load_data", "build_models", "build_optimizer", "open_log", "evaluate"):
+    for name in ("parse_args", "load_rows", "build_models", "make_trained", "open_log", "evaluate"):
         timed(name)
-    timed("resume", ppo.Checkpoints)
+    timed("start", distributed)
+    timed("resume", checkpoint.Checkpoints)
     ppo.main(["--steps", "1", "--save_every", "0", "--export_every", "0", "--out", str(work / "start")])
     evaluation = next(i for i, entry in enumerate(stamps) if entry[0] == "evaluate")  # the first; all before it is start-up
     print(json.dumps(stamps[:evaluation + 1]))

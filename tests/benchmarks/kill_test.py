@@ -46,7 +46,7 @@ def write_task(folder: Path) -> None:
 
 
 def flags(model: Path, task: Path, out: Path, *more: str) -> list[str]:
-    small = ("--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prefill_tokens 400 "
+    small = ("--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 "
              "--prompts_per_step 4 --samples_per_prompt 2 --log_samples 0")
     return ["--model", str(model), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "rows.jsonl"),
             "--reward", f"{task / 'reward.py'}:letters", "--out", str(out), *small.split(), "--actor_lr", "1e-3",

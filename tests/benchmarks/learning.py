@@ -64,7 +64,7 @@ RUNS = {
     "train_vision, gae": "--train_vision",
     "train_vision, grpo": f"{GRPO} --train_vision",
     "dynamic_sampling 4": f"{GRPO} --dynamic_sampling 4",
-    "recompute_old_logprobs": f"{GRPO} --recompute_old_logprobs",
+    "importance_cap 2": f"{GRPO} --importance_cap 2",
     "high_entropy 0.2": f"{GRPO} --high_entropy_ratio 0.2",
     "entropy_coef 0.01": f"{GRPO} --entropy_coef 0.01",
     "2 epochs, gae": "--epochs 2",

@@ -24,7 +24,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from common import losses
+from common import logprobs
 
 
 def status(field: str) -> float:
@@ -39,12 +39,12 @@ def measure_head(kind: str, tokens: int, vocabulary: int, hidden_size: int, chun
     weight = torch.randn(vocabulary, hidden_size, generator=generator).mul_(hidden_size ** -0.5).requires_grad_(train_head)
     hidden = torch.randn(tokens, hidden_size, generator=generator).requires_grad_()
     targets = torch.randint(0, vocabulary, (tokens,), generator=generator)
-    losses.linear_logprobs(hidden[:2], weight, targets[:2])[0].sum().backward()  # libraries and buffers are loaded here
+    logprobs.linear_logprobs(hidden[:2], weight, targets[:2])[0].sum().backward()  # libraries and buffers are loaded here
     hidden.grad = weight.grad = None
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")                                                        # resets VmHWM
     if kind == "chunked":
-        logp = losses.linear_logprobs(hidden, weight, targets, chunk=chunk)[0]
+        logp = logprobs.linear_logprobs(hidden, weight, targets, chunk=chunk)[0]
     else:
         logp = (hidden @ weight.t()).float().log_softmax(-1).gather(1, targets[:, None])[:, 0]
     logp.mean().backward()

@@ -27,7 +27,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 
 import toy
 import train_ppo_vl as ppo
-from common import vlm
+from common import distributed
+from common.buffers import Batch
+from common.vlm import data
 from transformers import AutoModelForImageTextToText
 
 SAMPLES, LONGEST = 8, 128
@@ -61,19 +63,19 @@ def give_lengths(table: torch.Tensor) -> None:
     """From now on responses end where the table (prompts, samples) says, so that both sides have the same work."""
     prefill, sample = ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample
 
-    def prefill_with_limit(engine, batch):
+    def prefill_with_limit(engine, members):
         if not hasattr(engine, "limit"):
-            engine.limit = torch.zeros_like(engine.count)
+            engine.limit = torch.zeros_like(engine.count_done)
             engine.state.append(engine.limit)                                    # moves with its slot
-        for group, members in batch:
-            for slot, number in members:
+        for group, samples in members:
+            for slot, number in samples:
                 engine.limit[slot] = table[group, number]
-        prefill(engine, batch)
+        prefill(engine, members)
 
     def sample_to_limit(engine, hidden, slots):
         done = engine.done[slots].clone()
         sample(engine, hidden, slots)
-        engine.done[slots] = done | (engine.count[slots] + 1 >= engine.limit[slots])
+        engine.done[slots] = done | (engine.count_done[slots] + 1 >= engine.limit[slots])
 
     ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_limit, sample_to_limit
 
@@ -95,16 +97,18 @@ def main() -> None:
     args = ppo.parse_args(["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--advantage", "grpo",
                            "--max_new_tokens", str(LONGEST), "--max_prompt_tokens", "512", "--slots", str(flags.slots),
                            "--out", str(folder / "run")])
-    run = ppo.start_run(args)
-    processor, (rows,), _, _ = ppo.load_data(run)
-    actor, _, _ = ppo.build_models(run, processor)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    loaded = ppo.load_rows(args)
+    rows, processor = loaded.train, loaded.processor
+    actor, _, _ = ppo.build_models(args, processor, ranks)
+    sampling = ppo.Sampling.of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))
-    pixels = [vlm.load_pixels(row, processor) for row in rows]
+    pixels = [data.load_pixels(row, processor) for row in rows]
 
     def ours(n: int) -> None:
-        prompts = ppo.StepPrompts(rows[:n], list(range(n)), [0] * n, {}, dict(enumerate(pixels[:n])), {}, [])
-        samples = ppo.rollout(run, processor, actor, prompts, SAMPLES, ppo.TRAIN)
+        prompts = Batch(rows[:n], list(range(n)), [0] * n, patches=dict(enumerate(pixels[:n])))
+        samples = ppo.rollout(actor, prompts, sampling, SAMPLES)
         assert samples.lengths.tolist() == lengths[:n].flatten().tolist()
 
     def theirs(n: int) -> None:
@@ -117,7 +121,7 @@ def main() -> None:
     else:
         ids = torch.stack([row.input_ids for row in rows]).repeat_interleave(SAMPLES, 0)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids),
-                  "mm_token_type_ids": (ids == processor.image_token_id).int(),
+                  "mm_token_type_ids": (ids == processor.config.image_token_id).int(),
                   "pixel_values": torch.cat([p for p, _ in pixels for _ in range(SAMPLES)]),
                   "image_grid_thw": torch.cat([g for _, g in pixels for _ in range(SAMPLES)])}
         oracle = AutoModelForImageTextToText.from_pretrained(folder / "model").eval()

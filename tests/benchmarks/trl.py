@@ -70,19 +70,20 @@ def run_ours(task: dict, out: Path) -> None:
     import rollout
     import torch
     import train_ppo_vl as ppo
+    from common import logging
 
     if task.get("lengths"):
         rollout.give_lengths(torch.tensor(task["lengths"]))
-    steps, log = [], ppo.RunLogger.log
+    steps, record = [], logging.RunLogger.step
 
-    def log_and_stamp(logger, step, metrics):
-        log(logger, step, metrics)
+    def record_and_stamp(logger, step, metrics, shown):
+        record(logger, step, metrics, shown)
         steps.append(
             {"cpu": time.process_time(), "reward": metrics["rollout/reward"], "length": metrics["rollout/response_length"]}
             | {name: value for name, value in metrics.items() if name.endswith("_seconds")}
         )
 
-    ppo.RunLogger.log = log_and_stamp
+    logging.RunLogger.step = record_and_stamp
     began = time.process_time()
     ppo.main(
         [

@@ -5,7 +5,7 @@
     python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
 
     shared    the trainer's own: `packed_rows` and `actor_loss`, the samples of a prompt behind one copy of it
-    apart     the same with --no-share_prompts: every sample is a row of its own in the pack
+    apart     the same where no prompt is shared: every sample stands with a copy of its prompt
     padded    Hugging Face's forward of the batch prompt + response with its own attention and logits of all positions;
               `kept` computes logits of the response only (logits_to_keep)
 
@@ -15,12 +15,13 @@ printed).
 """
 
 import argparse
-import dataclasses
 import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold on one thread only
 
@@ -31,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 
 import toy
 import train_ppo_vl as ppo
-from common.buffers import Samples
+from common import buffers, distributed
+from common.vlm import data, model as vlm
 from transformers import AutoModelForImageTextToText
 
 SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
@@ -44,7 +46,7 @@ SHAPES = [(p, r, n) for p in (16, 64, 298, 1024) for r in (4, 64, 256) for n in 
 
 
 def start(folder: Path, size: str, longest: int, pack: int):
-    """A random checkpoint, the trainer's run and actor on it, and Hugging Face's model with the same weights."""
+    """A random checkpoint, the trainer's arguments and actor on it, and Hugging Face's model with the same weights."""
     tokenizer = toy.make_tokenizer()
     model = toy.make_model("qwen2_5_vl", tokenizer, seed=0, **SIZES[size])
     print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, torch {torch.__version__}")
@@ -62,21 +64,19 @@ def start(folder: Path, size: str, longest: int, pack: int):
             str(longest),
             "--max_new_tokens",
             "1",
-            "--prefill_tokens",
-            str(longest),
             "--max_tokens_per_pack",
             str(pack),
         ]
     )
-    run = ppo.start_run(args)
-    processor = ppo.Processor(str(folder))
-    actor, _, _ = ppo.build_models(run, processor)
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    processor = data.Processor(folder, args.data)
+    actor, _, _ = ppo.build_models(args, processor, ranks)
     oracle = AutoModelForImageTextToText.from_pretrained(folder)
     oracle.model.visual.requires_grad_(False)
-    return run, processor, actor.train(), oracle.train()
+    return args, processor, actor.train(), oracle.train()
 
 
-def make_task(run, processor, actor, prompt_tokens: int, image_tokens: int, response_tokens: int, prompts: int, samples: int):
+def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, response_tokens: int, prompts: int, samples: int):
     """Random prompts (an image of ``image_tokens`` in each, if any) and random responses, all of the given lengths."""
     config, generator = processor.config, torch.Generator().manual_seed(0)
     text = lambda n: torch.randint(4, 200, (n,), generator=generator)  # noqa: E731
@@ -87,40 +87,44 @@ def make_task(run, processor, actor, prompt_tokens: int, image_tokens: int, resp
         ids = torch.cat([text(4), image, text(prompt_tokens - 4 - len(image))])
         side = 2 * round(image_tokens ** 0.5)
         grids = ((1, side, side),) if image_tokens else ()
-        rows.append(ppo.Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
+        rows.append(data.Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
         if image_tokens:
-            patches[i] = torch.randn(side * side, 3 * 2 * processor.patch_size ** 2, generator=generator), torch.tensor(grids)
-    step = ppo.StepPrompts(rows, list(range(prompts)), [0] * prompts, {}, dict(patches), {}, [])
-    ppo.compute_features(run, actor, step)
-    count = prompts * samples
-    tokens = text(count * response_tokens)
-    batch = Samples(
-        group=torch.arange(count) // samples,
-        number=torch.arange(count) % samples,
-        lengths=torch.full((count,), response_tokens),
-        truncated=torch.zeros(count, dtype=torch.bool),
-        tokens=tokens,
-        logprobs=torch.zeros(len(tokens)),
-        advantages=torch.randn(len(tokens), generator=generator),
-    )
-    batch.logprobs = batch.old_logprobs = ppo.score_tokens(run, actor, step, batch)
-    return step, batch, patches
+            patches[i] = torch.randn(side * side, 3 * 2 * config.vision_config.patch_size ** 2, generator=generator), torch.tensor(grids)
+    asked = buffers.Batch(rows, list(range(prompts)), [0] * prompts, patches=dict(patches))
+    vlm.compute_features(actor.model, asked)
+    tokens = text(prompts * samples * response_tokens)
+    batch = asked.with_targets([list(part.split(response_tokens)) for part in tokens.split(samples * response_tokens)])
+    batch.advantages = torch.randn(len(tokens), generator=generator)
+    batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
+    batch.sampling = ppo.Sampling.of(args, processor, actor.model.compute.device)
+    batch.old_logprobs = ppo.score_tokens(actor, batch, lambda row: actor(row, batch.sampling))
+    batch.logprobs = batch.old_logprobs
+    return batch, patches
 
 
-def ours(run, actor, step, batch, share: bool) -> None:
+def ours(args, actor, batch, share: bool) -> None:
     """The trainer's update of one minibatch, up to the gradients."""
-    run = with_sharing(run, share)
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
-    for row, attention in ppo.packed_rows(run, actor.model, step, batch):
-        ppo.actor_loss(run, actor, row, attention, batch, weights, 0.0)[0].backward()
+    part = ppo.Minibatch(None, weights, weights, None)
+    trained = SimpleNamespace(module=actor, reference=None)
+    with sharing(share):
+        for row in vlm.packed_rows(actor.model, batch):
+            ppo.actor_loss(trained, row, batch, part, 0.0, args)[0].backward()
 
 
-def with_sharing(run, share: bool):
-    update = dataclasses.replace(run.args.update, share_prompts=share)
-    return dataclasses.replace(run, args=dataclasses.replace(run.args, update=update))
+@contextmanager
+def sharing(share: bool):
+    """Inside, prompts are shared where the trainer does so, or never."""
+    make_blocks = vlm.make_blocks
+    if not share:
+        vlm.make_blocks = lambda batch, max_tokens, groups, score_cost: make_blocks(batch, 0, groups)
+    try:
+        yield
+    finally:
+        vlm.make_blocks = make_blocks
 
 
-def padded(oracle, processor, step, batch, patches, kept: bool, per_call: int) -> None:
+def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None:
     """Hugging Face's forward, ``per_call`` samples at a time, and the same loss from log_softmax of its logits."""
     length = int(batch.lengths[0])
     banned = torch.tensor(processor.banned_ids)
@@ -128,7 +132,7 @@ def padded(oracle, processor, step, batch, patches, kept: bool, per_call: int) -
     for start in range(0, len(batch), per_call):
         rows = slice(start, start + per_call)
         groups = batch.group[rows].tolist()
-        ids = torch.cat([torch.stack([step.prompts[g].input_ids for g in groups]), tokens[rows]], dim=1)        # (b, L)
+        ids = torch.cat([torch.stack([batch.prompts[g].input_ids for g in groups]), tokens[rows]], dim=1)        # (b, L)
         images = {}
         if patches:
             images = {"pixel_values": torch.cat([patches[g][0] for g in groups]),
@@ -138,7 +142,7 @@ def padded(oracle, processor, step, batch, patches, kept: bool, per_call: int) -
             attention_mask=torch.ones_like(ids),
             use_cache=False,
             logits_to_keep=length + 1 if kept else 0,
-            mm_token_type_ids=(ids == processor.image_token_id).int(),
+            mm_token_type_ids=(ids == processor.config.image_token_id).int(),
             **images,
         ).logits
         logits = logits[:, -length - 1:-1].index_fill(2, banned, -torch.inf)
@@ -167,13 +171,13 @@ def alternate(programs: dict, repeats: int) -> dict[str, float]:
     return {name: min(values) for name, values in seconds.items()}
 
 
-def compare(flags, run, processor, actor, oracle) -> None:
+def compare(flags, args, processor, actor, oracle) -> None:
     """The three ways at one shape."""
-    step, batch, patches = make_task(
-        run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, flags.prompts, flags.samples
+    batch, patches = make_task(
+        args, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, flags.prompts, flags.samples
     )
-    update = lambda share: (ours(run, actor, step, batch, share), gradients(actor))[1]  # noqa: E731
-    rest = (processor, step, batch, patches)
+    update = lambda share: (ours(args, actor, batch, share), gradients(actor))[1]  # noqa: E731
+    rest = (processor, batch, patches)
     naive = lambda kept: (padded(oracle, *rest, kept, flags.samples), gradients(oracle))[1]  # noqa: E731
     expected = naive(False)
     for found in (update(True), update(False), naive(True)):
@@ -191,8 +195,8 @@ def compare(flags, run, processor, actor, oracle) -> None:
         print(f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared")
     if patches:
         grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.group[:flags.samples].tolist()))]
-        oracle.sees_pixels = False                                                                        # no gradient
-        tower = alternate({"tower": lambda: ppo.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
+        oracle.trains_vision, oracle.family = False, actor.model.family                                   # no gradient
+        tower = alternate({"tower": lambda: vlm.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
         print(
             f"  of which the vision tower in padded and kept: {tower:.3f}; without it padded / shared "
             f"{(seconds['padded'] - tower) / seconds['shared']:.2f}, "
@@ -200,13 +204,13 @@ def compare(flags, run, processor, actor, oracle) -> None:
         )
 
 
-def linear(flags, run, processor, actor) -> None:
+def linear(flags, args, processor, actor) -> None:
     """CPU seconds of an update per 1,000 tokens of its packed rows, for more and more prompts."""
     for prompts in (1, 2, 4, 8, 16):
-        step, batch, _ = make_task(
-            run, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, prompts, flags.samples
+        batch, _ = make_task(
+            args, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, prompts, flags.samples
         )
-        program = lambda: (ours(run, actor, step, batch, True), gradients(actor))  # noqa: E731
+        program = lambda: (ours(args, actor, batch, True), gradients(actor))  # noqa: E731
         tokens = prompts * flags.prompt_tokens + len(batch.tokens)
         seconds = alternate({"shared": program}, flags.repeats)["shared"]
         print(
@@ -215,13 +219,13 @@ def linear(flags, run, processor, actor) -> None:
         )
 
 
-def sweep(flags, run, processor, actor, shapes) -> None:
+def sweep(flags, args, processor, actor, shapes) -> None:
     """CPU seconds without sharing over those with it; below 0.95 sharing should have been left."""
     for prompt_tokens, response_tokens, samples in shapes:
         prompts = max(1, round(6000 / (samples * (prompt_tokens + response_tokens))))
-        step, batch, _ = make_task(run, processor, actor, prompt_tokens, 0, response_tokens, prompts, samples)
+        batch, _ = make_task(args, processor, actor, prompt_tokens, 0, response_tokens, prompts, samples)
         programs = {
-            str(share): lambda share=share: (ours(run, actor, step, batch, share), gradients(actor)) for share in (True, False)
+            str(share): lambda share=share: (ours(args, actor, batch, share), gradients(actor)) for share in (True, False)
         }
         seconds = alternate(programs, flags.repeats)
         ratio = seconds["False"] / seconds["True"]
@@ -247,13 +251,13 @@ def main() -> None:
     flags = parser.parse_args()
     longest = max(flags.prompt_tokens, 1024)
     with tempfile.TemporaryDirectory() as folder:
-        run, processor, actor, oracle = start(Path(folder), flags.size, longest, max(flags.pack, longest + 1))
+        args, processor, actor, oracle = start(Path(folder), flags.size, longest, max(flags.pack, longest + 1))
         if flags.linear:
-            linear(flags, run, processor, actor)
+            linear(flags, args, processor, actor)
         elif flags.sweep:
-            sweep(flags, run, processor, actor, SHAPES[:flags.shapes])
+            sweep(flags, args, processor, actor, SHAPES[:flags.shapes])
         else:
-            compare(flags, run, processor, actor, oracle)
+            compare(flags, args, processor, actor, oracle)
 
 
 if __name__ == "__main__":

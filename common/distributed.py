@@ -1,0 +1,164 @@
+"""Ranks: joining the process group, gathering, failing and stopping together.
+
+    start                          join the process group -> Ranks: where this process stands in it
+    gather_ragged, gather_json     what every rank has, on every rank
+    from_main                      what rank 0 has, on every rank
+    raise_on_all_ranks             one message from rank 0, raised on all ranks
+    stop_requested                 a signal to one rank stops all of them after the step in progress
+
+CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with whatever it has.
+"""
+
+import json
+import os
+import socket
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+# Before torch is imported: busy ranks on the same cores slow each other tenfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from common import process
+from common.process import UserError
+
+ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands among all of them."""
+
+    rank: int
+    world: int
+    device: torch.device
+    mesh: DeviceMesh
+
+
+def start(timeout: float, hsdp: int) -> Ranks:
+    """Join the process group; without torchrun this process is the only rank.
+
+    Args:
+        timeout: longest wait of a rank for the others, seconds.
+        hsdp: ranks that share one copy of weights and optimizer; 0: all of them.
+    Raises:
+        UserError: more processes on this machine than GPUs, or ranks that hsdp does not divide.
+    """
+    for name, value in ONE_PROCESS.items():
+        os.environ.setdefault(name, value)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = choose_device()
+    shape, names = (world,), ("shards",)
+    if hsdp:
+        if world % hsdp:
+            raise UserError(f"--hsdp {hsdp} must divide the number of ranks, {world}")
+        shape, names = (world // hsdp, hsdp), ("copies", "shards")
+    if not dist.is_initialized():
+        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backends, timeout=timedelta(seconds=timeout))
+    if is_main() and restarts_would_fail():
+        print(
+            "warning: restarted workers cannot connect through torchrun's own store; for "
+            "--max_restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun",
+            flush=True,
+        )
+    return Ranks(rank, world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+
+def choose_device() -> torch.device:
+    """This process's GPU, or the CPU where torch sees none. Raises UserError: not enough GPUs."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        return torch.device("cpu")
+    processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if processes > gpus:
+        raise UserError(
+            f"{processes} processes on this machine, and torch sees {gpus} GPUs here: "
+            f"--nproc_per_node {gpus}; or CUDA_VISIBLE_DEVICES= (nothing), to use none"
+        )
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+def restarts_would_fail() -> bool:
+    """Whether torchrun was told to restart workers and shares its store with them."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+    return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def world_size() -> int:
+    """The number of ranks; 1 before the process group is joined."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which prints and writes what all ranks know."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def gather_ragged(tensor: Tensor) -> list[Tensor]:
+    """Gather tensors whose first dimension differs between ranks: (n_r, ...) from every rank r."""
+    if world_size() == 1:
+        return [tensor]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
+    dist.all_gather(sizes, torch.tensor([len(tensor)]))
+    longest = max(int(size) for size in sizes)
+    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded)
+    return [part[: int(size)] for part, size in zip(gathered, sizes)]
+
+
+def gather_json(value: Any) -> list:
+    """Gather one small JSON value from every rank; no pickle travels."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    return [json.loads(bytes(part.numpy())) for part in gather_ragged(data)]
+
+
+def from_main(value: Any) -> Any:
+    """The JSON value of rank 0, on every rank."""
+    return gather_json(value)[0]
+
+
+@contextmanager
+def raise_on_all_ranks(prefix: str = ""):
+    """A ValueError or OSError inside, on any rank, becomes a UserError on every rank, with
+    ``prefix`` before its message: one rank raising alone would leave the others waiting."""
+    problem = None
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        problem = f"{prefix}{error}"
+    problems = [found for found in gather_json(problem) if found]
+    if problems:
+        raise UserError("\n".join(dict.fromkeys(problems)))
+
+
+def check_same_flags(flags: dict[str, Any]) -> None:
+    """Raises UserError on every rank if two ranks were started with different flags, as by hand on
+    several nodes."""
+    (host, first), *others = gather_json([socket.gethostname(), flags])
+    for there, other in others:
+        different = [
+            f"--{name} {first[name]!r} and {other[name]!r}"
+            for name in first
+            if first[name] != other[name]
+        ]
+        if different:
+            raise UserError(
+                f"the ranks on {host} and on {there} were started with different flags: "
+                f"{'; '.join(different)}"
+            )
+
+
+def stop_requested() -> bool:
+    """Whether any rank was asked to stop: the same answer on all of them."""
+    return any(gather_json(bool(process.STOP_SIGNALS)))

@@ -1,0 +1,475 @@
+"""Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help.
+
+Imports no torch: --help and refused flags need none.
+
+    flag           declares a flag: its help, its bounds, whether a resumed run may change it
+    parse          command line, --config and defaults -> a script's Args, a dataclass of groups
+    Refusals       collects what is wrong with the values
+    as_flags       the values by flag, for args.json
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from difflib import get_close_matches
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Iterable
+
+from common.process import Exit, UserError
+
+LARGEST_INT = 2**31 - 1  # of a flag that names no bound of its own
+# seconds, 115 days: more does not fit into the timers of sockets and process groups
+LONGEST_WAIT = 1e7
+
+# -------------------------------------------------------------------------------------------------
+# Declaring flags
+# -------------------------------------------------------------------------------------------------
+
+
+def flag(
+    default: Any,
+    help: str,
+    choices: tuple = (),
+    low: float = -math.inf,
+    high: float = math.inf,
+    neutral: bool = False,
+) -> Any:
+    """A field of an argument class: its default, its help with the unit, the values or bounds it
+    must respect.
+
+    A ``neutral`` flag changes where, how fast or how visibly a run computes, but not what: a
+    resumed run may change it.
+    """
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "neutral": neutral}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def list_fields(args_class: type) -> dict[str, dataclasses.Field]:
+    """The flags of a script's Args by name, group after group."""
+    groups = [group.type for group in dataclasses.fields(args_class)]
+    return {field.name: field for group in groups for field in dataclasses.fields(group)}
+
+
+def as_flags(groups: Any) -> dict[str, Any]:
+    """The values of a script's Args by flag, JSON-ready: what --config reads back."""
+    values: dict[str, Any] = {}
+    for group in vars(groups).values():
+        values |= vars(group)
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+    }
+
+
+def neutral_flags(groups: Any) -> set[str]:
+    """The flags of a script's Args that a resumed run may change."""
+    fields = list_fields(type(groups))
+    neutral = {name for name, field in fields.items() if field.metadata["neutral"]}
+    if as_flags(groups)["lr_schedule"] == "constant":
+        neutral.add("steps")
+    return neutral
+
+
+def absolute(path: str) -> str:
+    """Make an existing path absolute; return anything else (empty, a hub name) unchanged."""
+    return str(Path(path).resolve()) if path and Path(path).exists() else path
+
+
+# -------------------------------------------------------------------------------------------------
+# Command line and --config
+# -------------------------------------------------------------------------------------------------
+
+
+def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple[Any, set[str]]:
+    """An ``args_class`` with the values of flags, and the names of the flags that were given.
+
+    The command line overrides --config, which overrides the defaults. Without --config,
+    --export_only reads the run's own args.json, and without --model the embedded toy's file ``toy``
+    is read.
+
+    Raises:
+        UserError: an unknown flag or a value of another type.
+    """
+    given = vars(build_parser(args_class, doc).parse_args(argv))
+    config = given.pop("config", None)
+    if config is None and "model" not in given:
+        if given.get("export_only"):
+            config = own_config(args_class, given)
+        elif given.keys() & {"data", "eval_data"}:
+            raise UserError(
+                "--model and --data are needed together; without both, the toy's model learns "
+                "from its own rows"
+            )
+        else:
+            config = embedded_toy(toy)
+    values = read_config(config, args_class) if config else {}
+    if given.get("export_only"):
+        values["resume"] = "must"  # whatever the interrupted run began with
+    values |= given
+    groups = {}
+    for group in dataclasses.fields(args_class):
+        names = {field.name for field in dataclasses.fields(group.type)}
+        groups[group.name] = group.type(
+            **{name: value for name, value in values.items() if name in names}
+        )
+    return args_class(**groups), set(given)
+
+
+def build_parser(args_class: type, description: str) -> "Parser":
+    """One section per group; flags that were not given stay absent, so that a value of --config can
+    stand."""
+    parser = Parser(
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--config",
+        metavar="FILE",
+        help="JSON object of flags (such as <out>/args.json); flags override it",
+    )
+    for group in dataclasses.fields(args_class):
+        section = parser.add_argument_group(group.type.__doc__)
+        for field in dataclasses.fields(group.type):
+            text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
+            choices = field.metadata["choices"]
+            options: dict[str, Any] = {"type": finite_float if field.type is float else field.type}
+            if field.type is bool:
+                options = {"action": argparse.BooleanOptionalAction}
+            elif choices:
+                options["choices"] = choices
+            else:
+                options["metavar"] = field.type.__name__.upper()
+            section.add_argument(f"--{field.name}", help=text, **options)
+    return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises UserError for a mistake, and suggests the flag that may be meant."""
+
+    def error(self, message: str):
+        raise UserError(message)
+
+    def exit(self, status: int = 0, message: str | None = None):
+        raise Exit(status)
+
+    def parse_args(self, argv: list[str] | None = None) -> argparse.Namespace:
+        values, rest = self.parse_known_args(argv)
+        if not rest:
+            return values
+        words = [word for word in rest if word.startswith("--") or "=" in word]
+        names = [word.removeprefix("--").partition("=")[0] for word in words]
+        known = [option.removeprefix("--") for option in self._option_string_actions]
+        raise UserError(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(names, known)}")
+
+
+def finite_float(text: str) -> float:
+    """argparse type: a float that is neither NaN nor infinite."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+    return value
+
+
+def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
+    """Flags from a JSON file, checked like flags.
+
+    Raises:
+        UserError: not a JSON object, an unknown flag, or a value of another type.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"--config {path}: no JSON object")
+    known = list_fields(args_class)
+    unknown = sorted(config.keys() - known.keys())
+    if unknown:
+        raise UserError(f"--config {path}: unknown flags: {unknown}{did_you_mean(unknown, known)}")
+    for name, value in config.items():
+        kind, choices = known[name].type, known[name].metadata["choices"]
+        if not has_kind(value, kind):
+            raise UserError(f"--config {path}: {name} = {value!r} is not of type {kind.__name__}")
+        if choices and value not in choices:
+            raise UserError(
+                f"--config {path}: {name} = {value!r}: choose from {', '.join(choices)}"
+            )
+        config[name] = kind(value)
+    return config
+
+
+def has_kind(value: Any, kind: type) -> bool:
+    """Whether a JSON value may stand for a flag of this type; numbers are finite."""
+    if kind is Path:
+        return isinstance(value, str)
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
+
+
+def own_config(args_class: type, given: dict[str, Any]) -> Path:
+    """The args.json of the run in --out. Raises UserError: there is none."""
+    out = Path(given.get("out", list_fields(args_class)["out"].default))
+    if not (out / "args.json").is_file():
+        raise UserError(
+            f"--export_only: {out} holds no run, there is no {out / 'args.json'}; name the run "
+            "with --out"
+        )
+    given.setdefault("out", out)  # the folder may have been moved since
+    return out / "args.json"
+
+
+def embedded_toy(name: str) -> Path:
+    """The toy's argument file ``name``; the first process of each machine writes the toy if it is
+    not there yet."""
+    root = Path(__file__).resolve().parents[1]
+    config, program = root / "toy" / name, root / "launch" / "toy.py"
+    if not config.exists() and not program.exists():
+        raise UserError(
+            f"no --model given, and the embedded toy is not there: {program} is missing"
+        )
+    if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        failed = subprocess.run(
+            [sys.executable, str(program), "--out", str(config.parent)]
+        ).returncode
+        if failed and not config.exists():  # else another machine was the first to write it
+            raise UserError(
+                f"no --model given, and {program} did not write the embedded toy, for the reason "
+                "above"
+            )
+    # written last by toy.py; if that fails, torchrun ends this process with its peer
+    while not config.exists():
+        time.sleep(0.2)
+    return config
+
+
+# -------------------------------------------------------------------------------------------------
+# Names of other systems
+# -------------------------------------------------------------------------------------------------
+
+# Flags of ours -> what TRL, verl, OpenRLHF, LightRFT and earlier versions call them. Where a name
+# stands for several flags, the first one that a script has is meant.
+FOREIGN_NAMES = {
+    # model
+    "model": "model_name_or_path model_path pretrain path",
+    "critic_model": "critic_pretrain init_critic_from",
+    "reference_model": "ref_model",
+    "dtype": "torch_dtype bf16 fp16 param_dtype",
+    "attention": "attn_implementation flash_attn",
+    "gradient_checkpointing": "enable_gradient_checkpointing",
+    "lora_rank": "lora_r use_peft target_modules lora_target_modules lora_targets",
+    "train_vision": "freeze_vision_tower",
+    # data
+    "data": "dataset_name train_files prompt_data prompt_data_probs dataset train_data",
+    "eval_data": "val_files eval_dataset",
+    "columns": "input_key prompt_key image_key label_key answer_key prompt_column images_column "
+    "reference_column",
+    "max_rows": "max_samples max_eval_rows",
+    "max_pixels": "video_max_pixels",
+    "data_threads": "dataloader_num_workers",
+    # rollout
+    "prompts_per_step": "batch_size train_batch_size rollout_batch_size "
+    "per_device_train_batch_size global_train_batch_size gen_batch_size",
+    "samples_per_prompt": "num_generations n_samples_per_prompt n group_size",
+    "max_new_tokens": "max_completion_length max_response_length generate_max_len response_length "
+    "max_tokens",
+    "eval_max_new_tokens": "max_completion_length max_response_length generate_max_len",
+    "max_prompt_tokens": "max_prompt_length prompt_max_len max_length max_len max_seq_length "
+    "max_tokens",
+    "slots": "micro_rollout_batch_size max_num_seqs",
+    "stop_strings": "stop_tokens",
+    # reward
+    "reward": "reward_funcs reward_fn reward_pretrain remote_rm_url reward_model_path "
+    "custom_reward_function",
+    "reward_recipe": "reward_weights",
+    "reward_timeout": "remote_timeout",
+    # algorithm
+    "kl_coef": "beta init_kl_coef kl_loss_coef",
+    "kl_in": "use_kl_loss",
+    "kl_estimator": "kl_loss_type kl_penalty",
+    "kl_target": "target_kl_coef",
+    "clip_low": "epsilon clip_ratio cliprange eps_clip eps_clip_low_high epsilon_low "
+    "clip_ratio_low",
+    "clip_high": "epsilon clip_ratio cliprange eps_clip eps_clip_low_high epsilon_high "
+    "clip_ratio_high",
+    "dual_clip": "clip_ratio_c delta",
+    "value_clip": "cliprange_value",
+    "advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo",
+    "reward_norm": "whiten_rewards normalize_reward",
+    "gae_lambda": "lam lambd",
+    "loss_aggregation": "loss_type loss_agg_mode",
+    "policy_loss": "importance_sampling_level use_cpg_loss",
+    "entropy_coef": "entropy_coeff entropy_loss_coef",
+    "dynamic_sampling": "filter_groups dynamic_filtering",
+    "overlong_buffer": "overlong_buffer_len",
+    "overlong_factor": "overlong_penalty_factor",
+    "high_entropy_ratio": "high_entropy_token_ratio top_entropy_quantile",
+    "importance_cap": "recompute_old_logprobs",
+    # update
+    "actor_lr": "learning_rate lr actor_learning_rate actor_rollout_ref.actor.optim.lr",
+    "lr": "learning_rate actor_lr actor_learning_rate actor_rollout_ref.actor.optim.lr",
+    "critic_lr": "critic_learning_rate critic.optim.lr",
+    "critic_warmup_steps": "freezing_actor_steps",
+    "lr_schedule": "lr_scheduler lr_scheduler_type",
+    "warmup_steps": "warmup_ratio lr_warmup_ratio lr_warmup_steps",
+    "weight_decay": "l2",
+    "adam_beta1": "adam_betas",
+    "max_grad_norm": "grad_clip max_norm",
+    "epochs": "ppo_epochs num_ppo_epochs num_iterations max_epochs",
+    "max_epochs": "num_train_epochs total_epochs",
+    "steps": "num_train_epochs total_epochs num_episodes max_steps total_training_steps "
+    "total_episodes",
+    "minibatches": "num_mini_batches ppo_mini_batch_size steps_per_generation",
+    "max_tokens_per_pack": "gradient_accumulation_steps micro_train_batch_size "
+    "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu prefill_tokens",
+    "ema_beta": "enable_ema eval_ema export_ema",
+    "offload": "offload_optimizer offload_frozen",
+    # evaluation, checkpoints, run
+    "eval_every": "eval_steps test_freq eval_freq",
+    "eval_samples": "eval_n_samples_per_prompt",
+    "eval_batch": "per_device_eval_batch_size",
+    "eval_only": "val_only",
+    "save_every": "save_steps save_freq",
+    "keep_last": "save_total_limit max_ckpt_num",
+    "keep_gb": "max_ckpt_mem",
+    "resume": "resume_from_checkpoint load_checkpoint resume_mode resume_changed_args",
+    "out": "output_dir save_path ckpt_path default_local_dir",
+    "log_samples": "log_completions num_completions_to_print log_samples_every",
+}
+
+
+def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
+    """The end of a message about unknown flags; empty if there is nothing to suggest."""
+    known = list(known)
+    found = {f"--{ours}" for name in unknown for ours in suggestions(name, known)}
+    if not found:
+        return ""
+    return f"; did you mean {', '.join(sorted(found))}?"
+
+
+def suggestions(unknown: str, known: list[str]) -> list[str]:
+    """The ``known`` names that an unknown one may stand for: it is another system's, the beginning
+    of one, or misspelled."""
+    name = unknown.lower().replace("-", "_")
+    if name in known:  # written --actor-lr
+        return [name]
+    # verl's are paths, such as actor_rollout_ref.rollout.n
+    for foreign in (name, name.rpartition(".")[2]):
+        ours = [
+            flag
+            for flag, others in FOREIGN_NAMES.items()
+            if flag in known and foreign in others.split()
+        ]
+        if ours:
+            return ours if ours == ["clip_low", "clip_high"] else ours[:1]
+    longer = [other for other in known if other.startswith(name)]
+    return longer[:1] or get_close_matches(name, known, 1)
+
+
+# -------------------------------------------------------------------------------------------------
+# Refusals
+# -------------------------------------------------------------------------------------------------
+
+
+class Refusals:
+    """What is wrong with a script's Args, told at once. Begins with the bounds of single flags and
+    the rules of both scripts; a script adds its own: ``refuse(condition, message)``."""
+
+    def __init__(self, groups: Any):
+        self.problems: list[str] = []
+        values = as_flags(groups)
+        for name, field in list_fields(type(groups)).items():
+            self.check_bounds(name, values[name], field)
+        for name in ("data", "eval_data"):
+            self.check_datasets(name, values[name])
+        self.check_shared_rules(SimpleNamespace(**values))
+
+    def __call__(self, condition: Any, message: str) -> None:
+        """Refuse with ``message`` if the condition holds."""
+        if condition:
+            self.problems.append(message)
+
+    def raise_any(self) -> None:
+        """Raises UserError if anything was refused."""
+        if self.problems:
+            raise UserError("\n".join(self.problems))
+
+    def check_bounds(self, name: str, value: Any, field: dataclasses.Field) -> None:
+        low, high = field.metadata["low"], field.metadata["high"]
+        if field.type is int and high == math.inf:
+            high = LARGEST_INT
+        at_most = f" and at most {high:.10g}" if high < math.inf else ""
+        if field.type in (int, float):
+            self(not low <= value <= high, f"--{name} {value} must be at least {low:g}{at_most}")
+
+    def check_datasets(self, name: str, spec: str) -> None:
+        try:
+            sets = parse_datasets(spec)
+        except ValueError as error:
+            self(True, f"--{name} {error}")
+            return
+        weighted = any(weight is not None for _, weight in sets)
+        self(
+            name == "eval_data" and weighted,
+            f"--eval_data {spec}: every row is evaluated once, so its files have no weights",
+        )
+
+    def check_shared_rules(self, values: SimpleNamespace) -> None:
+        rows = values.data or values.eval_only
+        self(not (values.model and rows), "--model and --data are needed together")
+        self(values.eval_only and not values.eval_data, "--eval_only needs --eval_data")
+        self(
+            values.keep_best and not (values.eval_data and values.eval_every),
+            "--keep_best needs --eval_data and evaluations (--eval_every)",
+        )
+        self(
+            values.export_only and values.eval_only,
+            "--export_only and --eval_only: choose one of them",
+        )
+        self(
+            values.train_vision and values.lora_rank,
+            "--train_vision and --lora_rank: choose one of them",
+        )
+        self(
+            values.image_root and not os.path.isdir(values.image_root),
+            f"--image_root {values.image_root}: no such folder",
+        )
+        self(0 < values.max_pixels < values.min_pixels, "--min_pixels exceeds --max_pixels")
+
+
+def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
+    """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; without weights: None.
+
+    Raises:
+        ValueError: no file, a weight that is no number above 0, or weights for some of the files
+            only.
+    """
+    expected = (
+        "expected files separated by commas, all of them or none with a weight above 0, as in "
+        "a.jsonl:0.7,b.jsonl:0.3"
+    )
+    sets: list[tuple[str, float | None]] = []
+    for part in filter(None, map(str.strip, spec.split(","))):
+        path, colon, text = part.rpartition(":")
+        if not colon or "/" in text:  # the colon belongs to the name of a folder
+            sets.append((part, None))
+            continue
+        try:
+            sets.append((path, float(text)))
+        except ValueError as error:
+            raise ValueError(f"{spec}: {text!r} is no number; {expected}") from error
+    weights = [weight for _, weight in sets if weight is not None]
+    some_weights = len(weights) not in (0, len(sets))
+    bad_weights = not all(0 < weight < math.inf for weight in weights)
+    no_file = bool(spec) and not sets
+    no_name = not all(path for path, _ in sets)
+    if some_weights or bad_weights or no_file or no_name:
+        raise ValueError(f"{spec}: {expected}")
+    return sets

@@ -1,0 +1,593 @@
+"""Judgement rows: questions, targets and verdicts.
+
+    row      -> question, images, text, verdict; pairs in one order or both     read_judgement
+    question -> prompt under the judge's system instruction                     judge_prompt
+    answer   -> label tokens, as generation would see them                      encode_target
+    text     -> verdict                                                         parse_verdict
+    records  -> accuracy                                                        summarise
+
+judge.json holds what is needed to ask a judge in the words it was trained on.
+"""
+
+import math
+import os
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.flags import parse_datasets
+from common.settings import DataArgs
+from common.vlm.data import Processor, Prompt
+from common.vlm.rows import (
+    PLACES,
+    Asked,
+    columns_of,
+    load_rows,
+    make_prompt,
+    media_list,
+    message_parts,
+    message_turns,
+    number_as_text,
+    question_text,
+    user_text,
+)
+
+# --------------------------------------------------------------------------------------------------
+# judge.json
+# --------------------------------------------------------------------------------------------------
+
+# kind: (template, verdicts, what a template must hold). The verdicts of scores are those of the
+# training rows.
+JUDGEMENTS = {
+    "pictures": (
+        "Request: {prompt}\nPicture A: <image>\nPicture B: <image>\n"
+        "Which picture fits the request better? "
+        "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+        ["A", "B", "tie"],
+        ["{prompt}"],
+    ),
+    "answers": (
+        "Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\n"
+        "Which answer is better? "
+        "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
+        ["A", "B", "tie"],
+        ["{prompt}", "{response_a}", "{response_b}"],
+    ),
+    "correct": (
+        "Question: {prompt}\nAnswer: {response}\n"
+        "Is the answer correct? End with <answer>yes</answer> or <answer>no</answer>.",
+        ["yes", "no"],
+        ["{prompt}", "{response}"],
+    ),
+    "score": (
+        "Question: {prompt}\nAnswer: {response}\n"
+        "How good is the answer? End with <answer>its score</answer>.",
+        [],
+        ["{prompt}", "{response}"],
+    ),
+}
+PAIRS = ("pictures", "answers")
+VERDICT_FRAME = "<answer>{verdict}</answer>"
+ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
+SWAPPED = {"A": "B", "B": "A"}
+MAX_SCORES = 32  # different scores in the training rows, each a verdict
+
+
+def format_template(template: str, **values: str) -> str:
+    """Replace {name} in one pass: a value that holds braces stays as it is."""
+    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def judge_settings(
+    saved: dict, templates: dict[str, str] = {}, system_instruction: str = "", which: str = "auto"
+) -> dict:
+    """Content of judge.json: what is given, else what the ``saved`` one of the checkpoint says,
+    else built in.
+
+    Args:
+        which: the <answer> that is the verdict, first or last; auto: as saved, or last.
+    Raises:
+        ValueError: a template that lacks what its kind needs.
+    """
+    kinds = {}
+    for kind, (default, verdicts, needed) in JUDGEMENTS.items():
+        old = saved.get("kinds", {}).get(kind, {})
+        template = templates.get(kind) or old.get("template") or default
+        pictures = 2 if kind == "pictures" else 0
+        if not all(part in template for part in needed) or template.count("<image>") != pictures:
+            raise ValueError(
+                f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>:"
+                f" {template!r:.200}"
+            )
+        kinds[kind] = {
+            "template": template,
+            "verdicts": old.get("verdicts") or verdicts,
+            "examples": 0,
+            "critiques": 0,
+        }
+    return {
+        "system_instruction": system_instruction or saved.get("system_instruction", ""),
+        "answer": VERDICT_FRAME,
+        "which_answer": which if which != "auto" else saved.get("which_answer", "last"),
+        "kinds": kinds,
+    }
+
+
+def count_judgements(judge: dict, seen: list[tuple[str, str, bool]]) -> None:
+    """Note in judge.json's content what the judge is trained on: (kind, verdict, whether the
+    verdict stands alone).
+
+    Raises ValueError: too many different scores.
+    """
+    for kind, settings in judge["kinds"].items():
+        own = [(verdict, bare) for seen_kind, verdict, bare in seen if seen_kind == kind]
+        settings["examples"] = len(own)
+        settings["critiques"] = sum(not bare for _, bare in own)
+        if kind == "score" and own:
+            settings["verdicts"] = sorted({verdict for verdict, _ in own}, key=float)
+            if len(settings["verdicts"]) > MAX_SCORES:
+                raise ValueError(
+                    f"--data: {len(settings['verdicts'])} different scores; round them to at most"
+                    f" {MAX_SCORES}"
+                )
+
+
+def judge_question(judge: dict, wanted: str) -> str:
+    """The kind of question to ask: the wanted one or, for auto, the pointwise one the judge has
+    seen most.
+
+    Raises ValueError: the judge was not trained on it.
+    """
+    seen = {kind: entry.get("examples", 0) for kind, entry in judge.get("kinds", {}).items()}
+    kind = wanted
+    if wanted == "auto":
+        kind = max(("correct", "score"), key=lambda kind: seen.get(kind, 0))
+    if not seen.get(kind):
+        raise ValueError(
+            f"the judge was not trained on questions of the kind {kind} (--grm_question);"
+            f" judge.json counts {seen or 'nothing: there is none'}"
+        )
+    return kind
+
+
+def doubtful_accuracy(judge: dict, kind: str) -> str:
+    """Describe a recorded held-out accuracy on questions of this kind that is not above chance, or
+    return "".
+
+    Chance is the share of the most frequent right verdict: always giving that verdict scores as
+    much. Above chance means by more than two standard errors. Raises ValueError: not such a record.
+    """
+    held_out = judge.get("held_out") or {}
+    try:
+        entry = held_out.get("kinds", {}).get(kind)
+        if entry is None:
+            return ""
+        accuracy, right, step = float(entry["accuracy"]), entry["verdicts"], int(held_out["step"])
+        total = sum(right.values())
+        chance = max(right.values()) / total
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"judge.json: not the record of an evaluation: {held_out!r:.200}"
+        ) from error
+    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / total):
+        return ""
+    return (
+        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {total}, step {step}) is not"
+        f" above chance ({chance:.3f} by always saying {max(right, key=right.get)})"
+    )
+
+
+def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:
+    """The verdict of a judgement: one of ``verdicts`` (None: any text), numbers by their value;
+    None if there is none."""
+    found = ANSWER.findall(text)
+    said = found[0 if which == "first" else -1].strip() if found else ""
+    if verdicts is None:
+        return said or None
+    return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(said))
+
+
+def _spelling(verdict: str) -> str:
+    try:
+        return f"{float(verdict):g}"
+    except ValueError:
+        return verdict.lower()
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+# --------------------------------------------------------------------------------------------------
+
+# The field that tells a row's kind (the first that is there), the kind, and the kind's further
+# fields.
+JUDGEMENT_FIELDS = {
+    "score": ("score", {"question", "response", "critique"}),
+    "correct": ("correct", {"question", "response", "critique"}),
+    "responses": ("answers", {"preferred", "critique"}),
+    "preferred": ("pictures", {"critique"}),
+    "response": ("response", {"messages"}),
+}
+COMMON_FIELDS = {"prompt", "images", "videos", "source"}
+JUDGEMENT_COLUMNS = {"question", "messages", "critique", *COMMON_FIELDS, *JUDGEMENT_FIELDS}
+PROMPT_FIELDS = ("prompt", "question", "messages")
+# Names of the two sides in a critique that is shown in both orders.
+FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
+
+
+def check_judgement(row: dict) -> str:
+    """The kind of a row. Raises ValueError: missing or wrong fields, or fields of different
+    kinds."""
+    mark = next((field for field in JUDGEMENT_FIELDS if field in row), None)
+    if mark is None:
+        raise ValueError(
+            "a row needs a target: one of the fields response, preferred, correct and score; "
+            + columns_of(row)
+        )
+    kind, further = JUDGEMENT_FIELDS[mark]
+    known = {mark} | COMMON_FIELDS | further
+    misplaced = sorted(row.keys() & JUDGEMENT_COLUMNS - known)
+    if misplaced:
+        raise ValueError(
+            f"field {', '.join(map(repr, misplaced))} beside {mark!r}, which goes with "
+            f"{', '.join(sorted(known - {mark}))}"
+        )
+    wrong = _broken_rules(_with_texts(row), kind)
+    if wrong:
+        raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}; {columns_of(row)}")
+    return kind
+
+
+def _broken_rules(row: dict, kind: str) -> list[str]:
+    """What a row of this kind needs and does not have."""
+    prompts = [row[field] for field in PROMPT_FIELDS if field in row]
+    texts = [row.get(field) for field in ("response", "critique", "source")]
+    response = row.get("response", "" if kind in PAIRS else None)
+    pair, score = row.get("responses", ["", ""]), row.get("score", 0)
+    holds = {
+        "one prompt": (
+            len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str)
+        ),
+        "texts as response, critique and source": (
+            response is not None and all(isinstance(text, str | None) for text in texts)
+        ),
+        "a response that is not empty": kind != "response" or bool(str(response).strip()),
+        "two texts as responses": _two_texts(pair),
+        "two images or two responses": (
+            kind != "pictures" or _two_texts(media_list(row.get("images"), row.get("videos")))
+        ),
+        "A, B or tie as preferred": kind not in PAIRS or row.get("preferred") in ("A", "B", "tie"),
+        "true or false as correct": isinstance(row.get("correct", True), bool),
+        # An int may be beyond floats.
+        "a finite number as score": type(score) in (int, float) and abs(score) < 1e300,
+    }
+    return [need for need, held in holds.items() if not held]
+
+
+def _two_texts(values: Any) -> bool:
+    return isinstance(values, list) and [type(value) for value in values] == [str, str]
+
+
+def _with_texts(row: dict) -> dict:
+    """A judgement row whose responses are text where the file has numbers."""
+    texts = {}
+    if "response" in row:
+        texts["response"] = number_as_text(row["response"])
+    if isinstance(row.get("responses"), list):
+        texts["responses"] = [number_as_text(response) for response in row["responses"]]
+    return row | texts
+
+
+def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
+    """What a row asks and wants to hear, once per order: kind, order, prompt (for the system
+    instruction), question, images, text, verdict.
+
+    Args:
+        judge: content of judge.json.
+        orders: both shows pairs as given and swapped; given does not.
+    Raises:
+        ValueError: a row that is not a judgement.
+    """
+    kind = check_judgement(row)
+    row = _with_texts(row)
+    prompt = next(row[field] for field in PROMPT_FIELDS if field in row)
+    images = media_list(row.get("images"), row.get("videos"))
+    ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
+    if kind == "response":
+        verdict = parse_verdict(row["response"], judge["which_answer"], None)
+        return [ask | {"text": row["response"], "verdict": verdict}]
+
+    # Where the places do not fit the images, `make_prompt` says what is wrong.
+    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
+        prompt = question_text(message_turns(prompt), len(images))
+    shown = [ask | _question_in_order(row, kind, prompt, judge, "given")]
+    if kind in PAIRS and orders == "both":
+        critique = row.get("critique") or ""
+        if FIXED_NAMES.search(critique):
+            raise ValueError(
+                "write {A} and {B} for the names, which change in the other order:"
+                f" {critique!r:.120}"
+            )
+        swapped = ask | _question_in_order(row, kind, prompt, judge, "swapped")
+        if kind == "pictures":
+            swapped["images"] = images[::-1]
+        shown.append(swapped)
+    return shown
+
+
+def _question_in_order(row: dict, kind: str, prompt: str, judge: dict, order: str) -> dict:
+    """Order, question, text and verdict of a row that is shown in this order. Raises ValueError."""
+    critique = row.get("critique") or ""
+    responses = [_without_places(text) for text in row.get("responses", ["", ""])]
+    verdict = _verdict(row, kind, judge)
+    names = {"A": "A", "B": "B"}
+    if order == "swapped":
+        names = SWAPPED
+        responses.reverse()
+        verdict = SWAPPED.get(verdict, verdict)
+    question = format_template(
+        judge["kinds"][kind]["template"],
+        prompt=prompt,
+        response=_without_places(row.get("response", "")),
+        response_a=responses[0],
+        response_b=responses[1],
+    )
+    said = format_template(critique, **names) if kind in PAIRS else critique
+    text = format_template(judge["answer"], verdict=verdict)
+    if said:
+        text = f"{said}\n{text}"
+    if parse_verdict(text, judge["which_answer"], [verdict]) is None:
+        raise ValueError(
+            f"the critique has an <answer> of its own, and the {judge['which_answer']} of a"
+            f" judgement is its verdict (--verdict): {critique!r:.120}"
+        )
+    return {"order": order, "question": question, "text": text, "verdict": verdict}
+
+
+def _verdict(row: dict, kind: str, judge: dict) -> str:
+    """The right verdict on a row, in the order given."""
+    if kind == "score":
+        return f"{row['score']:g}"
+    if kind == "correct":
+        return judge["kinds"][kind]["verdicts"][0 if row["correct"] else 1]
+    return row["preferred"]
+
+
+def _without_places(text: str) -> str:
+    """What is judged has no pictures, whatever it says."""
+    return re.sub("|".join(PLACES), " ", text)
+
+
+def judge_prompt(
+    processor: Processor,
+    ask: dict,
+    index: int,
+    source: str,
+    args: DataArgs | None = None,
+    **further: Any,
+) -> Prompt:
+    """The prompt of one entry of `read_judgement`, under the judge's system instruction.
+
+    Args:
+        args: bounds of the prompt; None: none.
+        further: fields of `rows.Asked`.
+    """
+    system = processor.files["judge"]["system_instruction"]
+    if "{prompt}" in system:
+        system = format_template(system, prompt=user_text(message_turns(ask["prompt"])))
+    asked = Asked(
+        ask["question"], ask["images"], index=index, source=source, system_prompt=system, **further
+    )
+    return make_prompt(processor, asked, args)
+
+
+def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Prompt]:
+    """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label
+    the row's kind.
+
+    Raises ValueError: see `load_prompts`.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+
+    def build(index: int, source: str, row: dict) -> list[Prompt]:
+        shown = read_judgement(row, processor.files["judge"], "both")
+        if shown[0]["verdict"] is None:
+            raise ValueError("the response has no <answer>: no verdict to compare with")
+        prompts = []
+        for k, ask in enumerate(shown):
+            texts = {"reference": ask["verdict"], "label": ask["kind"]}
+            number = 2 * index + k
+            prompts.append(
+                judge_prompt(processor, ask, number, source, args, folder=folder, row=row, **texts)
+            )
+        return prompts
+
+    loaded = load_rows(path, build, args, JUDGEMENT_COLUMNS)
+    return [prompt for prompts in loaded for prompt in prompts]
+
+
+def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
+    """Judgement rows for RL of a judge: training sets and held-out rows. The processor's judge.json
+    becomes that of the judge which is trained. Raises ValueError: bad rows."""
+    learned = processor.files["judge"].get("kinds", {})
+    judge = judge_settings(processor.files["judge"], which="last")
+    processor.files["judge"] = judge
+    train_sets = []
+    for path, _ in parse_datasets(args.data):
+        train_sets.append(load_judgements(path, processor, args))
+    held_out = []
+    for path, _ in parse_datasets(args.eval_data):
+        held_out += load_judgements(path, processor, args)
+    # A judge that learned its verdicts behind critiques only goes on writing critiques.
+    writes = {
+        kind
+        for kind, entry in learned.items()
+        if 0 < entry.get("examples", 0) == entry.get("critiques")
+    }
+    rows = [row for rows in train_sets for row in rows]
+    count_judgements(judge, [(row.label, row.reference, row.label not in writes) for row in rows])
+    return train_sets, held_out
+
+
+def load_responses(
+    path: str, processor: Processor, args: DataArgs, limit: int
+) -> list[tuple[Prompt, Tensor]]:
+    """Rows of a prompt and its response: prompts, and the tokens of the responses, of at most
+    ``limit`` tokens together.
+
+    Raises ValueError: see `load_prompts`.
+    """
+    frame = answer_frame(processor)
+    folder = os.path.dirname(os.path.abspath(path))
+    args = replace(args, max_prompt_tokens=limit)
+
+    def build(index: int, source: str, row: dict) -> tuple[Prompt, Tensor]:
+        if check_judgement(row) != "response":
+            raise ValueError("a judgement; rows of --ptx_data have a prompt and a response")
+        (ask,) = read_judgement(row, {"which_answer": "last"}, "given")
+        asked = Asked(
+            ask["question"], ask["images"], index=index, source=source, folder=folder, row=row
+        )
+        prompt = make_prompt(processor, asked, args)
+        target = encode_target(processor, frame, ask["text"], limit)
+        size = len(prompt.input_ids) + len(target)
+        if size > limit:
+            raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
+        return prompt, target
+
+    return load_rows(path, build, args, JUDGEMENT_COLUMNS)
+
+
+# --------------------------------------------------------------------------------------------------
+# Targets
+# --------------------------------------------------------------------------------------------------
+
+
+def answer_frame(processor: Processor) -> tuple[str, int]:
+    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the
+    end token after."""
+    answer = "(the answer)"
+    chat = []
+    for role, text in (("user", "(a question)"), ("assistant", answer)):
+        content = message_parts(text) if processor.family.has_pictures else text
+        chat.append({"role": role, "content": content})
+    head = processor.render(chat[:1], add_generation_prompt=True)
+    before, found, tail = processor.render(chat).partition(answer)
+    if not found:
+        raise ValueError("the chat template leaves out what the assistant says")
+    tokenizer = processor.tokenizer
+    after = tokenizer.encode(tail, add_special_tokens=False)
+    ends = [token for token in after if token in processor.stop_ids] + [tokenizer.eos_token_id]
+    return before.removeprefix(head) if before.startswith(head) else "", ends[0]
+
+
+def encode_target(
+    processor: Processor, frame: tuple[str, int], text: str, limit: int = 1 << 30
+) -> Tensor:
+    """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
+
+    Raises ValueError: a special token in the text, or a text that must have more than ``limit``
+    tokens.
+    """
+    typed = [token for token in processor.reserved_tokens if token in text]
+    if typed:
+        raise ValueError(f"special token {typed[0]} in the target")
+    before, end = frame
+    return torch.tensor([*processor.token_ids(before + text, limit), end], dtype=torch.int64)
+
+
+# --------------------------------------------------------------------------------------------------
+# Accuracy: records of an evaluation, which train_grm_vl.py makes
+# --------------------------------------------------------------------------------------------------
+
+
+def summarise(records: list[dict]) -> dict[str, Any]:
+    """Accuracy and related metrics over graded records. An unparsable verdict counts as wrong."""
+    summary: dict[str, Any] = {
+        "loss": sum(record["loss"] for record in records) / sum(r["tokens"] for r in records)
+    }
+    graded = [record for record in records if record["gt_answer"] is not None]
+    if graded:
+        summary["accuracy"] = _share([r["predicted_answer"] == r["gt_answer"] for r in graded])
+        summary["parse_rate"] = _share([r["predicted_answer"] is not None for r in graded])
+    both = _in_both_orders(graded)
+    if both:
+        summary["position_consistency"] = _share([a is not None and a == b for a, b in both])
+    likely = [record for record in graded if record["probabilities"]]
+    if likely:
+        summary |= _calibration(likely)
+    for name, hits in _hits_by_part(graded).items():
+        accuracies = {key: _share(own) for key, own in sorted(hits.items())}
+        summary[f"accuracy_per_{name}"] = accuracies
+    counts = {"examples": len(records), "graded": len(graded), "pairs_in_both_orders": len(both)}
+    return summary | {"confusion": _confusion(graded), "counts": counts}
+
+
+def _hits_by_part(graded: list[dict]) -> dict[str, dict]:
+    """Whether each verdict is right, by source, kind and, of pairs, order."""
+    hits = {"source": {}, "kind": {}, "order": {}}
+    for record in graded:
+        info, hit = record["info"], record["predicted_answer"] == record["gt_answer"]
+        keys = {"source": info["source"], "kind": info["kind"]}
+        if info["kind"] in PAIRS:
+            keys["order"] = record["order"]
+        for name, key in keys.items():
+            hits[name].setdefault(key, []).append(hit)
+    return hits
+
+
+def _confusion(graded: list[dict]) -> dict[str, dict]:
+    """Kind -> right verdict -> verdict -> how often."""
+    table = {}
+    for record in graded:
+        rows = table.setdefault(record["info"]["kind"], {})
+        row = rows.setdefault(record["gt_answer"], {})
+        said = record["predicted_answer"] or "unparsable"
+        row[said] = row.get(said, 0) + 1
+    return table
+
+
+def _share(hits: list[bool]) -> float:
+    return sum(hits) / len(hits)
+
+
+def _in_both_orders(graded: list[dict]) -> list[list[str | None]]:
+    """The two verdicts on each pair that was shown in both orders, by the names of the given
+    order."""
+    pairs: dict[tuple, list[str | None]] = {}
+    for record in graded:
+        info, said = record["info"], record["predicted_answer"]
+        if info["kind"] in PAIRS:
+            if record["order"] == "swapped":
+                said = SWAPPED.get(said, said)
+            pairs.setdefault((info["dataset"], info["row"]), []).append(said)
+    return [verdicts for verdicts in pairs.values() if len(verdicts) == 2]
+
+
+def _calibration(likely: list[dict]) -> dict[str, float]:
+    """Accuracy of the likeliest verdicts, and the expected calibration error of their probabilities
+    in ten bins (Guo et al. 2017)."""
+    best = [max(r["probabilities"], key=r["probabilities"].get) for r in likely]
+    sure = np.array([r["probabilities"][verdict] for verdict, r in zip(best, likely)])
+    hits = np.array([float(verdict == r["gt_answer"]) for verdict, r in zip(best, likely)])
+    bins = np.minimum((sure * 10).astype(int), 9)
+    gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
+    return {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
+
+
+def held_out_record(summary: dict) -> dict:
+    """What judge.json says of an evaluation: step, accuracy, and by kind accuracy and counts of
+    verdicts."""
+    kinds = {}
+    for kind, rows in summary["confusion"].items():
+        verdicts = {right: sum(said.values()) for right, said in rows.items()}
+        kinds[kind] = {"accuracy": summary["accuracy_per_kind"][kind], "verdicts": verdicts}
+    return {
+        "step": summary["step"],
+        "accuracy": summary.get("accuracy"),
+        "kinds": kinds,
+        "counts": summary["counts"],
+    }

@@ -1,0 +1,320 @@
+"""The distribution of the next token: one definition for sampling and training.
+
+    log-probs       (N, H) hidden states -> log-probs, entropy or KL; (N, V) logits never exist
+    sampling        (B, V) logits -> one id per row, by noise that is a pure function of (B,) keys
+
+Shapes: B sequences, N response tokens of all sequences, one after the other, n tokens of a chunk of
+them, H hidden size, V vocabulary.
+"""
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# ids whose rows of the weight's gradient are added at a time
+VOCABULARY_SLICE = 16384
+
+# -------------------------------------------------------------------------------------------------
+# Logits
+# -------------------------------------------------------------------------------------------------
+
+
+def logits_fp32(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float = 1.0,
+    banned: Tensor | None = None,
+    row_banned: Tensor | None = None,
+    row_banned_ids: Tensor | None = None,
+) -> Tensor:
+    """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained.
+
+    They are float32: rounding to bf16 would move log-probs by up to 0.1 nats.
+
+    Args:
+        weight: (V, H) of the language-model head.
+        temperature: the sampling temperature, positive.
+        banned: (V,) bool, ids that are -inf in every row.
+        row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
+    """
+    logits = _product(hidden, weight.t())
+    if temperature != 1.0:
+        logits /= temperature
+    if banned is not None:
+        logits.masked_fill_(banned, -math.inf)
+    if row_banned is not None:
+        chosen = logits[:, row_banned_ids]  # (n, k)
+        logits[:, row_banned_ids] = chosen.masked_fill(row_banned[:, None], -math.inf)
+    return logits
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` as float32; float64 stays float64."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)  # the accumulators as they are
+    exact = torch.promote_types(a.dtype, torch.float32)
+    return a.to(exact) @ b.to(exact)
+
+
+# -------------------------------------------------------------------------------------------------
+# Log-probs, entropy and KL, a chunk of tokens at a time
+# -------------------------------------------------------------------------------------------------
+
+
+def linear_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    entropy: bool = False,
+    chunk: int = 0,
+    **head,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`, and its entropy
+    (N,) in nats if asked for.
+
+    Both are float32 (float64 for float64 inputs) and differentiable for hidden (N, H) and weight
+    (V, H). A banned target gets -inf. Memory: three (chunk, V) float32 tensors, and in the backward
+    pass the gradient of the weight in float32.
+
+    Args:
+        chunk: tokens whose logits exist at the same time; 0: 1,024 on a GPU, 256 on a CPU.
+        head: further arguments of `logits_fp32`.
+    """
+    outputs = _ChunkedHead.apply(hidden, weight, head, chunk, _LogProbs(targets, entropy))
+    return outputs[0], outputs[1] if entropy else None
+
+
+def full_kl(
+    hidden: Tensor,
+    ref_hidden: Tensor,
+    weight: Tensor,
+    ref_weight: Tensor,
+    *,
+    chunk: int = 0,
+    **head,
+) -> Tensor:
+    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and
+    weight (V, H).
+
+    Args:
+        chunk: as for `linear_logprobs`.
+        head: further arguments of `logits_fp32`, the same for both models.
+    """
+    return _ChunkedHead.apply(hidden, weight, head, chunk, _FullKL(ref_hidden, ref_weight, head))[0]
+
+
+class _LogProbs:
+    """Log-probs of targets, and the entropy. In place, as the (n, V) logits of a chunk are the
+    largest tensor of an update."""
+
+    def __init__(self, targets: Tensor, entropy: bool):
+        self.targets, self.entropy = targets, entropy
+
+    def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
+        picked = logp.gather(1, self.targets[rows, None])[:, 0]  # (n,)
+        if not self.entropy:
+            return (picked,)
+        # 0 * log 0 is 0: where a probability is exactly 0, the bound keeps it from being 0 * inf
+        return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1)
+
+    def dlogits(self, logits: Tensor, rows: slice, outputs: list, grads: list) -> Tensor:
+        dlogp = torch.zeros_like(outputs[0]) if grads[0] is None else grads[0]  # (n,)
+        logp = logits.sub_(logits.logsumexp(-1, keepdim=True))  # (n, V)
+        probs = logp.exp()
+        scale = -dlogp[:, None]
+        if self.entropy and grads[1] is not None:  # dH/dz_v = -p_v (log p_v + H)
+            shifted = logp.clamp_(min=-1e4).add_(outputs[1][:, None])
+            scale = shifted.mul_(-grads[1][:, None]).add_(scale)
+        # the logit of a banned target is a constant
+        dlogp = torch.where(outputs[0].isinf(), 0.0, dlogp)
+        return probs.mul_(scale).scatter_add_(1, self.targets[rows, None], dlogp[:, None])
+
+
+class _FullKL:
+    """The KL to a reference with hidden states and a head of its own."""
+
+    def __init__(self, ref_hidden: Tensor, ref_weight: Tensor, head: dict):
+        self.ref_hidden, self.ref_weight, self.head = ref_hidden, ref_weight, head
+
+    def log_ratio(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """(n, V) log-probs of the policy, and how far above the reference's they are: 0 where both
+        are banned."""
+        ref = _logits_of(self.ref_hidden, self.ref_weight, self.head, rows).log_softmax(-1)
+        logp = logits.log_softmax(-1)
+        return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
+
+    def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:
+        logp, ratio = self.log_ratio(logits, rows)
+        return (ratio.mul_(logp.exp()).sum(-1),)
+
+    def dlogits(self, logits: Tensor, rows: slice, outputs: list, grads: list) -> Tensor:
+        logp, ratio = self.log_ratio(logits, rows)
+        # dKL/dz_v = p_v (log p_v - log q_v - KL)
+        return ratio.sub_(outputs[0][:, None]).mul_(logp.exp()).mul_(grads[0][:, None])
+
+
+def _logits_of(hidden: Tensor, weight: Tensor, head: dict, rows: slice) -> Tensor:
+    """(n, V) logits of a slice of the rows of ``hidden``."""
+    if head.get("row_banned") is not None:
+        head = head | {"row_banned": head["row_banned"][rows]}
+    return logits_fp32(hidden[rows], weight, **head)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Functions of each row of the logits, of which a chunk exists at a time; the backward pass
+    computes them again.
+
+    What is computed of a chunk is a `_LogProbs` or a `_FullKL`: ``values(logits, rows)`` returns
+    tensors (n,) for a slice of the N rows, and ``dlogits(logits, rows, outputs, grads)`` the
+    gradient (n, V) for the logits, given those for the outputs. Both may overwrite the logits.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, head, chunk, function):
+        # On a GPU every chunk costs a pass over the gradient of the weight; on a CPU, where that is
+        # little, memory decides.
+        chunk = chunk or (1024 if hidden.is_cuda else 256)
+        # At least one chunk, if an empty one: a rank without responses must get gradients, of zero.
+        ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
+        parts = []
+        for rows in ctx.rows:
+            parts.append(function.values(_logits_of(hidden, weight, head, rows), rows))
+        outputs = [torch.cat(part) for part in zip(*parts)]
+        ctx.save_for_backward(hidden, weight, *outputs)
+        ctx.head, ctx.function = head, function
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        hidden, weight, *outputs = ctx.saved_tensors
+        dhidden = dweight = None
+        if ctx.needs_input_grad[0]:
+            dhidden = torch.empty_like(hidden)
+        if ctx.needs_input_grad[1]:
+            exact = torch.promote_types(hidden.dtype, torch.float32)  # of a sum over chunks
+            dweight = torch.zeros_like(weight, dtype=exact)
+        for rows in ctx.rows:
+            dlogits = _ChunkedHead.dlogits(ctx, rows, outputs, grads)  # (n, V)
+            if dhidden is not None:
+                dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
+            if dweight is not None:
+                # By slices: a second (V, H) float32 tensor would be larger than the chunk's logits.
+                slices = zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE))
+                for part, columns in slices:
+                    part += _product(columns, hidden[rows])
+            del dlogits  # or it would still be there beside the logits of the next chunk
+        if dweight is not None:
+            dweight = dweight.to(weight.dtype)
+        return dhidden, dweight, None, None, None
+
+    @staticmethod
+    def dlogits(ctx, rows, outputs, grads):
+        """(n, V) gradient for the product of hidden states and weight, in the type of both."""
+        hidden, weight, *_ = ctx.saved_tensors
+        logits = _logits_of(hidden, weight, ctx.head, rows)
+        own_outputs = [output[rows] for output in outputs]
+        own_grads = [None if grad is None else grad[rows] for grad in grads]
+        dlogits = ctx.function.dlogits(logits, rows, own_outputs, own_grads)
+        temperature = ctx.head.get("temperature", 1.0)
+        if temperature != 1.0:
+            dlogits /= temperature
+        return dlogits.to(hidden.dtype)
+
+
+# -------------------------------------------------------------------------------------------------
+# Sampling: a token is the winner of a race whose noise is hashed from (seed, stream, draw, sample,
+# position, id). It depends neither on the batch it is drawn in nor on rank or device, and a resume
+# has no generator state to restore.
+# -------------------------------------------------------------------------------------------------
+
+
+def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
+    """(n, V) logits with -inf for all but the ``top_k`` likeliest ids (0: all) and, of those, the
+    smallest set with probability ``top_p``."""
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]  # (n, 1)
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    if top_p < 1:
+        ordered, ids = logits.sort(dim=-1, descending=True)
+        probs = ordered.softmax(dim=-1)
+        likelier = probs.cumsum(dim=-1) - probs  # probability of all likelier ids
+        kept = ordered.masked_fill(likelier >= top_p, -math.inf)
+        logits = torch.full_like(logits, -math.inf).scatter(1, ids, kept)
+    return logits
+
+
+def gumbel_race(logits: Tensor, keys: Tensor) -> Tensor:
+    """Draw one id per row (B,) from softmax(logits (B, V)) by the Gumbel-max trick; a logit of -inf
+    never wins.
+
+    Rounding of the logits changes the draw only at near ties, much more rarely than with an inverse
+    CDF.
+    """
+    return (logits - exponential_noise(logits.shape[-1], keys).log_()).argmax(-1)
+
+
+def exponential_noise(vocab: int, keys: Tensor) -> Tensor:
+    """(B,) int64 keys -> (B, V) float32 draws of Exp(1), positive and finite, each a pure function
+    of (key, id)."""
+    keys = _mix64(keys)
+    low, odd = (keys << 32) >> 32, (keys >> 32) | 1  # in the range of int32
+    x = _id_hashes(vocab, keys.device) * odd.int()[:, None]
+    x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)  # (B, V)
+    # u = (x + 1/2) / 2^31, and the draw is -log(1 - u). A float resolves small u, which unlikely
+    # tokens need to win, and rounds large ones up to 1, which the clamp prevents.
+    return (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
+
+
+def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tensor:
+    """(B,) int64 keys of the noise of one sequence each, for `token_keys`.
+
+    Args:
+        stream: what the sequence is for: training, evaluation, ...
+        draw: (B,) how many prompts were drawn before its prompt.
+        sample: (B,) which of the prompt's samples it is.
+    """
+    key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
+    for part in (stream, draw, sample):
+        key = _mix64(key + (0x9E3779B97F4A7C15 - 2**64)) ^ part
+    return _mix64(key + (0x9E3779B97F4A7C15 - 2**64))
+
+
+def token_keys(sequence: Tensor, position: Tensor) -> Tensor:
+    """(B,) keys of the noise of one token each, from the keys of their sequences and their
+    positions in them, (B,)."""
+    return _mix64(sequence ^ position)
+
+
+# Products wrap around modulo 2^32 or 2^64, by design. Shifts of signed integers copy the sign; the
+# masks remove it.
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """MurmurHash3's 64-bit finaliser (Appleby 2011) on int64: a bijection."""
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xFF51AFD7ED558CCD - 2**64)
+    x = (x ^ ((x >> 33) & 0x7FFFFFFF)) * (0xC4CEB9FE1A85EC53 - 2**64)
+    return x ^ ((x >> 33) & 0x7FFFFFFF)
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """The 32-bit one on int32, in place, without its last step, which only improves the low
+    bits."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x *= 0x85EBCA6B - 2**32
+    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x *= 0xC2B2AE35 - 2**32
+    return x
+
+
+@functools.lru_cache(maxsize=8)
+def _id_hashes(vocab: int, device: torch.device) -> Tensor:
+    """(V,) int32, all different: of two ids with one hash, thus one noise, the likelier would
+    always win."""
+    return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))

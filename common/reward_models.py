@@ -1,0 +1,257 @@
+"""Models as sources of rewards: a generative judge, or a scalar reward model.
+
+Every rank has all responses, and all ranks together ask a model about them. The script builds the
+models, and hands over how they score and write.
+"""
+
+import functools
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Callable
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common import distributed
+from common.buffers import Batch
+from common.fsdp import onloaded
+from common.judge import (
+    answer_frame,
+    doubtful_accuracy,
+    encode_target,
+    format_template,
+    judge_prompt,
+    judge_question,
+    parse_verdict,
+)
+from common.process import UserError
+from common.settings import DataArgs, RewardArgs
+from common.vlm.data import Processor, Prompt, PromptLoader
+from common.vlm.model import compute_features
+from common.vlm.rows import PLACES, Asked, make_prompt, question_text
+
+
+def without_markup(text: str, processor: Processor) -> str:
+    """Text of a policy or its prompt, for a question: nothing in it may pass for a special token or
+    an image place."""
+    for token in (*processor.reserved_tokens, *PLACES):
+        text = text.replace(token, " ")
+    return text
+
+
+@dataclass
+class RewardModel:
+    """A frozen model that is asked about responses by all ranks together."""
+
+    spec: str  # as in --reward
+    module: nn.Module
+    processor: Processor
+    shares_tower: bool  # with the actor, whose image features serve
+    offload: str  # --offload
+    data: DataArgs
+
+    @contextmanager
+    def about(self, row: Prompt):
+        """What the model cannot be asked about a row, every rank finds out alike: a UserError that
+        names both."""
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"--reward {self.spec}: {row.source}: {error}") from error
+
+    def with_pictures(self, batch: Batch, groups: list[int], asked: list[Prompt]) -> Batch:
+        """Questions ``asked`` about the pictures of the batch's prompts ``groups``. The features of
+        a picture are computed once, however many questions there are about it."""
+        owners, features = dict(enumerate(batch.owners)), batch.features
+        if not self.shares_tower:
+            one_of = dict(zip(groups, asked))  # all questions of a group have its pictures
+            with PromptLoader(self.processor, replace(self.data, on_bad_row="error")) as loader:
+                pictures = loader.collect(*loader.submit(list(one_of.values()), list(one_of)))
+            compute_features(self.module.model, pictures)
+            owners = dict(zip(one_of, pictures.owners))
+            found = pictures.features
+            features = {group: found[k] for k, group in enumerate(one_of) if k in found}
+        return Batch(
+            prompts=asked,
+            draws=list(range(len(asked))),
+            owners=[owners[group] for group in groups],
+            features={k: features[group] for k, group in enumerate(groups) if group in features},
+        )
+
+
+@dataclass
+class Judge(RewardModel):
+    """A generative judge (train_grm_vl.py). It looks at each distinct response once; next to the
+    reference answer in both orders.
+
+    Its verdicts are worth: no 0, yes 1; a score itself; a lost pair 0, a tie 1/2, a won pair 1. A
+    critique without a verdict is worth the lowest of them.
+    """
+
+    args: RewardArgs
+    likelihoods: Callable[[Batch], Tensor]  # (N,) log-probs of all samples
+    write: Callable[[Batch], Batch]  # the likeliest response to every prompt
+
+    def __post_init__(self):
+        """Raises ValueError: the judge was not trained on what it shall be asked."""
+        self.settings = self.processor.files["judge"]
+        self.kind = judge_question(self.settings, self.args.grm_question)
+        learned = self.settings["kinds"][self.kind]
+        self.template, self.verdicts = learned["template"], learned["verdicts"]
+        worth = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
+        given = torch.tensor(
+            worth or [float(score) for score in self.verdicts], dtype=torch.float64
+        )
+        self.worth = {"given": given}  # of the verdicts, by order
+        if self.kind == "answers":
+            self.worth["swapped"] = 1 - given  # the response stands in place B
+        for warning in self.warnings(learned):
+            if distributed.is_main():
+                print(f"warning: --reward {self.spec}: {warning}", flush=True)
+
+    def warnings(self, learned: dict) -> list[str]:
+        found = []
+        doubt = doubtful_accuracy(self.settings, self.kind)
+        if doubt:
+            found.append(f"{doubt}; its rewards may mean nothing")
+        if self.args.grm_mode != "critique" and learned.get("critiques") == learned["examples"]:
+            found.append(
+                f"a critique stood before each of the {learned['examples']} verdicts the judge"
+                " learned, so what it says without one may mean little; --grm_mode critique lets"
+                " it write"
+            )
+        return found
+
+    def __call__(
+        self, batch: Batch, texts: list[str], used: list[int]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Columns (n,) of the n samples ``used``, and what the judge said of each; ``texts`` are
+        all responses."""
+        question_of: dict[tuple[int, str, str], int] = {}  # (group, response, order)
+        asked_of: list[list[int]] = []  # questions of each sample
+        for i in used:
+            keys = [(int(batch.group[i]), texts[i], order) for order in self.worth]
+            asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
+        groups = [group for group, *_ in question_of]
+        prompts = self.questions(batch, list(question_of))
+        with onloaded(self.module, self.offload):
+            questions = self.with_pictures(batch, groups, prompts)
+            if self.args.grm_mode == "critique":
+                chances, notes = self.read_critiques(questions)
+            else:
+                chances, notes = self.weigh_verdicts(questions)
+        # (questions, verdicts)
+        values = torch.stack([self.worth[order] for *_, order in question_of])
+        parsed = chances.sum(dim=1)  # (questions,)
+        points = (chances * values).sum(dim=1) + (1 - parsed) * values.min(dim=1).values
+        places = torch.tensor(asked_of)  # (n, orders)
+        columns = {"reward": points[places].mean(dim=1)}
+        if self.args.grm_mode == "critique":
+            columns["parsed"] = parsed[places].mean(dim=1)
+        return columns, [" | ".join(notes[q] for q in own) for own in asked_of]
+
+    def questions(self, batch: Batch, keys: list[tuple[int, str, str]]) -> list[Prompt]:
+        """Prompts for (group, response, order)."""
+        prompts: list[Prompt] = []
+        grids: dict[int, tuple] = {}  # headers are read once per prompt
+        for group, text, order in keys:
+            row = batch.prompts[group]
+            ask = self.question(row, text, order)
+            with self.about(row):
+                prompts.append(
+                    judge_prompt(self.processor, ask, row.index, row.source, grids=grids.get(group))
+                )
+            grids[group] = prompts[-1].grids
+        return prompts
+
+    def question(self, row: Prompt, response: str, order: str) -> dict:
+        """Prompt, question and images, as in an entry of `read_judgement`."""
+        plain = functools.partial(without_markup, processor=self.processor)
+        prompt = question_text(row.messages, len(row.images), plain)
+        pair = [plain(response), plain(row.reference or "")]
+        if order == "swapped":
+            pair.reverse()
+        question = format_template(
+            self.template,
+            prompt=prompt,
+            response=plain(response),
+            response_a=pair[0],
+            response_b=pair[1],
+        )
+        return {"prompt": prompt, "question": question, "images": list(row.images)}
+
+    def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
+        """(questions, verdicts) 1 where a critique ends in the verdict, and the critiques."""
+        written = self.write(questions)
+        self.check_finite(written.logprobs)
+        notes = self.processor.decode(written.split(written.tokens))
+        rows = []
+        for note in notes:
+            said = parse_verdict(note, self.settings["which_answer"], self.verdicts)
+            rows.append([float(verdict == said) for verdict in self.verdicts])
+        return torch.tensor(rows, dtype=torch.float64), notes
+
+    def weigh_verdicts(self, questions: Batch) -> tuple[Tensor, list[str]]:
+        """(questions, verdicts) probabilities, or 1 for the likeliest verdict; and a note on the
+        probabilities."""
+        frame = answer_frame(self.processor)
+        targets = []
+        for verdict in self.verdicts:
+            text = format_template(self.settings["answer"], verdict=verdict)
+            targets.append(encode_target(self.processor, frame, text))
+        candidates = questions.with_targets([targets] * len(questions.prompts))
+        logprobs = self.likelihoods(candidates)
+        self.check_finite(logprobs)
+        totals = torch.stack([part.double().sum() for part in candidates.split(logprobs)])
+        chances = totals.view(-1, len(self.verdicts)).softmax(dim=1)
+        notes = []
+        for row in chances.tolist():
+            said = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
+            notes.append("  ".join(said))
+        if self.args.grm_mode == "verdict":
+            likeliest = chances.argmax(dim=1)
+            chances = nn.functional.one_hot(likeliest, len(self.verdicts)).double()
+        return chances, notes
+
+    def check_finite(self, logprobs: Tensor) -> None:
+        """Raises UserError. The likeliest of NaN would be the first verdict."""
+        if not logprobs.isfinite().all():
+            raise UserError(
+                f"--reward {self.spec}: log-probs of what the judge says are not finite; are its"
+                " weights?"
+            )
+
+
+@dataclass
+class ScalarModel(RewardModel):
+    """A scalar reward model: what its head says at the end token of a response."""
+
+    values: Callable[[Batch], Tensor]  # (N,) of all samples, at the rows that predict their tokens
+
+    def __call__(
+        self, batch: Batch, texts: list[str], used: list[int]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """The reward (n,) of the n samples ``used``; ``texts`` are all responses. Each distinct
+        response is asked about once: rounding, which differs by row, would give equal responses a
+        spread."""
+        keys = [(int(batch.group[i]), texts[i]) for i in used]  # in the order of groups
+        place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}
+        frame = answer_frame(self.processor)
+        answers: dict[int, list[Tensor]] = {}  # by group
+        for group, text in place_of:
+            answer = encode_target(self.processor, frame, without_markup(text, self.processor))
+            # Values stand at the rows that predict a token: one more, for the row of the end token.
+            answers.setdefault(group, []).append(torch.cat([answer, answer[-1:]]))
+        asked = []
+        for group in answers:
+            row = batch.prompts[group]
+            with self.about(row):
+                prompt = Asked(row.messages, list(row.images), index=row.index, source=row.source)
+                asked.append(make_prompt(self.processor, prompt))
+        with onloaded(self.module, self.offload):
+            questions = self.with_pictures(batch, list(answers), asked)
+            candidates = questions.with_targets(list(answers.values()))
+            values = self.values(candidates)
+        ends = values[candidates.offsets[1:] - 1].double()
+        return {"reward": ends[[place_of[key] for key in keys]]}, []

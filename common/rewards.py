@@ -1,0 +1,418 @@
+"""What responses earn: sources of rewards by label, combined; and steps that teach nothing.
+
+    load             --reward, --reward_recipe -> RewardMix
+    RewardMix.score  responses of a batch -> scores, components, judgements
+    Streak           steps in which no prompt had samples of different reward
+
+Only the response is scored: a prompt that shows an answer as an example must not earn anything.
+"""
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from common import distributed
+from common.buffers import Batch
+from common.flags import absolute
+from common.process import UserError, describe
+from common.reward_functions import Samples, Source, load_function, load_source, score_samples
+from common.settings import RewardArgs
+from common.vlm.data import Processor, Prompt
+from common.vlm.rows import check_media
+from common.vlm.weights import absolute_model
+
+# --------------------------------------------------------------------------------------------------
+# Sources and recipes
+# --------------------------------------------------------------------------------------------------
+
+
+def load(args: RewardArgs) -> "RewardMix":
+    """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
+    if args.reward_recipe and args.reward_combiner:
+        raise UserError("--reward_combiner and --reward_recipe: choose one of them")
+    recipe = {"*": dict.fromkeys(split_specs(args.reward), 1.0)}
+    if args.reward_recipe:
+        recipe = read_recipe(args.reward_recipe)
+    specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
+    if not specs:
+        raise UserError("--reward is empty: no source of rewards")
+    if len(specs) > 1 and not args.reward_recipe and not args.reward_combiner:
+        raise UserError(
+            f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
+            " weights, or a --reward_combiner"
+        )
+    sources = [load_source(spec, args) for spec in specs]
+    name_apart(sources)
+    names = {source.spec: source.name for source in sources}
+    named = {}
+    for label, weights in recipe.items():
+        named[label] = {names[spec]: weight for spec, weight in weights.items()}
+    combiner = None
+    if args.reward_combiner:
+        combiner = load_function("--reward_combiner", args.reward_combiner, "rewards")
+    return RewardMix(sources, named, args, combiner)
+
+
+def name_apart(sources: list[Source]) -> None:
+    """Number sources of the same name: two judges become grm and grm2."""
+    names: set[str] = set()
+    for source in sources:
+        wanted, count = source.name, 1
+        while source.name in names:
+            count += 1
+            source.name = f"{wanted}{count}"
+        names.add(source.name)
+
+
+def split_specs(text: str) -> list[str]:
+    return [spec.strip() for spec in text.split(",") if spec.strip()]
+
+
+def read_recipe(text: str) -> dict[str, dict[str, float]]:
+    """label -> source -> weight, from JSON {label: [[source, weight], ...]} or a file of it. Raises
+    UserError."""
+    try:
+        recipe = json.loads(Path(text).read_text("utf-8") if os.path.isfile(text) else text)
+    except ValueError as error:
+        raise UserError(f"--reward_recipe {text}: not a file, nor valid JSON: {error}") from error
+    if not isinstance(recipe, dict) or not recipe or not all(map(_are_weights, recipe.values())):
+        raise UserError(
+            f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}}, each source once"
+            ' for a label; "*" for all other labels; weight 0: only measured'
+        )
+    return {label: dict(parts) for label, parts in recipe.items()}
+
+
+def _are_weights(parts: Any) -> bool:
+    """Whether this is a list of [source, weight], each source once."""
+    try:
+        weights = {source: weight for source, weight in parts}
+    except (TypeError, ValueError):
+        return False
+    numbers = [
+        type(weight) in (int, float) and math.isfinite(weight) for weight in weights.values()
+    ]
+    names = [isinstance(source, str) and source != "" for source in weights]
+    return bool(weights) and len(weights) == len(parts) and all(numbers + names)
+
+
+def absolute_sources(args: RewardArgs) -> dict[str, str]:
+    """The flags that name sources, as they can be read from any folder."""
+    listed = {
+        "reward": ",".join(map(absolute_source, split_specs(args.reward))),
+        "reward_combiner": absolute_source(args.reward_combiner),
+        "reward_recipe": "",
+    }
+    if args.reward_recipe:
+        recipe = {}
+        for label, weights in read_recipe(args.reward_recipe).items():
+            recipe[label] = [[absolute_source(spec), weight] for spec, weight in weights.items()]
+        listed |= {"reward": "", "reward_recipe": json.dumps(recipe)}
+    return listed
+
+
+def absolute_source(spec: str) -> str:
+    kind, colon, folder = spec.partition(":")
+    if kind in ("grm", "rm"):
+        return f"{kind}:{absolute_model(folder)}"
+    program, _, function = spec.rpartition(":")
+    return f"{absolute(program)}:{function}" if colon else spec
+
+
+# --------------------------------------------------------------------------------------------------
+# Rewards of a batch
+# --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class RewardMix:
+    """What a sample earns: a weighted sum of sources, chosen by the label of its row."""
+
+    sources: list[Source]
+    recipe: dict[str, dict[str, float]]  # label -> name of a source -> weight; "*": other labels
+    args: RewardArgs
+    combiner: Callable | None = None  # {name: rewards} -> rewards, in place of the sum
+    processor: Processor | None = None  # of the responses that were scored last
+
+    def model_sources(self) -> list[Source]:
+        """Those that the script has to load."""
+        return [source for source in self.sources if source.kind in ("grm", "rm")]
+
+    def weights(self, label: str | None) -> dict[str, float]:
+        """Name of a source -> weight. Raises KeyError: a label that the recipe does not have."""
+        return self.recipe[label if label in self.recipe else "*"]
+
+    def check_rows(self, rows: list[Prompt]) -> None:
+        """Raises UserError: rows that cannot be scored, with their lines."""
+        compare = set()
+        for source in self.sources:
+            asks_pairs = source.kind == "grm" and self.args.grm_question == "answers"
+            if source.kind == "rule" or asks_pairs:
+                compare.add(source.name)
+        bad = []
+        for row in rows:
+            if row.label not in self.recipe and "*" not in self.recipe:
+                known = ", ".join(self.recipe)
+                bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {known}")
+                continue
+            names = [name for name in self.weights(row.label) if name in compare]
+            if row.reference is None and names:
+                bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
+        if bad:
+            problem = f"{len(bad)} of {len(rows)} rows cannot be scored"
+            raise UserError("\n  ".join([problem, *bad[:5]]))
+
+    def check_media(self, source: Source, processor: Processor, rows: list[Prompt]) -> None:
+        """Raises ValueError: a row whose pictures or videos the source's model cannot see."""
+        for row in rows:
+            if row.images and source.name in self.weights(row.label):
+                try:
+                    check_media(processor, row.images)
+                except ValueError as error:
+                    raise ValueError(f"{row.source}: {error}") from error
+
+    def score(self, batch: Batch, processor: Processor) -> None:
+        """Fill scores, components (NaN where a source does not score a sample) and judgements of
+        all samples, alike on every rank.
+
+        Raises:
+            UserError: on every rank, when a source fails on any; the sample is in the message.
+        """
+        self.processor = processor
+        size, texts = len(batch), self.read_texts(batch)
+        weights = [self.weights(batch.prompts[group].label) for group in batch.group.tolist()]
+        unscored = torch.full((size,), math.nan, dtype=torch.float64)  # (S,)
+        rewards = {source.name: unscored.clone() for source in self.sources}
+        several = list(rewards) if len(rewards) > 1 else []  # each then has a curve of its own
+        scores = torch.zeros_like(unscored)
+        components: dict[str, Tensor] = {}
+        judgements = [""] * size
+        for source in self.sources:
+            used = [i for i, chosen in enumerate(weights) if source.name in chosen]  # n samples
+            if not used:
+                continue
+            columns, notes = self.ask(source, batch, texts, used)
+            earned = columns.pop("reward")  # (n,)
+            rewards[source.name][used] = earned
+            own = torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64)
+            scores[used] += own * earned
+            add_components(components, columns, torch.tensor(used), size, source.name, several)
+            for i, note in zip(used, notes):
+                judgements[i] += f"{source.name}: {note}\n"
+        if self.combiner is not None:
+            scores = self.combine(rewards)
+        components |= {name: rewards[name] for name in several}
+        found = {name: values for name, values in components.items() if not values.isnan().all()}
+        batch.scores = check_finite(scores.float(), rewards)
+        batch.components = {name: values.float() for name, values in found.items()}
+        batch.judgements = [text.strip() for text in judgements]
+
+    def read_texts(self, batch: Batch) -> list[str]:
+        """The response of every sample; "" for those that this rank does not score."""
+        texts = [""] * len(batch)
+        everything, rank = bool(self.model_sources()), dist.get_rank()
+        groups = enumerate(batch.group.tolist())
+        read = [i for i, group in groups if everything or batch.owners[group] == rank]
+        tokens = batch.split(batch.tokens)
+        for i, text in zip(read, self.processor.decode([tokens[i] for i in read])):
+            texts[i] = text
+        return texts
+
+    def ask(
+        self, source: Source, batch: Batch, texts: list[str], used: list[int]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge
+        said of each."""
+        if source.ask is not None:
+            return source.ask(batch, texts, used)
+        groups, rank = batch.group[used].tolist(), dist.get_rank()
+        own = [k for k, group in enumerate(groups) if batch.owners[group] == rank]
+        columns: dict[str, list[float]] = {}
+        with distributed.raise_on_all_ranks():
+            if own:  # a rank may have no samples
+                rows = [batch.prompts[groups[k]] for k in own]
+                given = read_samples(rows, [texts[used[k]] for k in own])
+                columns = score_samples(source, given, self.args)
+        parts = [(k, part) for k, part in distributed.gather_json([own, columns]) if k]
+        names = [sorted(part) for _, part in parts]
+        if any(part != names[0] for part in names):
+            raise UserError(f"--reward {source.spec}: components differ between calls: {names}")
+        joined = {name: torch.zeros(len(used), dtype=torch.float64) for name in names[0]}
+        for k, part in parts:
+            for name, values in part.items():
+                joined[name][k] = torch.tensor(values, dtype=torch.float64)
+        return joined, []
+
+    def combine(self, rewards: dict[str, Tensor]) -> Tensor:
+        """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises
+        UserError on every rank."""
+        values, count = None, len(next(iter(rewards.values())))
+        with distributed.raise_on_all_ranks(f"--reward_combiner {self.args.reward_combiner}: "):
+            if distributed.is_main():
+                given = {name: column.tolist() for name, column in rewards.items()}
+                try:
+                    values = [float(value) for value in self.combiner(given)]
+                except (Exception, SystemExit) as error:  # the user's own code
+                    raise ValueError(describe(error, __file__)) from error
+                if len(values) != count:
+                    raise ValueError(f"{len(values)} values for {count} samples")
+        return torch.tensor(distributed.from_main(values), dtype=torch.float64)
+
+
+def read_samples(rows: list[Prompt], responses: list[str]) -> Samples:
+    """What reward functions get of the ``responses`` to some rows."""
+    return Samples(
+        prompts=[row.text for row in rows],
+        responses=responses,
+        references=[row.reference for row in rows],
+        labels=[row.label for row in rows],
+        images=[list(row.images) for row in rows],
+        rows=[dict(row.row) for row in rows],
+    )
+
+
+def check_finite(scores: Tensor, rewards: dict[str, Tensor]) -> Tensor:
+    """The scores. Raises UserError: some are NaN or too large for float32."""
+    bad = (~scores.isfinite()).nonzero()[:, 0].tolist()
+    if bad:
+        said = {name: float(values[bad[0]]) for name, values in rewards.items()}
+        raise UserError(
+            f"rewards must be finite float32 numbers: {len(bad)} of {len(scores)} are not; for"
+            f" the first of them the sources say {said}"
+        )
+    return scores
+
+
+def add_components(
+    components: dict[str, Tensor],
+    columns: dict[str, Tensor],
+    used: Tensor,
+    samples: int,
+    source: str,
+    reserved: list[str],
+) -> None:
+    """Add a source's columns (n,) of the samples ``used`` (n,) to components (S,). Where a name is
+    taken, by an earlier source's component of the same sample or as one of the ``reserved`` names,
+    it is prefixed with the source's name."""
+    for name, values in columns.items():
+        unscored = torch.full((samples,), math.nan, dtype=torch.float64)
+        taken = ~components.get(name, unscored)[used].isnan() | (name in reserved)  # (n,)
+        for key, part in ((name, ~taken), (f"{source}_{name}", taken)):
+            components.setdefault(key, unscored.clone())[used[part]] = values[part]
+
+
+# --------------------------------------------------------------------------------------------------
+# Steps without anything to learn from
+# --------------------------------------------------------------------------------------------------
+
+
+def groups_with_spread(batch: Batch) -> list[int]:
+    """The prompts whose samples do not all earn the same."""
+    scores: dict[int, list[float]] = {}
+    for group, score in zip(batch.group.tolist(), batch.scores.tolist()):
+        scores.setdefault(group, []).append(score)
+    return [group for group, own in sorted(scores.items()) if max(own) - min(own) >= 1e-6]
+
+
+def groups_without_spread(batch: Batch) -> int:
+    """How many prompts have samples that all earn the same. Prompts with one sample each are
+    compared with one another: all of them count if all earn the same, else none."""
+    groups = len(batch.group.unique())
+    if groups == len(batch):
+        return groups if float(batch.scores.max() - batch.scores.min()) < 1e-6 else 0
+    return groups - len(groups_with_spread(batch))
+
+
+# What a response needs to be scored by a source, and the component that says whether it has it.
+LOOKED_FOR = {
+    "boxed": ("parsed", r"\boxed{}"),
+    "answer": ("parsed", "<answer>"),
+    "verdict": ("format", "<answer>"),
+    "grm": ("parsed", "a verdict"),
+}
+
+
+@dataclass
+class Streak:
+    """Consecutive steps in which no prompt had samples of different reward; part of the run's
+    state."""
+
+    first: int = 0  # step
+    steps: int = 0
+    truncated: int = 0  # responses
+    # Of the reward and of each component, how many values were 0 and how many there were.
+    zeros: dict[str, list[int]] = field(default_factory=dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        vars(self).update(saved)
+
+    def extend(self, batch: Batch, step: int) -> None:
+        """Count this step, or begin anew if its samples differ."""
+        flat = groups_without_spread(batch) == len(batch.group.unique())
+        alone = len(batch) == 1 and bool(batch.scores.any())  # nothing to compare it with
+        if not flat or alone:
+            self.load_state_dict(Streak().state_dict())
+            return
+        if not self.steps:
+            self.first = step
+        self.steps += 1
+        self.truncated += int(batch.truncated.sum())
+        for name, values in (batch.components | {"reward": batch.scores}).items():
+            zero, total = self.zeros.get(name, (0, 0))
+            total += int((~values.isnan()).sum())
+            self.zeros[name] = [zero + int((values == 0).sum()), total]
+
+    def warning(self, reward: RewardMix, batch: Batch, out: Path, steps: int) -> str | None:
+        """What to say after 10 steps or a quarter of the run, once per streak: what was found in
+        the responses."""
+        if self.steps != min(10, math.ceil(steps / 4)):
+            return None
+        zero, total = self.zeros["reward"]
+        last = self.first + self.steps - 1
+        span = f"steps {self.first} to {last}"
+        if zero == total:
+            problem = f"all {total:,} rewards of {span} are 0"
+            look_at = (
+                "at what the prompts ask for (--system_prompt), the rows' answers and"
+                " --max_new_tokens"
+            )
+        else:
+            mean = float(batch.scores.mean())
+            problem = (
+                f"no prompt of {span} had samples of different reward (mean of step {last}:"
+                f" {mean:.3f})"
+            )
+            look_at = "at --temperature, and whether the prompts are too easy or too hard"
+        (response,) = reward.processor.decode(batch.split(batch.tokens)[:1])
+        return (
+            f"{problem}. Found: {'; '.join(self.found(reward))}; {self.truncated:,} of {total:,}"
+            f" cut at --max_new_tokens. The first response of step {last} begins"
+            f" {response[:100]!r}. Look at {out}/samples, {look_at}."
+        )
+
+    def found(self, reward: RewardMix) -> list[str]:
+        """In how many responses rules found what they look for, and how often other components were
+        0."""
+        words: dict[str, list[str]] = {}
+        for source in reward.sources:
+            component, word = LOOKED_FOR.get(source.spec.partition(":")[0], ("", ""))
+            for name in (component, f"{source.name}_{component}"):
+                words.setdefault(name, []).append(word)
+        rules, others = [], []
+        for name, (zero, total) in self.zeros.items():
+            if name in words:
+                said = " or ".join(words[name])
+                rules.append(f"{said} in {total - zero:,} of {total:,} responses")
+            else:
+                others.append(f"{name} 0 in {zero:,} of {total:,}")
+        return rules + others

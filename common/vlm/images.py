@@ -1,0 +1,235 @@
+"""Files to RGB frames: pictures and videos, their sizes by the header, their bodies when a step
+needs them.
+
+A clip is several pictures, one after the other, or one file: an animation (GIF, WebP), which Pillow
+reads, or a video (MP4, ...), for which a further package is needed. A user's mistake is a
+ValueError that names the file and the numbers.
+"""
+
+import importlib
+import os
+from contextlib import contextmanager
+from typing import Any, Callable
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from transformers.video_utils import load_video
+
+from common.files import open_regular
+
+# Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
+# not be able to.
+IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
+# By package, the name in transformers.
+VIDEO_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "cv2": "opencv"}
+# 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
+MAX_DECODED_PIXELS = 2**26
+EXIF_ORIENTATION = 0x0112
+
+
+# -------------------------------------------------------------------------------------------------
+# Pictures
+# -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _open_image(path: str):
+    """A picture file opened by its header, refused by its size before any body is decoded."""
+    try:
+        with open_regular(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
+            if not 0 < image.width * image.height <= MAX_DECODED_PIXELS:
+                raise ValueError(
+                    f"{image.width}x{image.height} pixels; allowed are {MAX_DECODED_PIXELS} in all"
+                )
+            yield image
+    except FileNotFoundError as error:
+        raise ValueError(f"no such image: {path}") from error
+    # Damaged files raise anything (struct, zlib, Syntax, Index, ...), by plugin.
+    except Exception as error:
+        formats = ", ".join(IMAGE_FORMATS)
+        raise ValueError(f"{path}: cannot be read as one of {formats}: {error!r}") from error
+
+
+def image_size(path: str) -> tuple[int, int]:
+    """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF behind
+    the body of a PNG is not seen. Raises ValueError: no such file, not a picture, too many
+    pixels."""
+    with _open_image(path) as image:
+        if image.format == "TIFF":  # Pillow reports the turned size by itself
+            return image.size
+        # Not image.getexif(): that of a PNG decodes the body first.
+        orientation = Image.Image.getexif(image).get(EXIF_ORIENTATION)
+        return image.size[::-1] if orientation in (5, 6, 7, 8) else image.size
+
+
+def read_image(path: str) -> Image.Image:
+    """Decode a picture file to RGB: upright by its EXIF, transparency laid on white, first frame of
+    an animation.
+
+    16-bit grey is scaled, not clipped. Raises ValueError with path and reason: no such file, not a
+    picture, too many pixels, truncated or damaged body, grey values of unknown range.
+    """
+    with _open_image(path) as image:
+        return _upright_rgb(image)
+
+
+def _upright_rgb(image: Image.Image) -> Image.Image:
+    image = ImageOps.exif_transpose(image)
+    if image.mode[0] in "IF":
+        return _scaled_grey(image)
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        white = Image.new("RGBA", layer.size, "white")
+        return Image.alpha_composite(white, layer).convert("RGB")
+    return image.convert("RGB")
+
+
+def _scaled_grey(image: Image.Image) -> Image.Image:
+    """16-bit grey as RGB. Pillow's own conversion clips everything above 255 to white."""
+    values = np.asarray(image)  # (h, w)
+    low, high = values.min(), values.max()
+    if image.mode == "F" or low < 0 or high > 65535:
+        raise ValueError(f"mode {image.mode}, values {low} to {high}: not 16-bit grey")
+    return Image.fromarray((values / 257).round().astype(np.uint8)).convert("RGB")
+
+
+# -------------------------------------------------------------------------------------------------
+# Clips
+# -------------------------------------------------------------------------------------------------
+
+
+def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], list[float], float]:
+    """(width, height) of a clip's frames, the second at which each is shown, and frames per second.
+    Pictures, and animations that do not say how long they show each frame, have ``fps`` in a
+    second.
+
+    Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
+    decoder installed.
+    """
+    shown: list[float] = []  # milliseconds of each frame, where the file has them
+    if len(files) > 1:
+        size, total = _common_size(files), len(files)
+    elif _is_video(files[0]):
+        frames, header = _read_video(files[0], lambda total: [0])
+        size, total, fps = frames[0].size, header.total_num_frames, header.fps
+    else:
+        size = image_size(files[0])
+        shown = _durations(files[0])
+        total = len(shown)
+    if total < 2:
+        raise ValueError(
+            f"{files[0]}: a video has at least 2 frames, this has {total} (pictures are the frames "
+            "of one video if they stand in a list of their own)"
+        )
+    if shown and all(shown):
+        starts = np.cumsum([0, *shown[:-1]]) / 1000
+        return size, starts.tolist(), 1000 * total / sum(shown)
+    return size, [k / fps for k in range(total)], fps
+
+
+def _common_size(files: tuple[str, ...]) -> tuple[int, int]:
+    """(width, height) of the pictures of a clip. Raises ValueError: they differ."""
+    size = image_size(files[0])
+    for file in files[1:]:
+        other = image_size(file)
+        if other != size:
+            raise ValueError(
+                f"the frames of a clip differ in size: {size[0]} x {size[1]} pixels in {files[0]}, "
+                f"{other[0]} x {other[1]} in {file}"
+            )
+    return size
+
+
+def _durations(path: str) -> list[float]:
+    """Milliseconds of each frame of an animation; 0 where it does not say."""
+    durations = []
+    with _open_image(path) as image:
+        # Known of a frame once those before it are decoded.
+        for k in range(getattr(image, "n_frames", 1)):
+            image.seek(k)
+            image.load()
+            durations.append(image.info.get("duration", 0))
+    return durations
+
+
+def sample_frames(total: int, most: int) -> list[int]:
+    """Which of a clip's frames are used: all of them, or ``most``, evenly from the first to the
+    last."""
+    return np.linspace(0, total - 1, min(total, most)).round().astype(int).tolist()
+
+
+def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
+    """The sampled frames of a clip, as `read_image` gives pictures. Raises ValueError: see
+    `clip_times`, or a damaged body."""
+    if len(files) > 1:
+        return [read_image(files[k]) for k in sample_frames(len(files), most)]
+    if _is_video(files[0]):
+        return _read_video(files[0], lambda total: sample_frames(total, most))[0]
+    frames = []
+    with _open_image(files[0]) as image:
+        for k in sample_frames(getattr(image, "n_frames", 1), most):
+            image.seek(k)
+            frames.append(_upright_rgb(image))
+    return frames
+
+
+def read_frames(items: Any, most: int) -> list[Image.Image]:
+    """To look at: the pictures of `Prompt.images`, and of each clip up to ``most`` of its
+    frames."""
+    frames = []
+    for item in items:
+        frames += [read_image(item)] if isinstance(item, str) else read_clip(tuple(item), most)
+    return frames
+
+
+def _is_video(path: str) -> bool:
+    """Whether the file of a clip is in none of Pillow's formats."""
+    if not os.path.isfile(path):
+        raise ValueError(f"no such video: {path}")
+    try:
+        with _open_image(path):
+            return False
+    except ValueError as error:
+        if isinstance(error.__cause__, UnidentifiedImageError):
+            return True
+        raise
+
+
+def _importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    # The last two: installed, but built for other libraries.
+    except (ImportError, OSError, RuntimeError):
+        return False
+    return True
+
+
+def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
+    """The frames ``choose(their number)`` of a video file, and what transformers says of it (fps,
+    total_num_frames)."""
+    package = next(filter(_importable, VIDEO_DECODERS), None)
+    if package is None:
+        raise ValueError(
+            f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read videos, install one of "
+            f"{', '.join(VIDEO_DECODERS)}, or give their frames as a list of pictures"
+        )
+
+    def pick(header, **_) -> list[int]:
+        total, rate = header.total_num_frames, header.fps
+        if not (total and rate and 0 < header.width * header.height <= MAX_DECODED_PIXELS):
+            raise ValueError(
+                f"it says {header.width}x{header.height} pixels, {total} frames, {rate} in a "
+                f"second; allowed are {MAX_DECODED_PIXELS} pixels, and number and rate are needed"
+            )
+        return choose(total)
+
+    try:
+        frames, header = load_video(path, backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
+        if torch.is_tensor(frames):
+            frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
+        if len(frames) != len(header.frames_indices):
+            raise ValueError(f"{len(frames)} of the frames {header.frames_indices} decode")
+    except Exception as error:  # decoders raise anything
+        raise ValueError(f"{path}: not a video that {package} can decode: {error!r}") from error
+    return [Image.fromarray(frame) for frame in frames], header

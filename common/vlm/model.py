@@ -1,0 +1,316 @@
+"""The model in two stages: image features, then the language model on embeddings; and a batch as
+packed rows.
+
+    patches -> vision tower -> image features             image_features, compute_features
+    batch   -> packed rows, with features of all ranks    packed_rows
+    row     -> embeddings with the features in place -> language model    hidden_states
+
+A model of ours is one of transformers with three attributes: ``family``, its class of `families`;
+``compute``, how it computes here (`weights.Compute`); and ``trains_vision``, whether its own
+forward computes image features.
+
+Shapes: P prompt tokens, I images, M image tokens, L tokens of a packed row, H hidden size, K levels
+of image features.
+"""
+
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from common.buffers import Batch, Row, build_row, exchange_features, make_blocks, make_packs
+from common.logging import progress
+from common.vlm.attention import PackedAttention, SlotCache
+
+# -------------------------------------------------------------------------------------------------
+# Parts of a model
+# -------------------------------------------------------------------------------------------------
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The language model: a part of `model.model`, or all of it in a model of text only."""
+    core = model.model
+    return getattr(core, "language_model", None) or getattr(core, "text_model", None) or core
+
+
+def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """What stands next to the decoder in `model.model`: tower, projector, a learnt newline. Empty
+    where left out."""
+    core, language = model.model, decoder(model)
+    if language is core:
+        return {}
+    parts = {**core._modules, **core._parameters}
+    return {name: part for name, part in parts.items() if part is not None and part is not language}
+
+
+def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `vision_parts`."""
+    found: list[nn.Parameter] = []
+    for part in vision_parts(model).values():
+        found += [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return found
+
+
+def trained_parts(model: nn.Module) -> list[nn.Module]:
+    """The decoder, and the vision tower if it is trained."""
+    return [decoder(model), model.model.visual] if model.trains_vision else [decoder(model)]
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of `trained_parts`: what FSDP gathers one by one."""
+    found = [*decoder(model).layers]
+    if model.trains_vision:
+        found += model.model.visual.blocks
+    return found
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules that choose the experts of each MoE layer and return (router logits, ...); none
+    in a dense model."""
+    return [
+        module
+        for module in decoder(model).modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+
+
+@contextmanager
+def router_logits(model: nn.Module):
+    """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the
+    list it yields."""
+    found: list[Tensor] = []
+    hooks = []
+    for router in routers(model):
+        hooks.append(router.register_forward_hook(lambda module, args, out: found.append(out[0])))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# -------------------------------------------------------------------------------------------------
+# Image features and positions
+# -------------------------------------------------------------------------------------------------
+
+
+def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
+    """Run the vision tower on what `data.load_pixels` made of pictures of any number of prompts ->
+    (K, M, H).
+
+    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but
+    for a trained tower.
+    """
+    weight = tower_parameters(model)[0]
+    patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
+    inputs = model.family.vision_inputs(patches, grids)
+    with torch.set_grad_enabled(model.trains_vision and torch.is_grad_enabled()):
+        out = model.model.get_image_features(**inputs, return_dict=True)
+    levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+    flat = []
+    for level in levels:
+        joined = level if torch.is_tensor(level) else torch.cat(list(level))
+        flat.append(joined.flatten(0, -2))  # (M, H)
+    return torch.stack(flat)
+
+
+def compute_features(model: nn.Module, batch: Batch) -> None:
+    """Fill the image features of the own prompts, once per prompt, several pictures per call of the
+    vision tower. A model that trains its tower computes them in its own forward instead, and its
+    rollout's serve that rollout alone.
+    """
+    waiting: list[int] = []
+    size = 0
+    groups = sorted(batch.patches.keys() - batch.features.keys())
+    for group in groups:
+        waiting.append(group)
+        # about patches, also where pictures come as tiles
+        size += batch.patches[group][0].numel() // 1024
+        if size < model.compute.max_tokens_per_pack and group != groups[-1]:
+            continue
+        pixels, grids = zip(*(batch.patches[g] for g in waiting))
+        features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
+        counts = [batch.prompts[g].image_tokens for g in waiting]
+        batch.features.update(zip(waiting, features.split(counts, dim=1)))
+        if not model.trains_vision:
+            for g in waiting:
+                del batch.patches[g]
+        waiting, size = [], 0
+
+
+def prompt_positions(model: nn.Module, prompt) -> Tensor:
+    """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max
+    + 1``."""
+    ids = prompt.input_ids[None]
+    if not prompt.grids or not hasattr(model.model, "get_rope_index"):
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    clips = [grid for grid in prompt.grids if len(grid) > 3]
+    images = [grid for grid in prompt.grids if len(grid) == 3]
+    positions, _ = model.model.get_rope_index(
+        ids,
+        **model.family.token_types(ids),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([clip[:3] for clip in clips]) if clips else None,
+        second_per_grid_ts=torch.tensor([clip[3] for clip in clips]),
+    )
+    return positions[:, 0]
+
+
+def positions_of(model: nn.Module, batch: Batch, group: int) -> Tensor:
+    """(3, P) rotary positions of a prompt, cached in the batch."""
+    if group not in batch.positions:
+        batch.positions[group] = prompt_positions(model, batch.prompts[group])
+    return batch.positions[group]
+
+
+# -------------------------------------------------------------------------------------------------
+# Packed rows
+# -------------------------------------------------------------------------------------------------
+
+
+def packed_rows(
+    model: nn.Module, batch: Batch, groups: Iterable[int] | None = None
+) -> Iterator[Row]:
+    """This rank's packed rows of the given prompt groups (all by default), on the device, one after
+    the other.
+
+    All ranks get equally many rows; surplus ones are empty and weigh nothing. To begin the
+    iteration is a collective: features move from the rank that decoded a picture to those that
+    hold its rows.
+    """
+    compute = model.compute
+    hidden_size = model.config.get_text_config().hidden_size
+    # of a masked score, in tokens
+    score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
+    blocks = make_blocks(batch, compute.max_tokens_per_pack, groups, score_cost)
+    packs = make_packs(
+        batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
+    )
+    needed = [{group for pack in part for group, _ in pack} for part in packs]  # by rank
+    own, shapes = row_pictures(model, batch, set().union(*needed))
+    features = exchange_features(own, batch.owners, needed, shapes, compute.dtype)
+    image_ids = model.family.visual_token_ids()
+    for pack in progress(packs[dist.get_rank()], "packed rows"):
+        positions = {group: positions_of(model, batch, group) for group, _ in pack}
+        row = build_row(batch, pack, positions, features, image_ids)
+        if model.trains_vision:
+            row = with_grids(model, row, [batch.prompts[group] for group, _ in pack])
+        segments = model.family.attention_segments(row.segments, row.image_rows)
+        row = row.to(compute.device)
+        row.attention = PackedAttention(segments, compute.backend, compute.device)
+        yield row
+
+
+def row_pictures(
+    model: nn.Module, batch: Batch, groups: Iterable[int]
+) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
+    """What packed rows hold of the pictures of ``groups``, this rank's own, and the shapes of all,
+    by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
+    its tower."""
+    config = model.config
+    shown = [group for group in groups if batch.prompts[group].grids]
+    shapes: dict[int, tuple[int, ...]] = {}
+    if not model.trains_vision:
+        tower = getattr(config, "vision_config", None)
+        levels = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or [])
+        for group in shown:
+            shapes[group] = (
+                levels,
+                batch.prompts[group].image_tokens,
+                config.get_text_config().hidden_size,
+            )
+        return batch.features, shapes
+    own = {}
+    for group in shown:
+        patches = sum(math.prod(grid[:3]) for grid in batch.prompts[group].grids)
+        shapes[group] = (1, patches, patch_size(model))
+        if group in batch.patches:
+            own[group] = batch.patches[group][0][None].to(model.compute.dtype)
+    return own, shapes
+
+
+def patch_size(model: nn.Module) -> int:
+    """Numbers in a patch that the vision tower takes."""
+    return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
+
+
+def with_grids(model: nn.Module, row: Row, prompts: list) -> Row:
+    """A row with the grids of its ``prompts``' pictures and clips; without any, with one of zeros
+    that no token stands for."""
+    grids = [grid[:3] for prompt in prompts for grid in prompt.grids]
+    if grids:
+        return replace(row, grids=torch.tensor(grids))
+    side = model.config.vision_config.spatial_merge_size
+    nothing = torch.zeros(1, side * side, patch_size(model))
+    return replace(row, grids=torch.tensor([[1, side, side]]), features=nothing)
+
+
+def prompt_row(
+    model: nn.Module, batch: Batch, groups: list[int], cache: SlotCache, plan: tuple[Tensor, ...]
+) -> Row:
+    """The prompts ``groups`` in one row, to be prefilled into the slots of ``cache`` that ``plan``
+    names."""
+    compute = model.compute
+    ids = torch.cat([batch.prompts[group].input_ids for group in groups])  # (L,)
+    image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    positions = torch.cat([positions_of(model, batch, group) for group in groups], dim=1)  # (3, L)
+    features = [batch.features[group] for group in groups if group in batch.features]
+    segments, start = [], 0
+    for group in groups:
+        end = start + batch.prompt_lengths[group]
+        segments.append((start, end, start, start))
+        start = end
+    segments = model.family.attention_segments(segments, image_rows)
+    return Row(
+        input_ids=ids[None].to(compute.device),
+        positions=positions[:, None].to(compute.device),
+        image_rows=image_rows.to(compute.device),
+        features=torch.cat(features, dim=1).to(compute.device) if features else None,
+        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan),
+    )
+
+
+def hidden_states(model: nn.Module, row: Row) -> Tensor:
+    """Last hidden states of a row, (L, H).
+
+    A row with ``grids`` holds pixels, whose features are computed here, inside FSDP's forward.
+    Families without rotary positions in three dimensions have three equal rows of them. The fourth
+    row of the others, which transformers reads to detect packing, is zero: our attention goes by
+    segments and no mask is built.
+    """
+    language = decoder(model)
+    embeds = language.get_input_embeddings()(row.input_ids)  # (1, L, H)
+    features = row.features
+    if row.grids is not None:
+        features = image_features(model, features[0], row.grids)
+        # a stand-in: every rank takes part in the collectives of the tower
+        if not len(row.image_rows):
+            embeds, features = embeds + 0.0 * features.sum(), None
+    deepstack: dict[str, Any] = {}
+    if features is not None:
+        features = features.to(embeds.dtype)
+        embeds = embeds.index_copy(1, row.image_rows, features[:1])
+        if len(features) > 1:
+            is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(
+                1, row.image_rows, True
+            )
+            deepstack = {
+                "visual_pos_masks": is_image,
+                "deepstack_visual_embeds": list(features[1:]),
+            }
+    positions = row.positions[0]  # (1, L)
+    if hasattr(model.model, "get_rope_index"):
+        positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])  # (4, 1, L)
+    out = language(
+        inputs_embeds=embeds,
+        position_ids=positions,
+        use_cache=False,
+        attention=row.attention,
+        **deepstack,
+    )
+    return out.last_hidden_state[0]

@@ -1,0 +1,428 @@
+"""launch/convert.py: converted rows load in the trainers, with the text and the pixels that were put in."""
+
+import base64
+import io
+import json
+import sys
+
+import convert
+import extra_packages
+import numpy as np
+import pytest
+from PIL import Image
+
+from common.judge import judge_settings, load_judgements
+from common.settings import DataArgs
+from common.vlm.data import Processor
+from common.vlm.images import read_image
+from common.vlm.rows import load_prompts
+
+
+# ---- Pictures
+
+def noise(seed: int, size=(60, 40)) -> Image.Image:
+    width, height = size
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def encode(image: Image.Image, form: str = "PNG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def turned_jpeg() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return encode(noise(1), "JPEG", exif=exif)
+
+
+def palette_with_transparency() -> bytes:
+    image = noise(2).quantize(8)
+    return encode(image, "GIF", transparency=3)
+
+
+def translucent(form: str, **options) -> bytes:
+    image = noise(3)
+    image.putalpha(Image.linear_gradient("L").resize(image.size))
+    return encode(image, form, **options)
+
+
+def grey_of_16_bits(mode: str, form: str) -> bytes:
+    values = np.random.default_rng(4).integers(0, 65535, (40, 60))
+    return encode(Image.fromarray(values.astype(np.int32 if mode == "I" else np.uint16)), form)
+
+
+def turned_png() -> bytes:
+    """A PNG whose EXIF stands after its body, where the header alone does not show it."""
+    exif = Image.Exif()
+    exif[0x0112] = 8
+    data = encode(noise(5), exif=exif)
+    start = data.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(data[start:start + 4], "big")
+    last = data.index(b"IEND") - 4
+    return data[:start] + data[end:last] + data[start:end] + data[last:]
+
+
+PICTURES = {
+    "jpeg": lambda: encode(noise(6), "JPEG"),
+    "jpeg to turn": turned_jpeg,
+    "png to turn": turned_png,
+    "cmyk": lambda: encode(noise(7).convert("CMYK"), "JPEG"),
+    "gif": palette_with_transparency,
+    "webp": lambda: translucent("WEBP", lossless=True),
+    "png": lambda: translucent("PNG"),
+    "16 bits in tiff": lambda: grey_of_16_bits("I;16", "TIFF"),
+    "32 bits in tiff": lambda: grey_of_16_bits("I", "TIFF"),
+    "one bit": lambda: encode(noise(8).convert("1"), "BMP"),
+}
+
+
+@pytest.mark.parametrize("kind", PICTURES)
+def test_a_picture_keeps_its_pixels(tmp_path, kind):
+    """What the trainers read from the PNG is what they would have read from the original."""
+    data = PICTURES[kind]()
+    (tmp_path / "original").write_bytes(data)
+    convert.write_png(data, tmp_path / "written.png")
+    expected = np.asarray(read_image(str(tmp_path / "original")))
+    written = tmp_path / "written.png"
+    assert np.array_equal(np.asarray(read_image(str(written))), expected)
+    with Image.open(written) as image:
+        assert image.format == "PNG" and image.size == expected.shape[1::-1]
+    if kind == "png":
+        assert written.read_bytes() == data
+
+
+def test_a_mode_that_png_lacks_keeps_its_transparency():
+    with Image.open(io.BytesIO(translucent("PNG"))) as image:
+        converted = convert.as_png_mode(image.convert("RGBa"))
+        assert converted.mode == "RGBA"
+        assert np.array_equal(np.asarray(converted.getchannel("A")), np.asarray(image.getchannel("A")))
+
+
+# ---- Rows
+
+def run(tmp_path, rows: list[dict], *flags: str, name: str = "rows.jsonl") -> list[dict]:
+    """Convert rows as a program does; returns what stands in the new file, <tmp_path>/out/rows.jsonl."""
+    source = tmp_path / name
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    convert.main([str(source), "--out", str(tmp_path / "out"), *flags])
+    return read(tmp_path / "out" / "rows.jsonl")
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def load(path, qwen25):
+    return load_prompts(str(path), Processor(str(qwen25)), DataArgs(max_prompt_tokens=600))
+
+
+def assert_pixels(prompt, *images: Image.Image):
+    assert len(prompt.images) == len(images)
+    for path, image in zip(prompt.images, images):
+        assert np.array_equal(np.asarray(read_image(path)), np.asarray(image))
+
+
+def base64_of(image: Image.Image) -> str:
+    return base64.b64encode(encode(image)).decode()
+
+
+def verl_row(picture) -> dict:
+    return {"data_source": "geo", "prompt": [{"role": "user", "content": "<image>Find $x$. Is <image> it?"}],
+            "images": [picture(noise(10)), picture(noise(11))], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "5"},
+            "extra_info": {"split": "train", "index": 7, "answer": "5"}}
+
+
+def trl_rows(picture) -> list[dict]:
+    parts = [{"type": "text", "text": "Is "}, {"type": "image", "image": picture(noise(12))},
+             {"type": "text", "text": " like "}, {"type": "image"}]
+    worked = "<think>2 + 1</think><answer> 3 </answer>"
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    return [{"prompt": [{"role": "user", "content": parts}], "image": picture(noise(13)), "solution": "no"},
+            {"problem": "How many?", "image": picture(noise(14)), "solution": worked},
+            {"messages": messages, "images": None, "solution": 2}]
+
+
+def check_prompts(prompts):
+    """The prompts loaded from `verl_row` and `trl_rows`, written by hand."""
+    verl, parts, problem, messages = prompts
+    assert (verl.reference, verl.label) == ("5", "geo")
+    assert_pixels(verl, noise(10), noise(11))
+    assert [part["type"] for part in verl.messages[0]["content"]] == ["image", "text", "image", "text"]
+
+    assert parts.reference == "no"
+    assert_pixels(parts, noise(12), noise(13))
+    assert [part.get("text", "*") for part in parts.messages[0]["content"]] == ["Is ", "*", " like ", "*"]
+
+    assert problem.reference == "3"
+    assert_pixels(problem, noise(14))
+    assert messages.reference == "2" and not messages.images
+    assert [message["role"] for message in messages.messages] == ["system", "user"]
+
+
+def data_url(image: Image.Image) -> str:
+    return "data:image/png;base64," + base64_of(image)
+
+
+@pytest.mark.parametrize("picture", [
+    base64_of,
+    data_url,
+    lambda image: {"bytes": base64_of(image), "path": None},
+    lambda image: {"url": data_url(image)},
+])
+def test_verl_and_trl_in_jsonl(tmp_path, qwen25, picture):
+    rows = run(tmp_path, [verl_row(picture), *trl_rows(picture)])
+    assert rows[0]["extra_info"] == {"split": "train", "index": 7, "answer": "5"}
+    assert rows[0]["ability"] == "math" and rows[0]["reward_model"] == {"style": "rule"}
+    assert "data_source" not in rows[0]
+    assert rows[2]["solution"].startswith("<think>")  # the worked solution stays in the row
+    check_prompts(load(tmp_path / "out" / "rows.jsonl", qwen25))
+
+
+def test_paths_of_pictures(tmp_path, qwen25):
+    """Relative to the file or to --image_root; written anew, so that the new folder stands alone."""
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    (folder / "a.jpg").write_bytes(turned_jpeg())
+    rows = [{"query": "what?", "image": {"path": "a.jpg", "bytes": None}},
+            {"query": "what?", "image": "a.jpg"},
+            {"query": "what?", "images": [{"image": f"file://{folder}/a.jpg"}]}]
+    run(tmp_path, rows, "--image_root", str(folder))
+    expected = read_image(str(folder / "a.jpg"))
+    (folder / "a.jpg").unlink()
+    for prompt in load(tmp_path / "out" / "rows.jsonl", qwen25):
+        assert_pixels(prompt, expected)
+
+
+def test_labels_columns_and_responses(tmp_path):
+    """A label by flag, columns under other names, conversations that end with what the model is to say."""
+    dialogue = [{"role": "user", "content": "a?"}, *said("b")]
+    source = [{"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
+              {"Text": "c?", "Image": None, "Gold": "d", "label": "own", "completion": "e"}]
+    names = "prompt=Text,images=Image,answer=Gold"
+    rows = run(tmp_path, source, "--label", "mine", "--columns", names)
+    assert rows[0] == {"prompt": [{"role": "user", "content": "a?"}], "images": ["images/rows-00000-0.png"],
+                       "answer": "3.5", "response": "b", "label": "mine", "pass": {"rate": 0.5}}
+    assert rows[1] == {"prompt": "c?", "images": [], "answer": "d", "response": "e", "label": "own"}
+
+
+def test_videos(tmp_path):
+    """A film by its path, a folder and a list as frames."""
+    (tmp_path / "clip").mkdir()
+    for k in range(2):
+        noise(k).save(tmp_path / "clip" / f"{k}.png")
+    (tmp_path / "film.mp4").write_bytes(b"film")
+    rows = run(tmp_path, [{"prompt": "<video>what?", "videos": [{"type": "video", "video": "film.mp4"}]},
+                          {"prompt": "<video>what?", "video": "clip"},
+                          {"prompt": "<video>what?", "videos": [[base64_of(noise(1)), base64_of(noise(2))]]}])
+    assert [row["videos"] for row in rows] == [
+        [str(tmp_path / "film.mp4")], [[str(tmp_path / "clip" / f"{k}.png") for k in range(2)]],
+        [["images/rows-00002-0.png", "images/rows-00002-1.png"]]]
+
+
+# ---- Pairs
+
+def said(text: str) -> list[dict]:
+    return [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+
+
+def asked(text: str) -> list[dict]:
+    return [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}]
+
+
+def pairs() -> list[dict]:
+    """Preferences in every form, the better response always "good N"."""
+    picture = base64_of(noise(20))
+    question = asked("which?")
+    plain = {"prompt": "which?", "image": picture, "chosen": "good 0", "rejected": "bad",
+             "data_source": "plain"}
+    trl = {"prompt": question, "images": [picture], "chosen": said("good 1"), "rejected": said("bad")}
+    whole = {"images": [picture], "chosen": question + said("good 2"), "rejected": question + said("bad")}
+    bench = {"query": "which?", "image": picture, "response": ["good 3", "bad"], "human_ranking": [0, 1],
+             "query_source": "bench"}
+    second = {"query": "which?", "image": picture, "response": ["bad", "good 4"], "human_ranking": [1, 0]}
+    tie = {"query": "which?", "image": picture, "response": ["good 5", "bad"], "human_ranking": [0, 0]}
+    return [plain, trl, whole, bench, second, tie]
+
+
+def test_pairs_are_judgements(tmp_path, qwen25):
+    rows = run(tmp_path, pairs())
+    for number, row in enumerate(rows):
+        better = {"A": 0, "B": 1, "tie": row["responses"].index(f"good {number}")}[row["preferred"]]
+        assert row["responses"][better] == f"good {number}" and row["responses"][1 - better] == "bad"
+    assert [row["preferred"] == "tie" for row in rows] == [False] * 5 + [True]
+    assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
+
+    processor = Processor(str(qwen25))
+    processor.files["judge"] = judge_settings({})
+    judgements = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, DataArgs())
+    assert len(judgements) == 2 * len(rows)  # both orders
+    for number, row in enumerate(rows):
+        given, swapped = judgements[2 * number:2 * number + 2]
+        assert given.reference == row["preferred"] and given.label == "answers"
+        assert "which?" in given.text and f"good {number}" in given.text
+        assert_pixels(given, noise(20))
+
+
+def test_the_order_of_a_pair_is_a_coin_of_the_seed(tmp_path):
+    rows = [{"prompt": f"question {k}", "chosen": "yes", "rejected": "no", "score": k} for k in range(400)]
+    orders = {}
+    for seed in ("0", "0", "1"):
+        folder = tmp_path / f"{seed}-{len(orders)}"
+        folder.mkdir()
+        converted = run(folder, rows, "--seed", seed)
+        assert all(row["responses"]["AB".index(row["preferred"])] == "yes" for row in converted)
+        assert [row["original_score"] for row in converted] == list(range(400))
+        orders[folder.name] = [row["preferred"] for row in converted]
+    first, again, other = orders.values()
+    assert first == again != other
+    assert 160 < first.count("A") < 240  # four standard deviations of a fair coin
+
+
+def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
+    dialogue = [{"role": "system", "content": "Be kind."}, *asked("what?"), *said("a cat"),
+                {"role": "user", "content": "Sure?"}]
+    pair = {"prompt": dialogue, "image": base64_of(noise(1)), "chosen": "yes", "rejected": "no"}
+    row, = run(tmp_path, [pair])
+    assert row["prompt"] == "system: Be kind.\n\nuser: <image>what?\n\nassistant: a cat\n\nuser: Sure?"
+
+
+# ---- Parquet
+
+@pytest.fixture(scope="module")
+def pyarrow(tmp_path_factory):
+    with extra_packages.installed("pyarrow", "pyarrow", tmp_path_factory.mktemp("pyarrow")):
+        import pyarrow.parquet
+
+        yield pyarrow
+
+
+def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
+    """Structs of embedded bytes; a table gives every part of a message every key, if only as null."""
+    def picture(image):
+        return {"bytes": encode(image), "path": "original.jpg"}
+
+    for number, row in enumerate([verl_row(picture), *trl_rows(picture)]):
+        table = pyarrow.Table.from_pylist([row])
+        pyarrow.parquet.write_table(table, tmp_path / f"train-{number:05d}-of-00004.parquet")
+    convert.main([str(tmp_path), "--out", str(tmp_path / "out")])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["images", "train.jsonl"]
+    check_prompts(load(tmp_path / "out" / "train.jsonl", qwen25))
+
+
+def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
+    """Its columns, splits and shards."""
+    picture = encode(noise(30))
+    for name, count in (("train-00000-of-00002", 3), ("train-00001-of-00002", 2), ("test-00000-of-00001", 1)):
+        row = {"images": [{"bytes": picture, "path": None}], "problem": "<image>Find $x$."}
+        rows = [row | {"answer": f"{name} {k}"} for k in range(count)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+    convert.main([str(tmp_path), "--label", "geo3k", "--out", str(tmp_path / "data" / "geo3k")])
+    assert capsys.readouterr().out == "test.jsonl: 1 rows, 1 pictures\ntrain.jsonl: 5 rows, 5 pictures\n"
+
+    folder = tmp_path / "data" / "geo3k"
+    rows = read(folder / "train.jsonl")
+    assert rows[0] == {"prompt": "<image>Find $x$.", "images": ["images/train-00000-0.png"],
+                       "answer": "train-00000-of-00002 0", "label": "geo3k"}
+    assert [row["answer"].split()[1] for row in rows] == ["0", "1", "2", "0", "1"]
+    assert (folder / "images" / "train-00004-0.png").read_bytes() == picture
+    assert [prompt.label for prompt in load(folder / "train.jsonl", qwen25)] == ["geo3k"] * 5
+
+
+def test_a_damaged_parquet_file(tmp_path, pyarrow, capsys):
+    (tmp_path / "train.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(SystemExit) as stop:
+        convert.main([str(tmp_path / "train.parquet"), "--out", str(tmp_path / "out")])
+    assert stop.value.code == 2
+    assert f"error: {tmp_path / 'train.parquet'}, after row 0: " in capsys.readouterr().err
+
+
+def test_parquet_without_its_package(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "train.parquet").touch()
+    with pytest.raises(SystemExit):
+        convert.main([str(tmp_path / "train.parquet"), "--out", str(tmp_path / "out")])
+    assert "pip install pyarrow" in capsys.readouterr().err
+
+
+# ---- Errors
+
+GOOD = {"prompt": "what?", "images": []}
+PAIR = {"prompt": "which?", "chosen": "a", "rejected": "b"}
+NO_PICTURE = base64.b64encode(b"GIF?").decode()
+CUT_PICTURE = base64.b64encode(encode(noise(1))[:900]).decode()
+
+
+@pytest.mark.parametrize("row, message", [
+    ({"text": "what?", "id": 1},
+     "column 'prompt': missing, and so are messages, query, question, problem; the row has text, id"),
+    ({"prompt": " <image>", "image": base64_of(noise(1))}, "column 'prompt': no text"),
+    ({"prompt": [{"from": "human", "value": "x"}]}, "column 'prompt': a message must be"),
+    ({"prompt": [{"role": "user", "content": [{"type": "audio"}]}]}, "column 'prompt': a part of a message"),
+    ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "x"}]}]},
+     "column 'prompt': a part brings its video"),
+    ({"problem": 3}, "column 'problem': must be text or a list of messages, not 3"),
+    ({"prompt": "<image>x"}, "column 'prompt': 0 pictures for 1 places"),
+    ({"prompt": "<image>x", "images": ["a", "b"]}, "column 'prompt': 2 pictures for 1 places"),
+    ({"prompt": [{"role": "user", "content": "x"}] * 2, "images": ["a"]},
+     "column 'prompt': 1 pictures for 0 places"),
+    (GOOD | {"image": "a.png"}, "column 'image': there is a column 'images' as well"),
+    (GOOD | {"images": ["none.png"]}, "column 'images': 'none.png' is neither a file in "),
+    (GOOD | {"images": ["http://host/a.png"]}, "column 'images': http://host/a.png: nothing is downloaded"),
+    (GOOD | {"images": [{"bytes": None, "path": None}]}, "column 'images': a picture must be bytes"),
+    (GOOD | {"images": [NO_PICTURE]}, "column 'images': a picture cannot be decoded (Unidentified"),
+    (GOOD | {"images": [CUT_PICTURE]}, "column 'images': a picture cannot be decoded ("),
+    (GOOD | {"videos": ["none.mp4"]}, "column 'videos': no such file or folder: "),
+    (GOOD | {"videos": [3]}, "column 'videos': a video must be a path or a list of frames, not 3"),
+    (GOOD | {"answer": [1]}, "column 'answer': must be text or a number, not [1]"),
+    (GOOD | {"reward_model": {"ground_truth": [1]}}, "column 'reward_model': must be text or a number"),
+    (GOOD | {"label": True}, "column 'label': must be text or a number, not True"),
+    (PAIR | {"chosen": asked("x")}, "column 'chosen': the last message must be the assistant's"),
+    ({"chosen": asked("x") + said("a"), "rejected": asked("y") + said("b")},
+     "column 'rejected': without a prompt"),
+    ({"chosen": "a", "rejected": "b"}, "column 'prompt': missing"),
+    ({"query": "x", "response": ["a"], "human_ranking": [0]}, "column 'response': must hold two texts"),
+    ({"query": "x", "response": ["a", "b"], "human_ranking": [0]}, "column 'human_ranking': must hold the"),
+])
+def test_an_error_names_file_row_and_column(tmp_path, capsys, row, message):
+    """And nothing is left of what was written before."""
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, [GOOD, row])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"error: {tmp_path / 'rows.jsonl'}, row 2, {message}")
+    assert error.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
+def test_grey_values_of_unknown_range(tmp_path):
+    for values in (np.full((4, 4), 0.5, np.float32), np.full((4, 4), 70000, np.int32)):
+        with pytest.raises(ValueError, match="grey values"):
+            convert.write_png(encode(Image.fromarray(values), "TIFF"), tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("name, content, flags, message", [
+    ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: invalid JSON"),
+    ("rows.jsonl", "3\n", [], "rows.jsonl, row 1: must be a JSON object, not 3"),
+    ("rows.jsonl", "\n", [], "rows.jsonl: no rows"),
+    ("rows.csv", "a,b", [], "rows.csv: must end in .parquet or .jsonl"),
+    ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt=Text"],
+     "row 1, column 'Text': missing; the row has prompt"),
+])
+def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(SystemExit) as stop:
+        convert.main([str(tmp_path / name), "--out", str(tmp_path / "out"), *flags])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_folders_that_are_not_as_they_should_be(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
+    for source, out, message in (("empty", "out", "no .parquet or .jsonl files in"),
+                                 ("none", "out", "none: no such file"),
+                                 ("rows.jsonl", "empty", "empty exists: remove it or name another")):
+        with pytest.raises(SystemExit) as stop:
+            convert.main([str(tmp_path / source), "--out", str(tmp_path / out)])
+        assert stop.value.code == 2 and message in capsys.readouterr().err

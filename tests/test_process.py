@@ -1,0 +1,189 @@
+"""How processes start and end: what --help imports, signals, exit codes, workers whose launcher is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT
+
+from common import process
+
+SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """A program that may import the project, in a process of its own."""
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, timeout=60,
+                          capture_output=True, text=True, preexec_fn=heed_interrupts)
+
+
+def heed_interrupts() -> None:
+    """A test suite in the background of a shell ignores Ctrl-C, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+# -------------------------------------------------------------------------------- imports
+@pytest.fixture
+def without_packages(tmp_path) -> dict[str, str]:
+    """An environment in which no package but the standard library can be imported."""
+    for name in ("torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub", "tqdm"):
+        (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
+    return os.environ | {"PYTHONPATH": str(tmp_path)}
+
+
+@pytest.mark.parametrize("rank", [None, "0"])
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("flags, code, said", [
+    ("--help", 0, ""),
+    ("--nonsense 1", 2, "error: unrecognized arguments: --nonsense 1"),
+    ("--model m --data d.jsonl --seed -1", 2, "error: --seed -1 must be at least 0"),
+    ("--model m --data d.jsonl:x", 2, "'x' is no number"),
+    ("--config none.json", 2, "No such file"),
+])
+def test_help_and_refusals_need_no_packages(without_packages, script, flags, code, said, rank):
+    if rank:
+        without_packages |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    result = subprocess.run([sys.executable, script, *flags.split()], cwd=ROOT, env=without_packages,
+                            capture_output=True, text=True, timeout=60)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+    assert said in result.stderr and result.stderr.count("\n") == bool(said)
+    assert ("usage:" in result.stdout) == (code == 0)
+
+
+# -------------------------------------------------------------------------------- exit codes
+@pytest.mark.parametrize("program, code, said", [
+    ("pass", 0, ""),
+    ("raise process.UserError('no such row')", 2, "error: no such row\n"),
+    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
+    ("sys.exit(0)", 2, "error: rank 0: SystemExit: 0"),
+    ("sys.exit()", 2, "error: rank 0: SystemExit:"),
+    ("raise ValueError('a bug')", 1, "Traceback"),
+    ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
+    ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
+])
+def test_exit_code_0_means_done(program, code, said):
+    imports = "import os, signal, sys\nfrom common import process"
+    result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
+    assert result.returncode == code and said in result.stderr and bool(said) == bool(result.stderr)
+    assert ("Traceback" in result.stderr) == (code == 1)
+
+
+def test_an_exit_of_user_code_names_its_line(tmp_path):
+    (tmp_path / "theirs.py").write_text("import sys\n\ndef leave():\n    sys.exit(0)\n")
+    program = "import theirs\nfrom common import process\nprocess.run_main(theirs.leave)"
+    result = python(program, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2 and "SystemExit: 0 (theirs.py:4)" in result.stderr
+
+
+# -------------------------------------------------------------------------------- Ctrl-C
+LOOP = """
+import os, signal, time
+from common import process
+def main():
+    process.catch_signals()
+    for step in range(3):
+        print("step", step, process.STOP_SIGNALS, flush=True)
+        for number in {signals}:
+            os.kill(os.getpid(), number)
+process.run_main(main)
+"""
+
+
+def test_ctrl_c_asks_for_a_stop_with_one_line():
+    """It is remembered for the end of the step, by one process of each machine with one line."""
+    for local_rank, lines in (("0", 1), ("1", 0)):
+        result = python(LOOP.format(signals="[signal.SIGINT] * (step == 1)"), LOCAL_RANK=local_rank)
+        assert result.returncode == 0 and not result.stderr
+        told = "Ctrl-C: saving after the step in progress; a second Ctrl-C stops at once"
+        assert result.stdout.count(told) == lines
+        assert f"step 2 [{int(signal.SIGINT)}]" in result.stdout
+
+
+@pytest.mark.parametrize("second", ["SIGINT", "SIGTERM"])
+def test_a_second_ctrl_c_ends_the_process_at_once(second):
+    """torchrun forwards the first one, and sends SIGTERM at the second."""
+    result = python(LOOP.format(signals=f"(signal.SIGINT, signal.{second})"))
+    assert result.returncode == -getattr(signal, second) and not result.stderr
+    assert "step 0" in result.stdout and "step 1" not in result.stdout
+
+
+def test_a_second_ctrl_c_ends_a_process_that_waits_for_another():
+    """In a collective, say: no signal handler of Python runs there, the kernel's own action does."""
+    waiting = """
+import ctypes, os, signal, threading
+from common import process
+process.catch_signals()
+os.kill(os.getpid(), signal.SIGINT)
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+lock = ctypes.create_string_buffer(64)                  # a semaphore of value 0
+ctypes.CDLL(None).sem_init(lock, 0, 0)
+while True:
+    ctypes.CDLL(None).sem_wait(lock)                    # outside of the interpreter
+"""
+    assert python(waiting).returncode == -signal.SIGINT
+
+
+# -------------------------------------------------------------------------------- the launcher's death
+LAUNCHER = """
+import json, os, subprocess, sys
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
+worker.wait()
+"""
+WORKER = """
+import os, time
+from common import process
+process.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
+"""
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
+@pytest.mark.parametrize("environment, dies", [({"TORCHELASTIC_RUN_ID": "none"}, True), ({}, False)])
+def test_a_worker_ends_when_its_torchrun_is_killed(environment, dies):
+    """As torchrun starts it: in a session of its own. What no torchrun started may outlive its shell."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
+    command = [sys.executable, "-c", LAUNCHER, WORKER]
+    launcher = subprocess.Popen(command, cwd=ROOT, env=inherited | environment, text=True,
+                                stdout=subprocess.PIPE)
+    worker = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.wait()
+    deadline = time.time() + (10 if dies else 0.5)
+    while is_running(worker) and time.time() < deadline:
+        time.sleep(0.02)
+    alive = is_running(worker)
+    if alive:
+        os.kill(worker, signal.SIGKILL)
+    launcher.stdout.close()
+    assert alive == (not dies)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
+def test_a_launcher_that_died_before_the_kernel_was_asked(monkeypatch):
+    parents, killed = iter([4711, 1]), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    libc = SimpleNamespace(prctl=lambda *_: 0)
+    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: libc)
+    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(process.os, "kill", lambda *call: killed.append(call))
+    process.die_with_torchrun()
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_scripts_start_and_end_by_run_main(script):
+    """Once for the flags, before torch is imported, and once for the run."""
+    source = (ROOT / script).read_text()
+    flags, run = source.index("    run_main(parse_args)"), source.index("    run_main(main)")
+    assert flags < source.index("import torch\n") < run

@@ -1,0 +1,84 @@
+"""A reference that moves (--reference_every): the actor of an earlier step, and a role of the checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import start
+from test_training import signal_handlers, task, tensors, train  # noqa: F401
+
+from common import process
+
+KL = ("--kl_coef", "0.1", "--actor_lr", "1e-2", "--save_every", "1", "--keep_last", "9", "--export_every",
+      "0")
+
+
+def role(folder, name: str) -> dict[str, torch.Tensor]:
+    """The weights of a role in a checkpoint, by their names in it."""
+    start = f"{name}.model."
+    return {key.removeprefix(start): value for key, value in tensors(folder).items() if key.startswith(start)}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights are equal in every bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def without_times(steps: list[dict]) -> list[dict]:
+    return [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
+
+
+@pytest.fixture(scope="module")
+def whole(qwen25, task, tmp_path_factory):  # noqa: F811
+    """Folder and records of five steps; the reference becomes the actor after the second and the fourth."""
+    out = tmp_path_factory.mktemp("whole")
+    return out, train(qwen25, task, out, *KL, "--steps", "5", "--reference_every", "2")
+
+
+def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
+    out, steps = whole
+    actors, references = ([role(out / "checkpoints" / f"step-{step}", name) for step in range(1, 6)]
+                          for name in ("actor", "reference"))
+    first = role(out / "checkpoints" / "step-1", "reference")
+    given = tensors(qwen25)
+    assert torch.equal(first["model.lm_head.weight"], given["lm_head.weight"].float())
+    assert not same(actors[0], first) and not same(actors[1], actors[3])
+    for found, wanted in zip(references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True):
+        assert same(found, wanted)
+    # Right after the copy the samples are the reference's own; a step later they are not.
+    drift = [abs(step["train/kl"]) for step in steps]
+    assert max(drift[0], drift[2], drift[4]) < 1e-5 < 1e-3 < min(drift[1], drift[3])
+
+
+@pytest.mark.parametrize("before", [3, 4])
+def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # noqa: F811
+    """Between two copies and right after one; with its weights in host memory, too."""
+    out, steps = whole
+    train(qwen25, task, tmp_path, *KL, "--steps", str(before), "--reference_every", "2")
+    again = train(qwen25, task, tmp_path, *KL, "--steps", "5", "--reference_every", "2", "--offload", "all")
+    assert without_times(again) == without_times(steps)
+    first, second = (tensors(folder / "checkpoints" / "step-5") for folder in (out, tmp_path))
+    assert same(first, second) and any(name.startswith("reference.") for name in first)
+
+
+def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):  # noqa: F811
+    train(qwen25, task, tmp_path, *KL, "--steps", "1")
+    names = set(tensors(tmp_path / "checkpoints" / "step-1"))
+    assert {name.split(".")[0] for name in names} == {"actor", "critic"}
+    written = json.loads((tmp_path / "checkpoints" / "step-1" / "COMMITTED.json").read_text())["files"]
+    assert not any("reference" in name for name in written)
+
+
+def test_a_reference_of_another_size_is_refused(qwen25, picture_rows, tmp_path):
+    """A layer less, behind the same vision tower; without the copies it may be the reference."""
+    other = tmp_path / "other"
+    shutil.copytree(qwen25, other)
+    config = json.loads((other / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] -= 1
+    config["text_config"].pop("layer_types", None)
+    (other / "config.json").write_text(json.dumps(config))
+    message = "--reference_every: the reference .*other and the actor .* have weights of different names or shapes"
+    with pytest.raises(process.UserError, match=message):
+        start(qwen25, picture_rows, *KL, "--reference_every", "2", "--reference_model", str(other))
+    start(qwen25, picture_rows, *KL, "--reference_model", str(other))

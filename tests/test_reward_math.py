@@ -1,0 +1,91 @@
+"""launch/reward_math.py: math-verify judges answers, in reward threads and whatever a model writes."""
+
+import os
+import sys
+
+import extra_packages
+import pytest
+from conftest import ROOT
+
+from common.reward_functions import Samples, load_source, score_samples
+from common.settings import RewardArgs
+
+PATH = ROOT / "launch" / "reward_math.py"
+
+
+@pytest.fixture(scope="module")
+def score(tmp_path_factory):
+    """The function as the trainer loads it; its own process finds the package by PYTHONPATH."""
+    folder = tmp_path_factory.mktemp("math_verify")
+    package = extra_packages.installed("math-verify", "math_verify", folder)
+    with package, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        source = load_source(f"{PATH}:score")
+        args = RewardArgs(reward_timeout=300)
+
+        def accuracy(pairs: list[tuple[str, str]]) -> list[float]:
+            """Of (response, reference), in a thread as in training."""
+            responses, references = zip(*pairs)
+            n = len(pairs)
+            samples = Samples([""] * n, list(responses), list(references), [None] * n, [[]] * n, [{}] * n)
+            columns = score_samples(source, samples, args)
+            assert columns["reward"] == pytest.approx(
+                [0.9 * right + 0.1 * form for right, form in zip(columns["accuracy"], columns["format"])])
+            return columns["accuracy"]
+
+        yield accuracy
+
+
+EQUAL = [
+    (r"\sqrt{12}", r"2 \sqrt { 3 }"), ("2√3", r"2\sqrt{3}"), (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}"),
+    (r"0.5", r"\frac{1}{2}"), (r"1/2", r"\frac{1}{2}"), (r"\dfrac{3}{5}", "0.6"), (r"\frac12", "0.5"),
+    (r"2π", r"2\pi"), (r"12 \pi", r"12\pi"), (r"\frac{4\pi}{3}", r"\frac{4}{3}\pi"),
+    (r"5 \text{ cm}", "5"), ("5", r"5 \text{ cm}"), (r"5\,\mathrm{cm}^2", "5"),
+    (r"60^\circ", "60"), ("60°", "60"),
+    (r"2\frac{1}{2}", r"\frac{5}{2}"), ("2.5", r"2\frac{1}{2}"),
+    ("x = 3", "3"), ("1{,}234", "1234"), (r"50\%", "0.5"), ("x + 1", "1 + x"), ("B", "B"), ("−4", "-4"),
+]
+DIFFERENT = [("4", "5"), (r"\sqrt{12}", r"2\sqrt{2}"), ("-4", "4"), (r"\frac{1}{3}", "0.5"), (r"2\pi", "2"),
+             ("A", "B"), ("5", r"5\pi")]
+
+
+def test_what_is_equal(score):
+    grades = score([(rf"so it is \boxed{{{given}}}.", reference) for given, reference in EQUAL])
+    assert dict(zip(EQUAL, grades)) == dict.fromkeys(EQUAL, 1.0)
+
+
+def test_what_is_not_equal(score):
+    grades = score([(rf"\boxed{{{given}}}", reference) for given, reference in DIFFERENT])
+    assert dict(zip(DIFFERENT, grades)) == dict.fromkeys(DIFFERENT, 0.0)
+
+
+def test_only_the_last_box_counts(score):
+    responses = [r"\boxed{3}, no, \boxed{4} and not 5", r"\boxed{4}, no, \boxed{3}", "the answer is 4", "$4$"]
+    assert score([(response, "4") for response in responses]) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_text_that_cannot_be_parsed_earns_nothing(score):
+    responses = ["", "rubbish", r"\boxed", r"\boxed{", r"\boxed{}", r"\boxed{\frac{1}{}}", r"\boxed{\left(}",
+                 "\0\ud800", r"\boxed{" * 50, r"\boxed{\text{a line" + "\n" + "break}}"]
+    assert score([(response, "5") for response in responses]) == [0.0] * len(responses)
+
+
+def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
+    """sympy would write out a number of 369 million digits; the answers around it get their grades."""
+    assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [1.0, 0.0, 1.0]
+
+
+def test_the_format_is_thoughts_and_then_a_box(score):
+    function = load_source(f"{PATH}:score").function
+    responses = [r"<think>1 + 1</think> \boxed{2}", r"<think>1 + 1 \boxed{2}", r"\boxed{2}",
+                 "<think>1 + 1</think> 2"]
+    columns = function([""] * 4, responses, ["2"] * 4, [None] * 4, [[]] * 4)
+    assert columns["reward"] == [1.0, 0.9, 0.9, 0.0]
+    assert columns["format"] == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_a_worker_that_fails_is_an_error(score, monkeypatch):
+    module = sys.modules["reward_reward_math"]
+    monkeypatch.setattr(module, "__file__", str(ROOT / "launch" / "none.py"))
+    with pytest.raises(RuntimeError, match="none.py"):
+        module.score([""], [r"\boxed{2}"], ["2"], [None], [[]])
