@@ -86,10 +86,11 @@ FLOORS = (
         ),
         "common.vlm.attention": ("common.vlm.families",),
         "common.vlm.model": ("common.vlm.attention",),
+        "common.vlm.layers": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.model", "common.fsdp",
+            "common.vlm.model", "common.vlm.layers", "common.fsdp",
         ),
         "common.storage": ("common.vlm.weights", "common.fsdp"),
         "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ import toy
 import train_ppo_vl as ppo
 from common import distributed, logprobs, process
 from common.fsdp import bare_forwards, unsharded
-from common.vlm import model as vlm
+from common.settings import ModelArgs
+from common.vlm import model as vlm, weights
 from common.vlm.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -111,16 +113,28 @@ def test_backends_on_a_gpu(backend, segments, window):
     assert decode_error(backend, CUDA, torch.bfloat16, window) < 0.02
 
 
-def test_a_flash_attn_that_does_not_load_is_refused(monkeypatch, tmp_path):
-    """Built for another torch: found out at the start, not at the first picture after all weights are loaded."""
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+BROKEN = {
+    "built for another torch": ("raise ImportError('undefined symbol: _ZN3c10')", "cannot be used: undefined symbol"),
+    "flash-attn-4 alone, a namespace package": (None, "only a part is installed"),
+}
+
+
+@pytest.mark.parametrize("text, why", BROKEN.values(), ids=BROKEN)
+def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, why):
+    """Found out at the start, not at the first picture after all weights are loaded: refused if it was asked for, otherwise
+    varlen is taken, which says why."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    if text:
+        (tmp_path / "flash_attn" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    for requested in ("auto", "flash_attn"):
-        with pytest.raises(ValueError, match="installed, but cannot be used: undefined symbol.*--attention varlen"):
-            choose_backend(requested, CUDA)
+    with pytest.raises(ValueError, match=f"{why}.*--attention varlen"):
+        choose_backend("flash_attn", CUDA)
     assert choose_backend("varlen", CUDA) == "varlen" and choose_backend("auto", CPU) == "sdpa"
+    monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
+    assert weights.choose_compute(ModelArgs(), CPU).backend == "varlen"
+    assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
