@@ -41,7 +41,7 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 # batch sizes of CUDA graphs; the number of slots is one too
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
-GRAPH_PAYS = 16
+GRAPH_PAYS = 2
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -623,6 +623,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from common import (
     checkpoint,
     fsdp,
+    graphs,
     judge,
     logging,
     logprobs,
@@ -1843,14 +1844,10 @@ class RolloutEngine:
         )
 
         self.make_slots(slots)
-        # Weights are gathered to new addresses, so graphs live for one rollout: one per batch size,
-        # all in one memory pool.
-        self.steps_by_size: dict[int, int] = {}
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.eager_steps = math.inf
-        if self.pool is not None and sampling.cuda_graphs != "off":
-            self.eager_steps = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+        self.graphs: graphs.StepGraphs | None = None
+        if device.type == "cuda" and sampling.cuda_graphs != "off":
+            eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype)
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
@@ -1866,16 +1863,8 @@ class RolloutEngine:
         # One spare column: a finished slot keeps computing, and writes past its end.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        self.state = [
-            self.length,
-            self.rope,
-            self.count_done,
-            self.last,
-            self.keys,
-            self.done,
-            self.out_tokens,
-            self.out_logprobs,
-        ]
+        names = ("length", "rope", "count_done", "last", "keys", "done")
+        self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
         # On the host: (group, sample number), None where the slot is free.
         self.owner: list[tuple[int, int] | None] = [None] * slots
         self.stored = [0] * slots  # upper bound of the cached tokens
@@ -1977,26 +1966,10 @@ class RolloutEngine:
         capacity = self.cache.capacity
         longest = min(max(self.stored[:size]) + 1, capacity)
         self.stored[:size] = [min(n + 1, capacity - 1) for n in self.stored[:size]]
-        if self.eager_steps == math.inf:
+        if self.graphs is None:
             return self.step(size, longest)
         size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
-        self.steps_by_size[size] = steps = self.steps_by_size.get(size, 0) + 1
-        # the first eager step also sets up what a capture needs: workspaces, kernels
-        if steps <= self.eager_steps:
-            return self.step(size, capacity)
-        if size not in self.graphs:
-            self.graphs[size] = self.capture(size)
-        self.graphs[size].replay()
-
-    def capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """A CUDA graph of `step`. Its inputs are device state: only addresses, batch size and
-        capacity are baked in."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
-        # written) must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.step(size, self.cache.capacity)
-        return graph
+        self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest`` bounds the
@@ -2094,7 +2067,7 @@ class RolloutEngine:
         source = [slot for slot in active if slot >= len(active)]
         if source:
             self.cache.move(source, target, max(self.stored[slot] for slot in source))
-            for state in self.state:
+            for state in self.state.values():
                 state[target] = state[source]
             for s, t in zip(source, target):
                 self.owner[t], self.owner[s] = self.owner[s], None

@@ -87,6 +87,7 @@ FLOORS = (
         "common.vlm.attention": ("common.vlm.families",),
         "common.vlm.model": ("common.vlm.attention",),
         "common.vlm.layers": (),
+        "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
