@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
-    last = args.optim.steps
+    begun, last = state.step, args.optim.steps
     with checkpoints, open_stream(args, rows, state) as stream:
-        for step in range(state.step, max(state.step, last) + 1):  # steps done so far
+        for step in range(begun, max(begun, last) + 1):  # steps done so far
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
@@ -111,6 +111,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, reward, checkpoints, args)  # recorded before it is saved
             checkpoints.check_skipped(state, trained, args.optim.max_skipped_steps)
+            check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
 
@@ -397,6 +398,13 @@ class UpdateArgs:
         "costs one more forward per update",
         low=0,
     )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
+        "sampler and training, is above this, and warn later; -1: 0.1, in float32 0.001; 0: off",
+        low=-1,
+        neutral=True,
+    )
     ema_beta: float = flag(
         0.0,
         "decay of a running average of the actor's weights, updated after each applied update "
@@ -634,7 +642,7 @@ from common import (
 )
 from common.buffers import Batch, Row
 from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, weights
+from common.vlm import attention, data, self_check, weights
 from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
@@ -924,6 +932,8 @@ def build_models(
                 "to balance"
             )
         load(actor, builder.folder, args, ranks)
+    builder.compute = self_check.settle(actor.model, args.model)
+    with distributed.raise_on_all_ranks():
         if args.algorithm.advantage == "gae":
             body, folder = builder.role(args.algorithm.critic_model, head=False)
             critic = Critic(body)
@@ -1769,6 +1779,33 @@ def report(
     if warning:
         log.line(f"warning: {warning}")
     log.settle(args.checkpoint.max_failed_saves)
+
+
+def check_sampler(
+    log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
+) -> None:
+    """Compare the log-probs of the sampler with those of training, by value. A gap that rounding
+    does not explain raises a UserError after the first update of this process, on every rank alike,
+    and is warned of later.
+
+    Args:
+        begun: the step at which this process began.
+    """
+    limit = args.update.sampler_gap_limit
+    if limit < 0:
+        limit = logprobs.gap_limit(actor.model.compute.dtype)
+    gap = state.metrics.get("train/sampler_gap", 0.0)
+    if not limit or gap <= limit:
+        return
+    problem = (
+        f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
+        "sampler recorded are not those that the update finds for the same tokens, so it is not "
+        "the policy that sampled which is trained. Try --attention sdpa, or --cuda_graphs off; "
+        "--sampler_gap_limit moves the limit (0: none)"
+    )
+    if state.step == 1 + max(begun, args.update.critic_warmup_steps):
+        raise UserError(problem)
+    log.line(f"warning: {problem}")
 
 
 def performance(

@@ -68,7 +68,8 @@ FLOORS = (
         "common.settings": ("common.flags",),
         "common.cards": (),
         "common.losses": (),
-        "common.logprobs": (),
+        "common.fused": (),
+        "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
         "common.buffers": ("common.distributed",),
         "common.logging": (
@@ -88,6 +89,10 @@ FLOORS = (
         "common.vlm.model": ("common.vlm.attention",),
         "common.vlm.layers": (),
         "common.graphs": (),
+        "common.vlm.self_check": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.layers", "common.vlm.model",
+            "common.vlm.weights", "common.fsdp",
+        ),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",

@@ -186,7 +186,7 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     if name == "auto":
         name = "float32" if small else "bfloat16"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    chunk = args.head_chunk or (256 if small else 1024)
+    chunk = args.head_chunk or (256 if small else 4096)
     if device.type == "meta":
         return Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
     backend = choose_backend(args.attention, device, dtype)
