@@ -56,7 +56,10 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (49_142, 36_000),
+    "product: expressions": (51_760, 36_000),
+    "script: imported names": (46, 45),
+    "script: names imported from common": (27, 25),
+    "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -89,14 +92,14 @@ FLOORS = (
         "common.vlm.model": ("common.vlm.attention",),
         "common.vlm.layers": (),
         "common.graphs": (),
-        "common.vlm.self_check": (
-            "common.vlm.families", "common.vlm.attention", "common.vlm.layers", "common.vlm.model",
-            "common.vlm.weights", "common.fsdp",
-        ),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
             "common.vlm.model", "common.vlm.layers", "common.fsdp",
+        ),
+        "common.vlm.self_check": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.model", "common.fsdp",
+            "common.vlm.weights",
         ),
         "common.storage": ("common.vlm.weights", "common.fsdp"),
         "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),

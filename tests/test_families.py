@@ -322,8 +322,8 @@ def test_greedy_rollouts_equal_generate(family):
 def test_the_self_check_passes(family):
     """Of experts, windows, norms of other formulas and towers that it does not know."""
     check = self_check.SelfCheck(family.env.actor.model)
-    parts = [*check.parts(), *check.attention_parts("sdpa")]
-    assert len(parts) >= 16 and not any(part.fails for part in parts), parts
+    parts = check.parts("sdpa")
+    assert len(parts) >= 10 and not any(part.fails for part in parts), parts
 
 
 def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
