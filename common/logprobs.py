@@ -332,9 +332,9 @@ def _mix64(x: Tensor) -> Tensor:
 def _mix32_(x: Tensor) -> Tensor:
     """The 32-bit one on int32, in place, without its last step, which only improves the low
     bits."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))  # not ^=, which compilers know less well
     x *= 0x85EBCA6B - 2**32
-    x ^= (x >> 13).bitwise_and_(0x7FFFF)
+    x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF))
     x *= 0xC2B2AE35 - 2**32
     return x
 

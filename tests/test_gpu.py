@@ -14,10 +14,10 @@ from test_training import score
 
 import toy
 import train_ppo_vl as ppo
-from common import distributed, logprobs, process
+from common import distributed, graphs, logprobs, process
 from common.fsdp import bare_forwards, unsharded
 from common.settings import ModelArgs
-from common.vlm import model as vlm, weights
+from common.vlm import model as vlm, self_check, weights
 from common.vlm.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -219,6 +219,24 @@ def float32_gap(checkpoint, picture_rows, backend: str) -> float:
 
 def test_float32_says_the_same(checkpoint, picture_rows):
     assert float32_gap(checkpoint, picture_rows, "sdpa") < 0.03
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash_attn"])
+def test_the_self_check_passes_on_a_gpu(checkpoint, picture_rows, backend):
+    if not usable(backend):
+        pytest.skip(f"{backend} is not installed")
+    env = start(checkpoint, picture_rows, "--dtype", "bfloat16", "--attention", backend, "--self_check", "off")
+    parts = self_check.SelfCheck(env.actor.model).parts(backend)
+    assert len(parts) == 13 and not any(part.fails for part in parts), parts
+
+
+@needs_gpu
+def test_graphs_and_the_compiled_draw_are_used(checkpoint, picture_rows):
+    """Neither was given up in the rollouts above or in this one."""
+    env = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7")
+    ppo.rollout(env.actor, take(env), env.sampling, 5)
+    assert not graphs.PROBLEMS and not logprobs._race.problem and logprobs._race.compiled is not None
 
 
 @needs_gpu

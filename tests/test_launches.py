@@ -94,6 +94,12 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
     return found
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """A trace cannot be; the draw of tokens counts as its many kernels."""
+    monkeypatch.setattr(ppo.logprobs, "_race", ppo.logprobs._eager_race)
+
+
 @pytest.fixture
 def kernels_of_a_gpu(monkeypatch):
     """On a CPU, one operator for each fused kernel."""
