@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import computing, start, take, with_flags
+from conftest import build_rewards, computing, start, take, with_flags
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import random_responses
@@ -430,7 +430,7 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
     env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
     with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        ppo.build_reward_models(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
+        build_rewards(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
 
 
 def test_what_our_attention_is_not_is_refused():
