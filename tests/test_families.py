@@ -303,7 +303,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
         ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
          "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags])
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
-    judge, processor = grm.build_judge(args, rows.processor, ranks), rows.processor
+    judge, processor = grm.build_judge(args, rows, ranks), rows.processor
     with vlm_data.PromptLoader(processor, args.data, vlm_data.InOrder(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
