@@ -94,8 +94,11 @@ FLOORS = (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
             "common.vlm.model", "common.fsdp",
         ),
-        "common.storage": ("common.vlm.weights", "common.fsdp"),
-        "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.staging": ("common.fsdp",),
+        "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
+        "common.checkpoint": (
+            "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
+        ),
         "common.memory": ("common.vlm.attention", "common.vlm.model"),
         "common.budget": ("common.vlm.attention", "common.memory"),
     },

@@ -1,5 +1,5 @@
 """The calls of attention kernels, as on a GPU, without one: rollouts, scoring, updates and the judge through reference
-kernels with FlashAttention's argument rules (tests/kernels.py), and every call bound to the signatures of torch 2.11 and
+kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call bound to the signatures of torch 2.11 and
 newer and of flash-attn."""
 
 import inspect
@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 from conftest import build_rewards, start, take, write_checkpoint
-from kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
+from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
 from test_families import write_family
 from test_training import score
 
