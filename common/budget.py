@@ -303,7 +303,7 @@ def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
     everything = choice._replace(checkpointing=True, offload=(choice.offload, *plan.offloads)[-1])
     pack = largest_pack(peak, everything, longest, gib)
     if not pack:
-        return "no flag would help: it needs more GPUs, or larger ones"
+        return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
     flags = f"--gradient_checkpointing on --max_tokens_per_pack {pack}"
     if plan.offloads:
         flags += f" --offload {everything.offload}"
