@@ -125,6 +125,20 @@ def test_order_of_streams(monkeypatch, capsys):
     assert "could not be pinned (2); saves hold training up for longer" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_copy_of_a_gpu_is_exact_and_pinned():
+    """Though the next steps are already on their way."""
+    large = torch.arange(2**26, device="cuda", dtype=torch.float32)  # 256 MiB
+    kept = Staging()
+    for _ in range(2):
+        expected = large.cpu()
+        staged = kept.stage({"large": large})["large"]
+        for _ in range(10):
+            large.add_(1)
+        kept.wait()
+        assert staged.is_pinned() and torch.equal(staged, expected)
+
+
 PEAKS = """
 import json, re, sys, time
 from pathlib import Path
