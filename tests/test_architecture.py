@@ -56,9 +56,11 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (51_760, 36_000),
-    "script: imported names": (46, 45),
-    "script: names imported from common": (27, 25),
+    "product: expressions": (53_398, 36_000),
+    "train_ppo_vl.py: expressions": (8_304, 8_000),
+    "train_grm_vl.py: expressions": (3_286, 3_200),
+    "script: imported names": (47, 45),
+    "script: names imported from common": (28, 25),
     "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
@@ -101,9 +103,13 @@ FLOORS = (
             "common.vlm.families", "common.vlm.attention", "common.vlm.model", "common.fsdp",
             "common.vlm.weights",
         ),
-        "common.storage": ("common.vlm.weights", "common.fsdp"),
-        "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.staging": ("common.fsdp",),
+        "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
+        "common.checkpoint": (
+            "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
+        ),
         "common.memory": ("common.vlm.attention", "common.vlm.model"),
+        "common.budget": ("common.vlm.attention", "common.memory"),
     },
     {
         "common.judge": (),

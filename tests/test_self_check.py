@@ -19,6 +19,12 @@ from common.vlm.attention import DecodeAttention, PackedAttention
 ON = ModelArgs(self_check="on")
 
 
+def settle(model, args):
+    """How the model computes after its check."""
+    self_check.settle([model], args)
+    return model.compute
+
+
 def model_of(checkpoint, picture_rows, *more: str):
     return start(checkpoint, picture_rows, "--advantage", "grpo", *more).actor.model
 
@@ -39,7 +45,7 @@ def test_it_passes_on_a_cpu(checkpoint, picture_rows, capsys, form):
     assert len(parts) == len({part.name for part in parts}) == 13
     for part in parts:
         assert not part.problem and (part.error < part.bound / 2), part
-    assert self_check.settle(model, ON).backend == "sdpa"
+    assert settle(model, ON).backend == "sdpa"
     said = capsys.readouterr().out
     assert said.count(" ok\n") == 13 and "FAILS" not in said and "self-check with attention sdpa" in said
     assert model.model.visual.config._attn_implementation == vision
@@ -66,7 +72,7 @@ def test_bounds_hold_for_peaked_attention(qwen25, picture_rows):
 def test_it_is_off_on_a_cpu_unless_asked_for(qwen25, picture_rows, capsys):
     model = model_of(qwen25, picture_rows)
     for wanted in ("auto", "off"):
-        assert self_check.settle(model, ModelArgs(self_check=wanted)) == model.compute
+        assert settle(model, ModelArgs(self_check=wanted)) == model.compute
     assert "self-check" not in capsys.readouterr().out
 
 
@@ -176,11 +182,11 @@ def test_a_fault_is_found(qwen25, picture_rows, monkeypatch, capsys, fault, dtyp
     model = model_of(qwen25, picture_rows, "--dtype", dtype)
     with monkeypatch.context() as patch, pytest.raises(process.UserError, match="fails the self-check: .*--self_check off") as error:
         fault(patch)
-        self_check.settle(model, ON)
+        settle(model, ON)
     said = capsys.readouterr().out
     failing = [line.strip().split("  ")[0] for line in said.splitlines() if line.endswith("FAILS")]
     assert failing[0] == FAULTS[fault] and f"{failing[0]}: " in str(error.value)
-    assert self_check.settle(model, ON).backend == "sdpa"
+    assert settle(model, ON).backend == "sdpa"
 
 
 # ---- Back-ends, stood in for by slow functions on the CPU
@@ -240,26 +246,26 @@ KINDS_OF_FAULT = {"rows": "packed rows: error", "decoding": "decoding, short slo
 def test_the_next_back_end_is_taken_and_the_first_is_named(gpu_model, capsys, kind):
     model, broken = gpu_model
     broken["flash_attn"] = kind
-    assert self_check.settle(model, ON).backend == model.compute.backend == "varlen"
+    assert settle(model, ON).backend == model.compute.backend == "varlen"
     assert model.model.visual.config._attn_implementation == "packed_flash_varlen"
     said = capsys.readouterr().out
     assert "warning: attention flash_attn fails the self-check: " in said and KINDS_OF_FAULT[kind] in said
     assert said.count("; taking varlen") == 1 and said.index("attention flash_attn:") < said.index("attention varlen:")
     broken["varlen"] = kind
     model.compute = replace(model.compute, backend="flash_attn")
-    assert self_check.settle(model, ON).backend == "sdpa" and "; taking sdpa" in capsys.readouterr().out
+    assert settle(model, ON).backend == "sdpa" and "; taking sdpa" in capsys.readouterr().out
 
 
 def test_what_works_is_kept(gpu_model):
     model, _ = gpu_model
-    assert self_check.settle(model, ON).backend == "flash_attn"
+    assert settle(model, ON).backend == "flash_attn"
 
 
 def test_a_back_end_that_was_asked_for_is_not_replaced(gpu_model):
     model, broken = gpu_model
     broken["flash_attn"] = "rows"
     with pytest.raises(process.UserError, match="flash_attn fails the self-check: packed rows: error 0"):
-        self_check.settle(model, ModelArgs(attention="flash_attn", self_check="on"))
+        settle(model, ModelArgs(attention="flash_attn", self_check="on"))
 
 
 def test_all_ranks_decide_alike(gpu_model, monkeypatch, capsys):
@@ -278,11 +284,11 @@ def test_all_ranks_decide_alike(gpu_model, monkeypatch, capsys):
     for wanted, expected in (("off", "varlen"), ("on", "varlen")):
         model.compute = replace(model.compute, backend="flash_attn")
         other["backend"] = "varlen"
-        assert self_check.settle(model, ModelArgs(self_check=wanted)).backend == expected
+        assert settle(model, ModelArgs(self_check=wanted)).backend == expected
     assert "flash_attn" not in capsys.readouterr().out
     model.compute, other["part"] = replace(model.compute, backend="varlen"), "decoding, full slot"
     with pytest.raises(process.UserError, match="sdpa fails the self-check: decoding, full slot: illegal instruction"):
-        self_check.settle(model, ON)
+        settle(model, ON)
     assert "varlen fails the self-check: decoding, full slot: illegal instruction; taking sdpa" in capsys.readouterr().out
 
 

@@ -4,7 +4,7 @@ Kernels of a GPU come from many hands, and one that errs does so silently. Atten
 vision are therefore computed once, on the loaded model's own first layers, and compared with
 references that share no kernel with them.
 
-    settle    checks, takes the next attention back-end where one fails -> Compute
+    settle    checks, takes the next attention back-end where one fails
 
 Errors are relative: the norm of the difference over the norm of the reference. A bound counts what
 rounding can explain (`explained`); a wrong kernel is off by 0.1 and more.
@@ -32,7 +32,7 @@ from common.settings import ModelArgs
 from common.vlm.attention import BACKENDS, DecodeAttention, PackedAttention, SlotCache
 from common.vlm.families import Qwen
 from common.vlm.model import decoder, hidden_states, image_features, patch_size
-from common.vlm.weights import Compute, use_attention, whole
+from common.vlm.weights import use_attention, whole
 
 # A short prompt, and one that fills its slot but for one token, each with two responses. The first
 # response is one token, which is decoded as well.
@@ -70,21 +70,22 @@ class Part(NamedTuple):
         return f"{self.name}: error {self.error:.2g}, at most {self.bound:.2g}"
 
 
-def settle(model: nn.Module, args: ModelArgs) -> Compute:
-    """Check a loaded model, and agree on the attention back-end of the run: with --attention auto
-    the first of `BACKENDS` that passes on every rank. All ranks must call. Returns how models
-    compute from now on; this one does already.
+def settle(models: list[nn.Module], args: ModelArgs) -> None:
+    """Check the first of the loaded models, and let all of them compute attention by the same
+    back-end on every rank: with --attention auto the first of `BACKENDS` that passes. All ranks
+    must call.
 
     Raises:
         UserError: on every rank alike: a part fails, and there is no other back-end.
     """
-    held = distributed.gather_json(model.compute.backend)
+    compute = models[0].compute
+    held = distributed.gather_json(compute.backend)
     backends = list(BACKENDS[max(map(BACKENDS.index, held)) :])  # a node may lack a package
     if args.attention != "auto":
         backends = backends[:1]
-    on_gpu = model.compute.device.type == "cuda"
+    on_gpu = compute.device.type == "cuda"
     if args.self_check == "on" or (args.self_check == "auto" and on_gpu):
-        check = SelfCheck(model)
+        check = SelfCheck(models[0])
         while failing := run_check(check, backends[0]):
             reason = f"attention {backends.pop(0)} fails the self-check: {'; '.join(failing)}"
             if not backends:
@@ -94,9 +95,9 @@ def settle(model: nn.Module, args: ModelArgs) -> Compute:
                     "starts all the same"
                 )
             say(f"warning: {reason}; taking {backends[0]}")
-    model.compute = replace(model.compute, backend=backends[0])
-    use_attention(model, backends[0])
-    return model.compute
+    for model in models:
+        model.compute = replace(model.compute, backend=backends[0])
+        use_attention(model, backends[0])
 
 
 def run_check(check: "SelfCheck", backend: str) -> list[str]:
