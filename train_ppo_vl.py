@@ -25,11 +25,9 @@ Invariants, each with a test:
 
 import functools
 import json
-import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 from common import flags, settings
@@ -1006,7 +1004,8 @@ def saved_roles(args: Args) -> tuple[str, ...]:
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference."""
+    """Shard and load actor, critic and reference; check on the actor that this machine computes
+    right."""
     with distributed.raise_on_all_ranks():
         for role in ("actor", "critic", "reference"):
             if role in models:

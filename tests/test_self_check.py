@@ -1,6 +1,7 @@
 """The check of kernels at the start: it passes on what is right, and finds each fault that is put into a part; where an
 attention back-end fails, the next one is taken, the same on every rank."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -27,6 +28,12 @@ def settle(model, args):
 
 def model_of(checkpoint, picture_rows, *more: str):
     return start(checkpoint, picture_rows, "--advantage", "grpo", *more).actor.model
+
+
+def settle(model, args: ModelArgs):
+    """How the model computes after the check."""
+    self_check.settle([model], args)
+    return model.compute
 
 
 FORMS = {"float32": ("--dtype", "float32"), "bfloat16": ("--dtype", "bfloat16"),
@@ -72,7 +79,8 @@ def test_bounds_hold_for_peaked_attention(qwen25, picture_rows):
 def test_it_is_off_on_a_cpu_unless_asked_for(qwen25, picture_rows, capsys):
     model = model_of(qwen25, picture_rows)
     for wanted in ("auto", "off"):
-        assert settle(model, ModelArgs(self_check=wanted)) == model.compute
+        before = model.compute
+        assert settle(model, ModelArgs(self_check=wanted)) == before
     assert "self-check" not in capsys.readouterr().out
 
 
@@ -246,7 +254,10 @@ KINDS_OF_FAULT = {"rows": "packed rows: error", "decoding": "decoding, short slo
 def test_the_next_back_end_is_taken_and_the_first_is_named(gpu_model, capsys, kind):
     model, broken = gpu_model
     broken["flash_attn"] = kind
-    assert settle(model, ON).backend == model.compute.backend == "varlen"
+    critic = copy.deepcopy(model)  # not checked itself, it follows
+    self_check.settle([model, critic], ON)
+    assert model.compute.backend == critic.compute.backend == "varlen"
+    assert critic.model.visual.config._attn_implementation == "packed_flash_varlen"
     assert model.model.visual.config._attn_implementation == "packed_flash_varlen"
     said = capsys.readouterr().out
     assert "warning: attention flash_attn fails the self-check: " in said and KINDS_OF_FAULT[kind] in said

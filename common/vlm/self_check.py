@@ -31,7 +31,7 @@ from common.process import UserError
 from common.settings import ModelArgs
 from common.vlm.attention import BACKENDS, DecodeAttention, PackedAttention, SlotCache
 from common.vlm.families import Qwen
-from common.vlm.model import decoder, hidden_states, image_features, patch_size
+from common.vlm.model import decoder, hidden_states, image_features
 from common.vlm.weights import use_attention, whole
 
 # A short prompt, and one that fills its slot but for one token, each with two responses. The first
@@ -71,15 +71,14 @@ class Part(NamedTuple):
 
 
 def settle(models: list[nn.Module], args: ModelArgs) -> None:
-    """Check the first of the loaded models, and let all of them compute attention by the same
-    back-end on every rank: with --attention auto the first of `BACKENDS` that passes. All ranks
-    must call.
+    """Check the first of the loaded models, and agree on the attention back-end of all: with
+    --attention auto the first of `BACKENDS` that passes on every rank. All ranks must call.
 
     Raises:
         UserError: on every rank alike: a part fails, and there is no other back-end.
     """
-    compute = models[0].compute
-    held = distributed.gather_json(compute.backend)
+    model = models[0]
+    held = distributed.gather_json(model.compute.backend)
     backends = list(BACKENDS[max(map(BACKENDS.index, held)) :])  # a node may lack a package
     if args.attention != "auto":
         backends = backends[:1]
