@@ -20,12 +20,6 @@ from common.vlm.attention import DecodeAttention, PackedAttention
 ON = ModelArgs(self_check="on")
 
 
-def settle(model, args):
-    """How the model computes after its check."""
-    self_check.settle([model], args)
-    return model.compute
-
-
 def model_of(checkpoint, picture_rows, *more: str):
     return start(checkpoint, picture_rows, "--advantage", "grpo", *more).actor.model
 

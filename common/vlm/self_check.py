@@ -82,9 +82,9 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
     backends = list(BACKENDS[max(map(BACKENDS.index, held)) :])  # a node may lack a package
     if args.attention != "auto":
         backends = backends[:1]
-    on_gpu = compute.device.type == "cuda"
+    on_gpu = model.compute.device.type == "cuda"
     if args.self_check == "on" or (args.self_check == "auto" and on_gpu):
-        check = SelfCheck(models[0])
+        check = SelfCheck(model)
         while failing := run_check(check, backends[0]):
             reason = f"attention {backends.pop(0)} fails the self-check: {'; '.join(failing)}"
             if not backends:
