@@ -178,9 +178,9 @@ def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
 
 def layer_activations(module: nn.Module) -> int:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
-    float32 and its output before the scale (less on a GPU, in one kernel); what the products read; queries, keys, values and
-    output of the attention; four tensors of the MLP (gate, its activation, up, their product), in
-    MoE for each expert of the token, with its input.
+    float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
+    products read; queries, keys, values and output of the attention; four tensors of the MLP
+    (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
     """
     text = module.model.config.get_text_config()
     layer = decoder(module.model).layers[-1]
