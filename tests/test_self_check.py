@@ -1,7 +1,6 @@
 """The check of kernels at the start: it passes on what is right, and finds each fault that is put into a part; where an
 attention back-end fails, the next one is taken, the same on every rank."""
 
-import copy
 import math
 from dataclasses import replace
 
@@ -245,10 +244,10 @@ KINDS_OF_FAULT = {"rows": "packed rows: error", "decoding": "decoding, short slo
 
 
 @pytest.mark.parametrize("kind", KINDS_OF_FAULT)
-def test_the_next_back_end_is_taken_and_the_first_is_named(gpu_model, capsys, kind):
+def test_the_next_back_end_is_taken_and_the_first_is_named(gpu_model, checkpoint, picture_rows, capsys, kind):
     model, broken = gpu_model
     broken["flash_attn"] = kind
-    critic = copy.deepcopy(model)  # not checked itself, it follows
+    critic = model_of(checkpoint, picture_rows, "--dtype", "bfloat16")  # not checked itself, it follows
     self_check.settle([model, critic], ON)
     assert model.compute.backend == critic.compute.backend == "varlen"
     assert critic.model.visual.config._attn_implementation == "packed_flash_varlen"
