@@ -163,7 +163,7 @@ class JudgeMemory:
 
     Args:
         longest: tokens of the longest prompt.
-        batch, new_tokens: of an evaluation.
+        batch, new_tokens: of an evaluation; 0: there is none.
     """
 
     offloads: tuple[str, ...] = ()
@@ -187,7 +187,8 @@ class JudgeMemory:
             "forward": asked * memory.layer_activations(self.judge),
         }
         update = update_bytes(self.judge, self.held["Adam"], choice)
-        return {"update": self.held | update, "evaluate": self.held | evaluation}
+        phases = {"update": self.held | update}
+        return phases | {"evaluate": self.held | evaluation} if self.batch else phases
 
     def host_bytes(self) -> float:
         if not self.saves:
