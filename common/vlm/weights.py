@@ -40,10 +40,12 @@ from common.vlm.attention import (
     FLASH_ATTN_INSTALL,
     VISION_ATTENTION_NAME,
     choose_backend,
+    flash_attn_problem,
 )
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
+from common.vlm.layers import use_fewer_kernels
 from common.vlm.model import decoder, tower_parameters, trained_parts, vision_parts
 
 # Hub files and modules spell the same weights differently; tried in this order.
@@ -184,14 +186,15 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     if name == "auto":
         name = "float32" if small else "bfloat16"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    chunk = args.head_chunk or (256 if small else 1024)
+    chunk = args.head_chunk or (256 if small else 4096)
     if device.type == "meta":
         return Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
     backend = choose_backend(args.attention, device, dtype)
     if distributed.is_main():
         install = ""
-        if backend == "varlen":
-            install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})"
+        problem = flash_attn_problem() if backend == "varlen" else ""
+        if problem:
+            install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
         ranks = f"{distributed.world_size()} x {device.type}"
         print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
     return Compute(backend, dtype, device, args.max_tokens_per_pack, chunk)
@@ -337,6 +340,7 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
         raise ValueError(
             f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
         ) from error
+    use_fewer_kernels(model)
     language = decoder(model)
     check_positions(language, text, longest)
     # EOS may serve as padding, and learns like any token
