@@ -1119,9 +1119,9 @@ def load_reward_models(
     args: Args, reward: rewards.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> None:
     """Shard and load them. Raises UserError on every rank alike: no value head."""
+    if args.run.export_only:
+        return
     for source in reward.model_sources():
-        if source.name not in models:  # of a run that only exports
-            continue
         module = models[source.name]
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             found = load(module, args, ranks)
