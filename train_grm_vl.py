@@ -499,7 +499,7 @@ def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Judg
         judge,
         shards=args.run.hsdp or ranks,
         longest=max(len(prompt.input_ids) for prompt in prompts),
-        batch=args.eval.eval_batch,
+        batch=args.eval.eval_batch if rows.held_out else 0,
         new_tokens=args.eval.eval_max_new_tokens,
         saves=args.checkpoint.save_every != 0 and not args.run.eval_only,
     )

@@ -163,7 +163,7 @@ class JudgeMemory:
 
     Args:
         longest: tokens of the longest prompt.
-        batch, new_tokens: of an evaluation.
+        batch, new_tokens: of an evaluation; 0: there is none.
     """
 
     offloads: tuple[str, ...] = ()
@@ -187,7 +187,8 @@ class JudgeMemory:
             "forward": asked * memory.layer_activations(self.judge),
         }
         update = update_bytes(self.judge, self.held["Adam"], choice)
-        return {"update": self.held | update, "evaluate": self.held | evaluation}
+        phases = {"update": self.held | update}
+        return phases | {"evaluate": self.held | evaluation} if self.batch else phases
 
     def host_bytes(self) -> float:
         if not self.saves:
@@ -261,17 +262,18 @@ def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) 
     if args.gradient_checkpointing == "auto" and peak(without)[0] > gib:
         choice = choice._replace(checkpointing=True)
     needed, where = peak(choice)
-    other = choice._replace(checkpointing=not choice.checkpointing)
-    said = f"gradient checkpointing: off; with it the peak is {peak(other)[0]:.1f} GiB"
+    other, _ = peak(choice._replace(checkpointing=not choice.checkpointing))
+    said = f"gradient checkpointing: off; with it the peak is {other:.1f} GiB"
     if choice.checkpointing:
+        said = f"gradient checkpointing: on; without it the peak is {other:.1f} GiB"
         pack = largest_pack(peak, without, longest, gib)
-        fitting = f"; with --max_tokens_per_pack {pack} it would fit without" if pack else ""
-        said = f"gradient checkpointing: on; without it the peak is {peak(other)[0]:.1f} GiB{fitting}"
-    verdict, problem = f"fits, {gib - needed:.1f} GiB to spare", ""
-    if needed > gib:
-        verdict = f"does not fit by {needed - gib:.1f} GiB"
-    line = f"peak: {needed:.1f} of {gib:.4g} GiB, in {where}: {verdict}"
-    if needed > gib:
+        if pack:
+            said += f"; with --max_tokens_per_pack {pack} it would fit without"
+    line, problem = f"peak: {needed:.1f} of {gib:.4g} GiB, in {where}: ", ""
+    if needed <= gib:
+        line += f"fits, {gib - needed:.1f} GiB to spare"
+    else:
+        line += f"does not fit by {needed - gib:.1f} GiB"
         problem = f"{line}; {advise(plan, choice, longest, gib)}"
     return Fit(choice, plan.phases(choice, gib * GIB), needed, [line, said], problem)
 
@@ -310,7 +312,9 @@ def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
     return f"what would help: {flags} together"
 
 
-def check(plan: Plan, args: ModelArgs, offload: str, longest: int, ranks) -> bool:
+def check(
+    plan: Plan, args: ModelArgs, offload: str, longest: int, ranks: distributed.Ranks
+) -> bool:
     """Before weights are read on a GPU: hold the plan against the memory that is free on the
     fullest of them, and a save against that of the host. Says the peak, and returns whether layers
     are computed again in the backward pass.

@@ -176,8 +176,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         return done
 
     def write_file(self, plan, planner) -> list[WriteResult]:
-        """One file of all tensors of the plan; none if it is empty. Raises ValueError or OSError.
-        """
+        """One file of all tensors of the plan, none if it is empty. Raises ValueError, OSError."""
         tensors, places = {}, {}
         for item in plan.items:
             name, tensor = item.index.fqn, planner.resolve_data(item)
@@ -188,11 +187,13 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         file = WrittenFile(f"shard-{plan.storage_data['shard_index']:05d}.safetensors")
         if tensors:
             metadata = {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"}
-            with self.fs.create_stream(Path(self.path) / file.relative_path, "wb") as stream:
+            path = Path(self.path) / file.relative_path
+            with self.fs.create_stream(path, "wb") as stream:
                 write_safetensors(stream, tensors, metadata)
                 stream.flush()
                 os.fsync(stream.fileno())
-        return [WriteResult(item.index, tensors[item.index.fqn].nbytes, file) for item in plan.items]
+        sizes = [tensors[item.index.fqn].nbytes for item in plan.items]
+        return [WriteResult(item.index, size, file) for item, size in zip(plan.items, sizes)]
 
     def finish(self, metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0. Raises OSError if a file that some rank has written is not in the folder that

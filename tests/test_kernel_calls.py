@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a 
 from test_families import write_family
 from test_training import score
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import fsdp, judge as judgements, rewards
+from common import distributed, fsdp, judge as judgements, rewards
 from common.vlm import model as vlm
 
 BACKENDS = ("varlen", "flash_attn")
@@ -135,6 +137,34 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
         else:
             assert PACKED[backend] in kernels.names() and (DECODING[backend] in kernels.names()) == (mode == "critique")
     assert (said[backend] - said["sdpa"]).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl trained"])
+def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, case, backend):  # noqa: F811
+    """Its update; and its evaluation, which generates as Hugging Face does but sees pictures through the kernels."""
+    checkpoint, picture_rows = folders(case.split()[0])
+    folder = Path(picture_rows).parent
+    lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
+    rows = [{"question": row["prompt"], "images": [str(folder / name) for name in row["images"]], "response": "3",
+             "correct": len(row["images"]) % 2 == 0} for row in lines]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = {}
+    for attention in (backend, "sdpa"):
+        args = grm.parse_args(["--model", str(checkpoint), "--data", str(tmp_path / "rows.jsonl"), "--max_prompt_tokens", "600",
+                               "--eval_max_new_tokens", "4", "--prompts_per_step", "4", "--steps", "1", "--dtype", "bfloat16",
+                               "--attention", attention, *CASES[case]])
+        loaded = grm.load_rows(args)
+        judge = grm.build_judge(args, loaded, distributed.start(60.0, 0))
+        with grm.open_stream(args, loaded, grm.TrainState()) as stream:
+            batch = grm.next_batch(stream)
+        kernels.calls.clear()
+        texts = grm.generate(judge, loaded.processor, batch, args.eval)
+        assert sorted(texts) == [0, 1, 2, 3]
+        assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
+        metrics, found[attention] = grm.update(fsdp.Trained(judge, args.optim, 1e-3), batch, 1)
+        assert metrics["train/skipped"] == 0
+    assert (found[backend] - found["sdpa"]).abs().mean() < 0.02
 
 
 # ----------------------------------------------------------------------------- the kernels' rules

@@ -416,6 +416,8 @@ def test_the_judges_plan(seven_b, tmp_path, capsys):
         str(seven_b),
         "--data",
         str(tmp_path / "rows.jsonl"),
+        "--eval_data",
+        str(tmp_path / "rows.jsonl"),
         "--out",
         str(tmp_path / "out"),
     ]
@@ -428,6 +430,9 @@ def test_the_judges_plan(seven_b, tmp_path, capsys):
     assert table["total"][0] == pytest.approx(peak, abs=0.006) and not (tmp_path / "out").exists()
     with pytest.raises(process.UserError, match="does not fit by"):
         plan.main(["grm", "--", *line, "--gradient_checkpointing", "off"])
+    capsys.readouterr()
+    plan.main(["grm", "--", *line[:4], *line[6:]])  # without held-out rows there is no evaluation
+    assert "evaluate" not in capsys.readouterr().out
 
 
 def test_the_total_is_the_sum_of_a_column():
