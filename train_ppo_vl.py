@@ -966,14 +966,13 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
         # recomputing
         cast_forward_inputs=False,
     )
+    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=ranks.mesh, mp_policy=exact)
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
     if hasattr(module, "value_head"):
-        fully_shard(
-            module.value_head,
-            mesh=ranks.mesh,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        )
+        fully_shard(module.value_head, mesh=ranks.mesh, mp_policy=exact)
     replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
     return fully_shard(module, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 

@@ -84,12 +84,13 @@ FLOORS = (
         "common.vlm.data": (
             "common.vlm.images", "common.vlm.families", "common.vlm.folder", "common.vlm.rows",
         ),
-        "common.vlm.attention": ("common.vlm.families",),
-        "common.vlm.model": ("common.vlm.attention",),
+        "common.vlm.linear_attention": (),
+        "common.vlm.attention": ("common.vlm.families", "common.vlm.linear_attention"),
+        "common.vlm.model": ("common.vlm.attention", "common.vlm.linear_attention"),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.model", "common.fsdp",
+            "common.vlm.linear_attention", "common.vlm.model", "common.fsdp",
         ),
         "common.storage": ("common.vlm.weights", "common.fsdp"),
         "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),

@@ -44,7 +44,15 @@ from common.vlm.attention import (
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
-from common.vlm.model import decoder, tower_parameters, trained_parts, vision_parts
+from common.vlm.linear_attention import choose_rule
+from common.vlm.model import (
+    decoder,
+    float32_parts,
+    tower_parameters,
+    trained_parts,
+    use_mixers,
+    vision_parts,
+)
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (
@@ -59,7 +67,13 @@ KEY_SPELLINGS = (
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # ours, and that of AutoModelForSequenceClassification
 VALUE_HEADS = {"value_head.weight", "score.weight"}
-WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # a quantized weight has its scales under another key
+# of floats; a quantized weight has its scales under another key
+WEIGHT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -290,6 +304,9 @@ def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
     if not trains_vision:
         freeze(tower_parameters(model), compute.dtype)
     use_attention(model, compute.backend)
+    has_states = use_mixers(model)
+    if has_states and compute.device.type != "meta":
+        choose_rule(compute.device.type, compute.dtype)
 
 
 def use_attention(model: nn.Module, backend: str) -> None:
@@ -483,6 +500,8 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     the adapters belong to.
     """
     freeze(model.parameters(), model.compute.dtype)
+    for part in float32_parts(model):
+        freeze(part.parameters(), torch.float32)
     inside = set(decoder(model).layers.modules())
     layers = {
         name: layer
@@ -583,6 +602,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
     """The parameter that a key of the files is about; None: no part of this model."""
+    key = re.sub(r"(A_log|dt_bias)$", r"decay.\1", key)  # of linear attention
     for old, new in KEY_SPELLINGS:
         name = re.sub(old, new, key)
         if name in parameters:
