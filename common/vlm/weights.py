@@ -5,8 +5,9 @@
 
 A user's mistake is a ValueError that names the file and the numbers. A model that is built here
 has, beside what `model` describes: ``folder``, its checkpoint; ``hub_names``, parameter name -> key
-in the files, set by `load`; and ``adapter``, if it has adapters: what PEFT's adapter_config.json
-says of them.
+in the files, set by `load`; ``hub_types``, the types of those weights of linear attention that may
+be more exact in the files than the others; ``carried``, key -> file and shape of weights that only
+exports need; and ``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
 """
 
 import copy
@@ -64,6 +65,8 @@ KEY_SPELLINGS = (
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
     (r"^(multi_modal_projector)", r"model.\1"),
 )
+# Weights that no model here has, as of Qwen3.5's multi-token prediction: exports hold them unchanged.
+CARRIED = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # ours, and that of AutoModelForSequenceClassification
 VALUE_HEADS = {"value_head.weight", "score.weight"}
@@ -568,7 +571,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    model.hub_names = {}
+    model.hub_names, model.hub_types, model.carried = {}, {}, {}
     keys: set[str] = set()
     read: set[int] = set()  # ids of parameters
     for file in weight_files(folder):
@@ -578,6 +581,11 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 target = parameters.get(name)
                 if name is None and value_head is not None and key in VALUE_HEADS:
                     target = value_head.weight
+                place, value = f"{folder / file}: {key}", tensors.get_slice(key)
+                if key.startswith(CARRIED):
+                    size, kind = value.get_shape(), weight_type(place, value)
+                    empty = torch.empty(size, dtype=kind, device="meta")
+                    model.carried[key] = folder / file, empty
                 if target is None:
                     # a part that this role leaves out: the vision tower or the output head
                     continue
@@ -585,7 +593,8 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 if name is not None:
                     model.hub_names[name] = key
                     shapes.add(tuple(as_in_files(model.config, name, target).shape))
-                place, value = f"{folder / file}: {key}", tensors.get_slice(key)
+                    if ".linear_attn." in name and target.ndim == 1:
+                        model.hub_types[key] = weight_type(place, value)
                 if id(target) in read:
                     check_tied(place, target, value)
                 else:
@@ -612,12 +621,19 @@ def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
 
 def read_weight(place: str, target: Tensor, value, shapes: set[tuple[int, ...]]) -> None:
     """Copy a slice of a file at ``place``, which may have any of ``shapes``, into a parameter."""
-    kind, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
-    if kind not in WEIGHT_TYPES:
-        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
+    weight_type(place, value)
+    shape, wanted = tuple(value.get_shape()), tuple(target.shape)
     if shape not in shapes:
         raise ValueError(f"{place} is {shape}, the model's config.json asks for {wanted}")
     copy_shard(target, value, transposed=shape != wanted)
+
+
+def weight_type(place: str, value) -> torch.dtype:
+    """The type of a slice of a file. Raises ValueError: it is not one of floats."""
+    kind = value.get_dtype()
+    if kind not in WEIGHT_TYPES:
+        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
+    return WEIGHT_TYPES[kind]
 
 
 def check_tied(place: str, target: Tensor, value) -> None:
@@ -666,15 +682,16 @@ def export(
     """
     model, problem = module.model, None
     dtype = getattr(processor.config, "dtype", None) or torch.float32
-    empty = {}
+    empty = {key: shape for key, (_, shape) in model.carried.items()}
     for name, key in model.hub_names.items():
-        empty[key] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="meta")
+        size, kind = model.get_parameter(name).shape, model.hub_types.get(key, dtype)
+        empty[key] = torch.empty(size, dtype=kind, device="meta")
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
     files = gather_files(model, plan.filename_to_tensors, dtype)
     if distributed.is_main():
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
-            write_weights(aside, files, plan)
+            write_weights(aside, files, plan, model.carried)
             write_settings(aside, model, processor)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -699,6 +716,8 @@ def gather_files(
     for file, keys in files.items():
         tensors = {}
         for key in keys:
+            if key in model.carried:
+                continue
             name = names[key]
             stem = name.removesuffix(".weight")
             full = whole(parameters[name])
@@ -709,10 +728,9 @@ def gather_files(
                     adapters[f"base_model.model.{stem}.lora_A.weight"] = a.cpu()
                     adapters[f"base_model.model.{stem}.lora_B.weight"] = b.cpu()
             if distributed.is_main():
+                full, kind = as_in_files(model.config, name, full), model.hub_types.get(key, dtype)
                 # copy: a tied weight stands in the files twice
-                tensors[key] = (
-                    as_in_files(model.config, name, full).to(dtype, copy=True).cpu().contiguous()
-                )
+                tensors[key] = full.to(kind, copy=True).cpu().contiguous()
         yield file, tensors
     if adapters:
         yield "adapter/adapter_model.safetensors", adapters
@@ -723,13 +741,18 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def write_weights(aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan) -> None:
+def write_weights(
+    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, carried: dict[str, tuple]
+) -> None:
     """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
-    weight that is not finite."""
+    weight that is not finite, or one of the ``carried`` that is no longer in its file."""
     if aside.is_symlink() or aside.exists():
         remove_tree(aside)
     aside.mkdir(parents=True)
     for file, tensors in files:
+        for key in carried.keys() & plan.filename_to_tensors.get(file, []):
+            with open_weights(carried[key][0]) as source:
+                tensors[key] = source.get_tensor(key)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise ValueError(f"{name} is not finite")
