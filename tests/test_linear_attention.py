@@ -1,0 +1,394 @@
+"""Gated DeltaNet in packed rows and slots: against a loop over tokens, against one Hugging Face forward per sample and
+`generate`; every part without which a response would not continue its prompt is taken away, and the checks notice."""
+
+import dataclasses
+import inspect
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import our_name, start, take, write_checkpoint
+from safetensors.torch import load_file, save_file
+from test_families import EXPERTS, LINEAR, TEXT, TEXT_ONLY, make_config, make_tokenizer, write_family
+from test_training import assert_same_run, flags, records, score, tensors
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import plan
+import test_training
+import train_ppo_vl as ppo
+from common import fsdp, process
+from common.buffers import Batch
+from common.vlm import attention, linear_attention, model as vlm, weights as vlm_weights
+from common.vlm.data import Processor, load_pixels
+from common.vlm.linear_attention import PackedDelta, SlotStates
+from common.vlm.rows import Prompt
+
+task, signal_handlers = test_training.task, test_training.signal_handlers  # fixtures
+CPU = torch.device("cpu")
+# The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
+FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+chunk_indices=None, cp_context=None, **kwargs)"""
+OLD_FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+cu_seqlens=None, head_first=False)"""
+HEADS, DK, DV = 4, 6, 10
+CHANNELS = 12
+
+
+# ------------------------------------------------------------------------------------------------ one layer
+def lay_out(groups: list[tuple[int, list[int]]]) -> list[tuple]:
+    """Segments of a row for (prompt, responses) lengths."""
+    segments, size = [], 0
+    for prompt, responses in groups:
+        start, end = size, size + prompt
+        segments.append((start, end, start, start))
+        for length in responses:
+            segments.append((segments[-1][1], segments[-1][1] + length, start, end))
+        size = segments[-1][1]
+    return segments
+
+
+ROWS = {
+    "several groups": [(5, [1, 7, 3]), (1, [4, 1]), (2, [2]), (9, [])],
+    "borders of chunks": [(64, [64, 65, 63, 1]), (63, [2, 128]), (130, [])],
+    "prompts alone": [(3, []), (1, []), (70, [])],
+    "one token": [(1, [])],
+}
+
+
+def random_inputs(size: int) -> list[torch.Tensor]:
+    """x, taps, q, k, v, log of the decay and strength; states fade so slowly that forgetting one would be seen."""
+    generator = torch.Generator().manual_seed(size)
+    x, q, k, v, decay, strength = (torch.randn(size, *shape, generator=generator) for shape in (
+        (CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,)))
+    taps = torch.randn(4, CHANNELS, generator=generator)
+    return [x.requires_grad_() for x in (x, taps, q, k, v, -0.05 * decay.exp(), strength.sigmoid())]
+
+
+def one_by_one(segments, x, taps, q, k, v, decay, strength):
+    """Convolution and delta rule of every segment behind its prefix, token by token, in float64."""
+    x, taps, q, k, v, decay, strength = (y.double() for y in (x, taps, q, k, v, decay, strength))
+    convolved, mixed = [], []
+    for start, end, p_start, p_end in segments:
+        rows = [*range(p_start, p_end), *range(start, end)]
+        state = torch.zeros(HEADS, DK, DV, dtype=torch.float64)
+        for i, row in enumerate(rows):
+            key = k[row] * torch.rsqrt(k[row].square().sum(-1, keepdim=True) + 1e-6)
+            query = q[row] * torch.rsqrt(q[row].square().sum(-1, keepdim=True) + 1e-6) * DK ** -0.5
+            state = state * decay[row].exp()[:, None, None]
+            change = (v[row] - (key[:, None] @ state)[:, 0]) * strength[row][:, None]
+            state = state + key[:, :, None] * change[:, None]
+            if row >= start:
+                convolved.append(sum(x[rows[i - j]] * taps[3 - j] for j in range(4) if i >= j))
+                mixed.append((query[:, None] @ state)[:, 0])
+    return torch.stack(convolved), torch.stack(mixed)
+
+
+def emulated_fla(signature: str):
+    """A stand-in for the kernel that takes its arguments by this signature, and each sequence alone."""
+    text = " ".join(signature.split())
+    parameters = inspect.signature(eval(f"lambda {text[1:-1]}: None"))
+
+    def kernel(*args, **given):
+        call = parameters.bind(*args, **given)
+        call.apply_defaults()
+        call = SimpleNamespace(**call.arguments)
+        bounds = call.cu_seqlens.tolist()
+        assert call.q.shape[0] == 1 and call.cu_seqlens.dtype == torch.int64 and bounds[-1] == call.q.shape[1]
+        assert call.initial_state is None or len(call.initial_state) == len(bounds) - 1
+        outputs, states = [], []
+        for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            part = [y[:, start:end] for y in (call.q, call.k, call.v)]
+            state = None if call.initial_state is None else call.initial_state[i:i + 1]
+            out, state = inspect.unwrap(linear_attention.qwen3_5.torch_recurrent_gated_delta_rule)(
+                *part, g=call.g[:, start:end], beta=call.beta[:, start:end], initial_state=state,
+                output_final_state=call.output_final_state, use_qk_l2norm_in_kernel=call.use_qk_l2norm_in_kernel)
+            outputs.append(out)
+            states.append(state)
+        return torch.cat(outputs, dim=1), torch.cat(states)
+
+    return kernel
+
+
+@pytest.fixture(params=["torch", FLA, OLD_FLA], ids=["torch", "fla", "old fla"])
+def rule(request, monkeypatch):
+    if request.param != "torch":
+        monkeypatch.setattr(linear_attention, "load_fla", lambda: emulated_fla(request.param))
+        monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: linear_attention.fla_rule)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).abs().max() / expected.abs().max()).detach())
+
+
+def layer_errors(segments) -> dict[str, float]:
+    """Largest errors of outputs and gradients, relative to the largest entry."""
+    inputs = random_inputs(segments[-1][1])
+    row = PackedDelta(segments, CPU)
+    found = row.convolve(0, *inputs[:2]), row.recur(0, *inputs[2:])
+    expected = one_by_one(segments, *inputs)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator) for y in found]
+    ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (found, expected))
+    names = "x taps q k v decay strength".split()
+    errors = {f"gradient of {name}": relative(*pair) for name, *pair in zip(names, ours, theirs) if pair[1].any()}
+    return errors | {"convolution": relative(found[0], expected[0]), "delta rule": relative(found[1], expected[1])}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_mixed_as_token_by_token(name, rule):
+    errors = layer_errors(lay_out(ROWS[name]))
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("groups", ROWS.values(), ids=ROWS)
+def test_slots_go_on_where_their_prompt_ended(groups, rule):
+    """Each prompt goes to two slots, which read different tokens; half-way one slot moves."""
+    prompts = [length for length, _ in groups]
+    segments, new = lay_out([(length, []) for length in prompts]), 6
+    slots, size = 2 * len(prompts) + 1, sum(prompts)
+    text = SimpleNamespace(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_key_head_dim=1,
+                           linear_num_value_heads=HEADS, linear_value_head_dim=2)
+    states = SlotStates(text, slots, torch.float32, CPU)
+    states.states = torch.randn(2, slots, HEADS, DK, DV)                                  # of whoever was there before
+    states.inputs.normal_()
+    inputs = [x.detach() for x in random_inputs(size + new * (slots - 1))]
+    of_slot = [i % len(prompts) for i in range(slots - 1)]                                # which prompt
+    rows = [torch.arange(*segments[i][:2]) for i in of_slot]
+    plan_ = (torch.cat(rows), torch.cat([torch.full_like(r, s) for s, r in enumerate(rows)]),
+             torch.cat([torch.arange(len(r)) for r in rows]))
+    row = PackedDelta(segments, CPU, states, plan_)
+    row.convolve(1, inputs[0][:size], inputs[1])
+    row.recur(1, *(x[:size] for x in inputs[2:]))
+    found = {slot: [] for slot in range(slots - 1)}
+    place = list(range(slots - 1))                                                        # of each sequence
+    for step in range(new):
+        if step == 3:
+            states.move(torch.tensor([0]), torch.tensor([slots - 1]))
+            place[0] = slots - 1
+        now = torch.zeros(slots, dtype=torch.int64)
+        now[place] = size + step * (slots - 1) + torch.arange(slots - 1)
+        convolved = states.convolve(1, inputs[0][now], inputs[1])
+        mixed = states.recur(1, *(x[now] for x in inputs[2:]))
+        for slot in found:
+            found[slot].append((convolved[place[slot]], mixed[place[slot]]))
+    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # rows of each slot's tokens
+    for slot, outputs in found.items():
+        rows = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
+        own = [x if i == 1 else x[rows] for i, x in enumerate(inputs)]
+        expected = one_by_one([(0, len(rows), 0, 0)], *own)
+        for ours, theirs in zip(map(torch.stack, zip(*outputs)), expected):
+            assert relative(ours, theirs[-new:]) < 1e-5
+
+
+def test_a_prefix_must_be_a_whole_segment():
+    """As it is not where a family cuts prompts into pieces: the state in the middle of a segment is not known."""
+    for wrong in [(5, 7, 0, 4), (5, 7, 1, 5)]:
+        with pytest.raises(ValueError, match="a prefix must be a whole segment"):
+            PackedDelta([(0, 5, 0, 0), wrong], CPU)
+
+
+# ------------------------------------------------------------------------------------------------ a model
+@pytest.fixture(scope="module")
+def qwen35(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("qwen35"), "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def env(qwen35, picture_rows):
+    """With every parameter trained, the vision tower's too; prompts of 1 to 130 tokens with 0, 1 and 2 pictures."""
+    env = start(qwen35, picture_rows, "--train_vision", "--advantage", "grpo")
+    generator, config = torch.Generator().manual_seed(2), env.processor.config
+
+    def words(count: int) -> torch.Tensor:
+        return torch.randint(4, 300, (count,), generator=generator)
+
+    prompts, patches = [], {}
+    for group, (length, images) in enumerate([(1, 0), (30, 1), (45, 2), (2, 0), (64, 0), (130, 1), (65, 0)]):
+        pieces, grids = [], []
+        for k in range(images):
+            grids.append((1, 4 + 2 * k, 6))
+            tokens = grids[-1][1] * 6 // 4
+            pieces += [words(2), torch.tensor([config.vision_start_token_id] + [config.image_token_id] * tokens
+                                              + [config.vision_end_token_id])]
+        ids = torch.cat([*pieces, words(length - sum(map(len, pieces)))])
+        size = sum(h * w for _, h, w in grids)
+        if images:
+            patches[group] = torch.randn(size, 3 * 2 * 16 * 16, generator=generator), torch.tensor(grids)
+        prompts.append(Prompt(group, f"row {group}", [], "", (), tuple(grids), ids,
+                              int((ids == config.image_token_id).sum()), None, None))
+    lengths = [[1, 7, 40, 3], [64, 1, 100], [12], [5, 2], [65, 63], [1], [4, 33]]
+    asked = Batch(prompts, list(range(len(prompts))), [0] * len(prompts), patches=dict(patches))
+    batch = asked.with_targets([[words(n) for n in part] for part in lengths])
+    batch.sampling = dataclasses.replace(env.sampling, banned=torch.zeros_like(env.sampling.banned))
+    env.batch, env.signs = batch, torch.linspace(-1, 1, len(batch.tokens))
+    env.expected = hugging_face(qwen35, prompts, patches, batch, env.signs)
+    return env
+
+
+def hugging_face(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs by one forward per sample, and the gradient of their sum by signs."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    found = []
+    for group, tokens, weight in zip(batch.group.tolist(), batch.split(batch.tokens), batch.split(signs)):
+        ids = torch.cat([prompts[group].input_ids, tokens])[None]
+        images = dict(zip(("pixel_values", "image_grid_thw"), patches.get(group, ())))
+        types = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits[0, -len(tokens) - 1:-1]
+        found.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        (found[-1] * weight).sum().backward()
+    return torch.cat(found).detach(), {f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()}
+
+
+def update_errors(env) -> tuple[float, float]:
+    """Largest errors of a log-prob, and of a gradient relative to the largest entry of its tensor."""
+    logprobs, gradients = env.expected
+    found = torch.zeros(len(env.batch.tokens))
+    for row in vlm.packed_rows(env.actor.model, env.batch):
+        logp, *_ = env.actor(row, env.batch.sampling)
+        (env.signs[row.flat] * logp).sum().backward()
+        found[row.flat] = logp.detach()
+    errors = {}
+    for name, parameter in env.actor.named_parameters():
+        expected = gradients[name]
+        errors[name] = float((parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    env.actor.zero_grad(set_to_none=True)
+    assert len(errors) == len(gradients)
+    return float((found - logprobs).abs().max()), max(errors.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing):
+    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one row; a lone sample is one segment."""
+    parts = vlm.trained_parts(env.actor.model)
+    try:
+        for part in parts if checkpointing else []:
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+        env.actor.train()
+        logprob, gradient = update_errors(env)
+    finally:
+        for part in parts if checkpointing else []:
+            part.gradient_checkpointing_disable()
+    assert logprob < 1e-5 and gradient < 2e-5
+
+
+def forget_states(monkeypatch):
+    rule = linear_attention.padded_rule
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(stretch, inputs, None))
+
+
+def detach_states(monkeypatch):
+    rule = linear_attention.padded_rule
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(
+        stretch, inputs, state if state is None else state.detach()))
+
+
+def forget_inputs(monkeypatch):
+    beyond = linear_attention.beyond_segments
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: beyond(table[:, [0, 1, 0, 0]]))
+
+
+def read_on(monkeypatch):
+    """The convolution of the row as it lies: a response reads the end of what stands before it."""
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: (
+        table[:1, 0], table[:1, 1, None] * torch.ones(1, 4, dtype=torch.int64).numpy()))
+
+
+MUTATIONS = {forget_states: (1e-2, 1e-2), detach_states: (0, 1e-2), forget_inputs: (1e-2, 1e-2), read_on: (1e-2, 1e-2)}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_check_of_an_update_sees_what_is_missing(env, mutation, monkeypatch):
+    mutation(monkeypatch)
+    logprob, gradient = update_errors(env)
+    least = MUTATIONS[mutation]
+    assert logprob > least[0] if least[0] else logprob < 1e-5, logprob
+    assert gradient > least[1], gradient
+
+
+def greedy(env, slots: int) -> list[list[int]]:
+    sampling = dataclasses.replace(env.sampling, greedy=True, slots=slots, stop_ids=env.stop_ids)
+    samples = ppo.rollout(env.actor, take(env), sampling, 2)
+    return [tokens.tolist() for tokens in samples.split(samples.tokens)]
+
+
+@pytest.fixture(scope="module")
+def decoding(qwen35, picture_rows):
+    """Our run, and what `generate` answers: twice for each prompt, up to ids that end some answers early."""
+    env = start(qwen35, picture_rows, "--max_new_tokens", "40", "--advantage", "grpo")
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen35).eval()
+    env.answers = []
+    for prompt in env.prompts:
+        pixels = load_pixels(prompt, env.processor)
+        images = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        ids = prompt.input_ids[None]
+        out = oracle.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40,
+                              eos_token_id=None, pad_token_id=0,
+                              mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images,
+                              suppress_tokens=list(env.processor.banned_ids))
+        env.answers += [out[0, ids.shape[1]:].tolist()] * 2
+    ends = {env.answers[0][6], env.answers[4][15]}
+    env.stop_ids = torch.tensor(sorted(ends))
+    for i, answer in enumerate(env.answers):
+        stops = (n for n, token in enumerate(answer, start=1) if token in ends)
+        env.answers[i] = answer[:next(stops, 40)]
+    return env
+
+
+def test_greedy_tokens_are_those_of_generate(decoding, monkeypatch):
+    """Two samples of each prompt, with as many slots as samples and with few, that are refilled and whose last ones move."""
+    moved, refilled = [], []
+    move, prefill = SlotStates.move, ppo.RolloutEngine.prefill
+
+    def counted_move(states, source, target):
+        moved.append(len(source))
+        move(states, source, target)
+
+    def counted_prefill(engine, members):
+        refilled.append(len(members))
+        prefill(engine, members)
+
+    monkeypatch.setattr(SlotStates, "move", counted_move)
+    monkeypatch.setattr(ppo.RolloutEngine, "prefill", counted_prefill)
+    assert max(map(len, decoding.answers)) == 40 > min(map(len, decoding.answers))
+    for slots in (0, 4):
+        assert greedy(decoding, slots) == decoding.answers
+    assert sum(moved) > 0 and refilled[0] == 4 and len(refilled) > 2
+
+
+def keep_nothing(monkeypatch):
+    """Prefills leave no state in the slots."""
+    monkeypatch.setattr(SlotStates, "recur", lambda states, layer, q, *others: RECUR(zeroed(states, layer, q), layer, q, *others))
+
+
+RECUR = SlotStates.recur
+
+
+def zeroed(states, layer, q):
+    states.states[layer, :len(q)].zero_()
+    return states
+
+
+def stay_behind(monkeypatch):
+    """States do not move with their slots."""
+    monkeypatch.setattr(SlotStates, "move", lambda *_: None)
+
+
+def no_window(monkeypatch):
+    """The convolution sees the newest token alone."""
+    convolve = SlotStates.convolve
+
+    def forgetful(states, layer, x, taps):
+        states.inputs[layer].zero_()
+        return convolve(states, layer, x, taps)
+
+    monkeypatch.setattr(SlotStates, "convolve", forgetful)
+
+
+@pytest.mark.parametrize("mutation", [keep_nothing, stay_behind, no_window], ids=lambda mutation: mutation.__name__)
+def test_the_check_of_decoding_sees_what_is_missing(decoding, mutation, monkeypatch):
+    mutation(monkeypatch)
+    assert greedy(decoding, 0) != decoding.answers
