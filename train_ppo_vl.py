@@ -966,13 +966,16 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
         # recomputing
         cast_forward_inputs=False,
     )
-    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=ranks.mesh, mp_policy=exact)
+        fully_shard(part, mesh=ranks.mesh)
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
     if hasattr(module, "value_head"):
-        fully_shard(module.value_head, mesh=ranks.mesh, mp_policy=exact)
+        fully_shard(
+            module.value_head,
+            mesh=ranks.mesh,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        )
     replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
     return fully_shard(module, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 
@@ -1889,9 +1892,8 @@ class RolloutEngine:
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
         room = free - memory.rollout_work(self.actor, self.sampling.slots)
-        slot = capacity * attention.cache_bytes(
-            self.actor.model.config.get_text_config(), self.compute.dtype.itemsize
-        )
+        text = self.actor.model.config.get_text_config()
+        slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
         fits = int(0.9 * room) // slot
         return max(1, min(wanted, fits))
 

@@ -262,7 +262,7 @@ class StepMemory:
         root, _, layers = memory.gathered_bytes(module)
         work = memory.rollout_work(module, rollout.slots)
         text, width = module.model.config.get_text_config(), memory.itemsize(module)
-        slot = length * attention.cache_bytes(text, width)
+        slot = attention.slot_bytes(text, length, width)
         prompts = -(-self.args.prompts_per_rollout // self.gpus)
         slots = min(rollout.slots or 256, prompts * rollout.samples_per_prompt)
         if not rollout.slots:
@@ -329,13 +329,12 @@ def judge_phases(
     root, layer, layers = memory.gathered_bytes(judge)
     parts = {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2}
     parts |= memory.backward_bytes(judge, args.model.max_tokens_per_pack, checkpointing)
-    asked = args.eval.eval_batch * longest
-    cached = asked + args.eval.eval_batch * args.eval.eval_max_new_tokens
-    text = judge.model.config.get_text_config()
+    count, text = args.eval.eval_batch, judge.model.config.get_text_config()
+    cached = longest + args.eval.eval_max_new_tokens
     evaluation = {
         "gathered weights": root + layers,
-        "KV cache": cached * attention.cache_bytes(text, memory.itemsize(judge)),
-        "forward": asked * memory.layer_activations(judge),
+        "KV cache": count * attention.slot_bytes(text, cached, memory.itemsize(judge)),
+        "forward": count * longest * memory.layer_activations(judge),
     }
     return {"update": held | parts, "evaluate": held | evaluation}
 

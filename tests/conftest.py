@@ -38,6 +38,8 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5)
+            elif name.endswith("A_log"):  # as they are made, states would be forgotten within a token or two
+                parameter.uniform_(0.005, 0.3, generator=generator).log_()
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     model.save_pretrained(folder, max_shard_size=shard_size)

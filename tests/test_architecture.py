@@ -86,7 +86,9 @@ FLOORS = (
         ),
         "common.vlm.linear_attention": (),
         "common.vlm.attention": ("common.vlm.families", "common.vlm.linear_attention"),
-        "common.vlm.model": ("common.vlm.attention", "common.vlm.linear_attention"),
+        "common.vlm.model": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
+        ),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",

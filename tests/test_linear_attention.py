@@ -1,6 +1,7 @@
 """Gated DeltaNet in packed rows and slots: against a loop over tokens, against one Hugging Face forward per sample and
 `generate`; every part without which a response would not continue its prompt is taken away, and the checks notice."""
 
+import copy
 import dataclasses
 import inspect
 import json
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from conftest import our_name, start, take, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_families import EXPERTS, LINEAR, TEXT, TEXT_ONLY, make_config, make_tokenizer, write_family
-from test_training import assert_same_run, flags, records, score, tensors
+from test_training import flags, records, score, tensors
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import plan
@@ -392,3 +393,187 @@ def no_window(monkeypatch):
 def test_the_check_of_decoding_sees_what_is_missing(decoding, mutation, monkeypatch):
     mutation(monkeypatch)
     assert greedy(decoding, 0) != decoding.answers
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+@pytest.fixture(scope="module")
+def official(tmp_path_factory, qwen35):
+    """A checkpoint of the types that the official ones have, with weights of the multi-token prediction."""
+    folder = tmp_path_factory.mktemp("official") / "model"
+    shutil.copytree(qwen35, folder)
+    exact = ("A_log", "linear_attn.norm.weight")
+    weights = {key: value if key.endswith(exact) else value.bfloat16() for key, value in tensors(folder).items()}
+    generator = torch.Generator().manual_seed(0)
+    weights |= {"mtp.fc.weight": torch.randn(64, 128, generator=generator).bfloat16(), "mtp.norm.weight": torch.randn(64)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["dtype"] = settings["text_config"]["dtype"] = settings["vision_config"]["dtype"] = "bfloat16"
+    settings["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", "4")], ids=["weights", "adapters"])
+def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture_rows, lora):
+    """Of a decay of exp(-0.01 x), bfloat16 would lose what distinguishes it from exp(-0.0101 x)."""
+    env = start(official, picture_rows, "--dtype", "bfloat16", "--advantage", "grpo", *lora)
+    seen = {}
+    with fsdp.unsharded(env.actor):
+        for name, parameter in vlm.decoder(env.actor.model).named_parameters():
+            seen[name] = parameter.dtype
+    exact = {name for name, dtype in seen.items() if dtype == torch.float32}
+    assert exact == {name for name in seen if ".decay." in name or ".lora_" in name and False}
+    assert len(exact) == 2 * 2
+    model = env.actor.model
+    before = tensors(official)["model.language_model.layers.0.linear_attn.A_log"]
+    assert torch.equal(vlm.decoder(model).layers[0].linear_attn.A_log.full_tensor(), before)
+    assert before.bfloat16().float().ne(before).any()
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
+    env.actor.train()
+    for row in vlm.packed_rows(model, batch):
+        env.actor(row, env.sampling)[0].sum().backward()
+    gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
+    assert gradient is None if lora else gradient.dtype == torch.float32 and gradient.full_tensor().any()
+
+
+def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_rows, tmp_path):
+    env = start(official, picture_rows, "--advantage", "grpo")
+    with torch.no_grad():
+        for parameter in env.actor.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().add_(0.01)
+    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export", shard_bytes=200_000) is None
+    before, after = tensors(official), tensors(tmp_path / "export")
+    assert {key: (value.dtype, value.shape) for key, value in after.items()} == {
+        key: (value.dtype, value.shape) for key, value in before.items()}
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if not key.startswith(("mtp.", "model.visual."))}
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.text_config.mtp_num_hidden_layers == 1
+    shutil.copytree(official, gone := tmp_path / "gone")
+    env = start(gone, picture_rows, "--advantage", "grpo")
+    (gone / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in vlm_weights.export(env.actor, env.processor, tmp_path / "again")
+
+
+def test_runs_resume_bit_by_bit(qwen35, task, tmp_path):
+    """PPO with a critic, and GRPO with adapters and recomputed activations: weights and metrics of the whole run are those of
+    its parts."""
+    lines = {"gae": ("--kl_coef", "0.1", "--critic_lr", "1e-3"),
+             "grpo": ("--advantage", "grpo", "--lora_rank", "2", "--gradient_checkpointing")}
+    for name, more in lines.items():
+        for out, parts in ((f"{name}-whole", ("2",)), (f"{name}-parts", ("1", "2"))):
+            for steps in parts:
+                ppo.main(flags(qwen35, task, tmp_path / out, *more, "--steps", steps, "--slots", "5"))
+        whole, parts = (tmp_path / f"{name}-{kind}" for kind in ("whole", "parts"))
+        ours, theirs = (tensors(out / "export" / "step-2") for out in (whole, parts))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        last, resumed = records(whole)[-1], records(parts)[-1]
+        metrics = [key for key in last if not key.startswith("perf/") and not key.endswith("seconds")]
+        assert len(metrics) > 20 and [last[key] for key in metrics] == [resumed[key] for key in metrics]
+        assert last["train/sampler_gap"] < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def text_model(kind: str, **changes):
+    """InternVL around a text model of another kind, on meta."""
+    config = make_config("internvl", make_tokenizer("internvl")).to_dict()
+    config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
+    return vlm_weights.build_on_meta(AutoConfig.for_model(**config), longest=100)
+
+
+FOREIGN = {
+    "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}, "Qwen3NextGatedDeltaNet"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2,
+                          "num_local_experts": 0, "shared_intermediate_size": 32}, "mixes tokens by GraniteMoeHybridMambaLayer"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "layers of type hybrid"),
+    "qwen3_5_text": (LINEAR | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3"),
+    "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 64,
+                     "num_local_experts": 2}, "layers of type chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_ways_to_mix_tokens_are_refused(kind):
+    """Unpatched, each of them would take our arguments without a word, and mix all samples of a row."""
+    changes, message = FOREIGN[kind]
+    with pytest.raises(ValueError, match=message):
+        text_model(kind, **changes)
+
+
+def test_an_unpatched_layer_would_not_say_a_word(qwen35):
+    """What the check above is for: transformers' own layer in the place of ours runs, and is wrong."""
+    theirs = AutoModelForImageTextToText.from_pretrained(qwen35).model.language_model.layers[0].linear_attn
+    ours = linear_attention.DeltaNet(theirs)
+    ours.slot_layer = 0
+    x, row = torch.randn(1, 9, 64), PackedDelta([(0, 4, 0, 0), (4, 9, 4, 4)], CPU)
+    attend = {"attention": SimpleNamespace(linear=row)}
+    right = ours(x, **attend)
+    theirs = copy.copy(theirs)
+    theirs.A_log, theirs.dt_bias = ours.A_log, ours.dt_bias
+    wrong = theirs(x, **attend)
+    assert (right - wrong)[0, :4].abs().max() < 1e-5 < 1e-2 < (right - wrong)[0, 4:].abs().max()
+    with pytest.raises(AttributeError):                                   # ours needs what it was not given
+        ours(x)
+
+
+def test_quantized_checkpoints_are_refused(qwen35, picture_rows, tmp_path):
+    shutil.copytree(qwen35, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(process.UserError, match="quantized checkpoints are not supported"):
+        start(tmp_path / "model", picture_rows)
+
+
+def test_the_rule_is_chosen_and_printed_once(monkeypatch, capsys):
+    monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: None)
+    choose = linear_attention.choose_rule.__wrapped__
+    assert choose("cpu", torch.float32) is choose("cuda", torch.bfloat16) is linear_attention.padded_rule
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "linear attention: torch" and "pip install fla-core" in said[1]
+    monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(linear_attention, "load_fla", lambda: None)
+    assert choose("cuda", torch.bfloat16) is linear_attention.fla_rule
+    assert choose("cuda", torch.float32) is linear_attention.padded_rule                  # its kernels take bfloat16
+    assert capsys.readouterr().out.splitlines() == ["linear attention: flash-linear-attention", "linear attention: torch"]
+
+
+def test_a_kernel_that_does_not_load_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('no triton here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="installed, but cannot be used: no triton here; .*pip install fla-core"):
+        linear_attention.choose_rule.__wrapped__("cuda", torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+def test_bytes_of_a_slot():
+    """At the sizes of Qwen3.5-4B and 9B 48 MiB of states, however short the sequence is."""
+    text = AutoConfig.for_model("qwen3_5_text")                                           # those of the 9B
+    assert linear_attention.linear_layers(text) == 24 and attention.attention_layers(text) == 8
+    states = 24 * 32 * 128 * 128 * 4
+    assert states == 48 * 2**20
+    assert linear_attention.state_bytes(text, 2) == states + 24 * 3 * 8192 * 2
+    assert attention.slot_bytes(text, 1000, 2) == linear_attention.state_bytes(text, 2) + 1000 * 8 * 2 * 4 * 256 * 2
+    small = AutoConfig.for_model("qwen3_5_text", **TEXT | LINEAR)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = attention.SlotCache(small, 3, 50, dtype, CPU)
+        held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
+        assert sum(part.nbytes for part in held) == 3 * attention.slot_bytes(small, 50, dtype.itemsize)
+        assert cache.linear.states.dtype == torch.float32 and cache.linear.inputs.dtype == dtype
+
+
+def test_slots_are_counted_with_their_states(decoding, monkeypatch):
+    """On a GPU with room for three of them."""
+    text = decoding.actor.model.config.get_text_config()
+    engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
+                             compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
+    room = 3.5 * attention.slot_bytes(text, 100, 4) / 0.9 + ppo.memory.rollout_work(decoding.actor, 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
+    assert ppo.RolloutEngine.slot_count(engine, 100, 50) == 3

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from common.buffers import Batch, Row, build_row, exchange_features, make_blocks, make_packs
 from common.logging import progress
-from common.vlm.attention import PackedAttention, SlotCache
+from common.vlm.attention import (
+    ATTENTION_NAME,
+    VISION_ATTENTION_NAME,
+    PackedAttention,
+    SlotCache,
+)
+from common.vlm.families import Qwen
 from common.vlm.linear_attention import THEIRS, Decay, DeltaNet
 
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # that we handle
@@ -110,9 +116,22 @@ def router_logits(model: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def use_mixers(model: nn.Module) -> bool:
+def use_attention(model: nn.Module, backend: str) -> None:
+    """Point language model and vision tower at our attention functions."""
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    decoder(model).config._attn_implementation = ATTENTION_NAME
+    if not isinstance(model.family, Qwen):
+        return  # the other towers have no windows: SDPA, their default, is one call per block
+    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
+    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
+    model.config.vision_config._attn_implementation = vision
+    if model.model.visual is not None:
+        model.model.visual.config._attn_implementation = vision
+
+
+def use_mixers(model: nn.Module) -> None:
     """Make sure that every layer mixes its tokens by `attention` or `linear_attention`, and number
-    them by kind, as slots hold them. Returns whether any layer has linear attention.
+    them by kind, as slots hold them.
 
     Raises:
         ValueError: a layer mixes tokens in another way. It would swallow our arguments without a
@@ -141,7 +160,6 @@ def use_mixers(model: nn.Module) -> bool:
         is_linear = isinstance(mixers[0], DeltaNet)
         mixers[0].slot_layer = counts[is_linear]
         counts[is_linear] += 1
-    return counts[True] > 0
 
 
 def is_ours(mixer: nn.Module) -> bool:
@@ -151,6 +169,28 @@ def is_ours(mixer: nn.Module) -> bool:
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
     return by_name or isinstance(mixer, DeltaNet)
+
+
+def check_positions(language: nn.Module, text_config, longest: int) -> None:
+    """Refuse rotary positions that packed rows cannot have. Raises ValueError."""
+    rope = str(language.rotary_emb.rope_type)
+    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
+    if rope == "longrope" or sinks:
+        raise ValueError(
+            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
+            "attention sinks, which are not supported"
+        )
+    if rope != "dynamic":
+        return
+    # It changes with a batch's longest sequence, but only beyond this limit.
+    limit = text_config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(
+            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
+            f"{limit}; the flags allow sequences of {longest} tokens"
+        )
+    # which does not look at the positions: no CUDA graph could capture that
+    language.rotary_emb.rope_type = "default"
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,9 +5,8 @@
 
 A user's mistake is a ValueError that names the file and the numbers. A model that is built here
 has, beside what `model` describes: ``folder``, its checkpoint; ``hub_names``, parameter name -> key
-in the files, set by `load`; ``hub_types``, the types of those weights of linear attention that may
-be more exact in the files than the others; ``carried``, key -> file and shape of weights that only
-exports need; and ``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
+in the files, set by `load`; ``kept``, file, shape and type of the weights in KEPT_KEYS; and
+``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
 """
 
 import copy
@@ -36,21 +35,18 @@ from common.files import read_json, remove_tree, sync_folder, write_pointer
 from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
-from common.vlm.attention import (
-    ATTENTION_NAME,
-    FLASH_ATTN_INSTALL,
-    VISION_ATTENTION_NAME,
-    choose_backend,
-)
+from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
 from common.vlm.linear_attention import choose_rule
 from common.vlm.model import (
+    check_positions,
     decoder,
     float32_parts,
     tower_parameters,
     trained_parts,
+    use_attention,
     use_mixers,
     vision_parts,
 )
@@ -65,8 +61,9 @@ KEY_SPELLINGS = (
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
     (r"^(multi_modal_projector)", r"model.\1"),
 )
-# Weights that no model here has, as of Qwen3.5's multi-token prediction: exports hold them unchanged.
-CARRIED = "mtp."
+# What exports keep as it is in the files: the types of weights of linear attention, which are more
+# exact than the others there, and all of the multi-token prediction, which no model here has.
+KEPT_KEYS = r"\.linear_attn\.(A_log|dt_bias|norm\.weight)$|^mtp\."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # ours, and that of AutoModelForSequenceClassification
 VALUE_HEADS = {"value_head.weight", "score.weight"}
@@ -307,22 +304,8 @@ def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
     if not trains_vision:
         freeze(tower_parameters(model), compute.dtype)
     use_attention(model, compute.backend)
-    has_states = use_mixers(model)
-    if has_states and compute.device.type != "meta":
+    if float32_parts(model) and compute.device.type != "meta":
         choose_rule(compute.device.type, compute.dtype)
-
-
-def use_attention(model: nn.Module, backend: str) -> None:
-    """Point language model and vision tower at our attention functions."""
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
-    decoder(model).config._attn_implementation = ATTENTION_NAME
-    if not isinstance(model.family, Qwen):
-        return  # the other towers have no windows: SDPA, their default, is one call per block
-    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
-    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
-    model.config.vision_config._attn_implementation = vision
-    if model.model.visual is not None:
-        model.model.visual.config._attn_implementation = vision
 
 
 def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) -> nn.Module:
@@ -352,6 +335,7 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
         raise ValueError(
             f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
         ) from error
+    use_mixers(model)
     language = decoder(model)
     check_positions(language, text, longest)
     # EOS may serve as padding, and learns like any token
@@ -382,28 +366,6 @@ def parameters_on_meta():
         yield
     finally:
         nn.Module.register_parameter = register
-
-
-def check_positions(language: nn.Module, text_config, longest: int) -> None:
-    """Refuse rotary positions that packed rows cannot have. Raises ValueError."""
-    rope = str(language.rotary_emb.rope_type)
-    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
-    if rope == "longrope" or sinks:
-        raise ValueError(
-            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
-            "attention sinks, which are not supported"
-        )
-    if rope != "dynamic":
-        return
-    # It changes with a batch's longest sequence, but only beyond this limit.
-    limit = text_config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(
-            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
-            f"{limit}; the flags allow sequences of {longest} tokens"
-        )
-    # which does not look at the positions: no CUDA graph could capture that
-    language.rotary_emb.rope_type = "default"
 
 
 def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
@@ -571,7 +533,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    model.hub_names, model.hub_types, model.carried = {}, {}, {}
+    model.hub_names, model.kept = {}, {}
     keys: set[str] = set()
     read: set[int] = set()  # ids of parameters
     for file in weight_files(folder):
@@ -581,11 +543,11 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 target = parameters.get(name)
                 if name is None and value_head is not None and key in VALUE_HEADS:
                     target = value_head.weight
-                place, value = f"{folder / file}: {key}", tensors.get_slice(key)
-                if key.startswith(CARRIED):
-                    size, kind = value.get_shape(), weight_type(place, value)
-                    empty = torch.empty(size, dtype=kind, device="meta")
-                    model.carried[key] = folder / file, empty
+                value = tensors.get_slice(key)
+                if re.search(KEPT_KEYS, key):
+                    kind = WEIGHT_TYPES.get(value.get_dtype(), torch.float32)
+                    found = torch.empty(value.get_shape(), dtype=kind, device="meta")
+                    model.kept[key] = folder / file, found
                 if target is None:
                     # a part that this role leaves out: the vision tower or the output head
                     continue
@@ -593,8 +555,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 if name is not None:
                     model.hub_names[name] = key
                     shapes.add(tuple(as_in_files(model.config, name, target).shape))
-                    if ".linear_attn." in name and target.ndim == 1:
-                        model.hub_types[key] = weight_type(place, value)
+                place = f"{folder / file}: {key}"
                 if id(target) in read:
                     check_tied(place, target, value)
                 else:
@@ -621,19 +582,12 @@ def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
 
 def read_weight(place: str, target: Tensor, value, shapes: set[tuple[int, ...]]) -> None:
     """Copy a slice of a file at ``place``, which may have any of ``shapes``, into a parameter."""
-    weight_type(place, value)
-    shape, wanted = tuple(value.get_shape()), tuple(target.shape)
+    kind, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
+    if kind not in WEIGHT_TYPES:
+        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
     if shape not in shapes:
         raise ValueError(f"{place} is {shape}, the model's config.json asks for {wanted}")
     copy_shard(target, value, transposed=shape != wanted)
-
-
-def weight_type(place: str, value) -> torch.dtype:
-    """The type of a slice of a file. Raises ValueError: it is not one of floats."""
-    kind = value.get_dtype()
-    if kind not in WEIGHT_TYPES:
-        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
-    return WEIGHT_TYPES[kind]
 
 
 def check_tied(place: str, target: Tensor, value) -> None:
@@ -682,16 +636,16 @@ def export(
     """
     model, problem = module.model, None
     dtype = getattr(processor.config, "dtype", None) or torch.float32
-    empty = {key: shape for key, (_, shape) in model.carried.items()}
+    empty = {}
     for name, key in model.hub_names.items():
-        size, kind = model.get_parameter(name).shape, model.hub_types.get(key, dtype)
-        empty[key] = torch.empty(size, dtype=kind, device="meta")
+        empty[key] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="meta")
+    empty |= {key: found for key, (_, found) in model.kept.items()}
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    files = gather_files(model, plan.filename_to_tensors, dtype)
+    files = gather_files(model, plan.filename_to_tensors, empty)
     if distributed.is_main():
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
-            write_weights(aside, files, plan, model.carried)
+            write_weights(aside, files, plan, model.kept)
             write_settings(aside, model, processor)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -706,18 +660,16 @@ def export(
 
 
 def gather_files(
-    model: nn.Module, files: dict[str, list[str]], dtype: torch.dtype
+    model: nn.Module, files: dict[str, list[str]], empty: dict[str, Tensor]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The files of an export, each with its tensors on rank 0 and with none on the others. All
-    ranks must iterate."""
+    """The files of an export, each with its tensors on rank 0, in the types of ``empty``, and with
+    none on the others; without weights that the model does not have. All ranks must iterate."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = {key: name for name, key in model.hub_names.items()}
     adapters: dict[str, Tensor] = {}
     for file, keys in files.items():
         tensors = {}
-        for key in keys:
-            if key in model.carried:
-                continue
+        for key in filter(names.get, keys):  # in one order on all ranks
             name = names[key]
             stem = name.removesuffix(".weight")
             full = whole(parameters[name])
@@ -728,9 +680,9 @@ def gather_files(
                     adapters[f"base_model.model.{stem}.lora_A.weight"] = a.cpu()
                     adapters[f"base_model.model.{stem}.lora_B.weight"] = b.cpu()
             if distributed.is_main():
-                full, kind = as_in_files(model.config, name, full), model.hub_types.get(key, dtype)
+                full = as_in_files(model.config, name, full)
                 # copy: a tied weight stands in the files twice
-                tensors[key] = full.to(kind, copy=True).cpu().contiguous()
+                tensors[key] = full.to(empty[key].dtype, copy=True).cpu().contiguous()
         yield file, tensors
     if adapters:
         yield "adapter/adapter_model.safetensors", adapters
@@ -742,16 +694,16 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def write_weights(
-    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, carried: dict[str, tuple]
+    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, kept: dict[str, tuple]
 ) -> None:
     """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
-    weight that is not finite, or one of the ``carried`` that is no longer in its file."""
+    weight that is not finite, or one of the ``kept`` whose file is gone."""
     if aside.is_symlink() or aside.exists():
         remove_tree(aside)
     aside.mkdir(parents=True)
     for file, tensors in files:
-        for key in carried.keys() & plan.filename_to_tensors.get(file, []):
-            with open_weights(carried[key][0]) as source:
+        for key in set(plan.filename_to_tensors.get(file, [])) - tensors.keys():
+            with open_weights(kept[key][0]) as source:
                 tensors[key] = source.get_tensor(key)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
