@@ -96,7 +96,9 @@ FLOORS = (
         ),
         "common.storage": ("common.vlm.weights", "common.fsdp"),
         "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
-        "common.memory": ("common.vlm.attention", "common.vlm.model"),
+        "common.memory": (
+            "common.vlm.attention", "common.vlm.linear_attention", "common.vlm.model",
+        ),
     },
     {
         "common.judge": (),

@@ -62,6 +62,19 @@ def state_bytes(text_config, itemsize: int) -> int:
     return layers * (4 * states + itemsize * (WIDTH - 1) * channels(text_config))
 
 
+def activation_bytes(text_config, itemsize: int) -> int:
+    """Bytes per token that a layer keeps for its backward: what the convolution reads, in float32,
+    and its output before and after the activation; of `fla_rule` queries, keys and a product of
+    each token with those of its chunk of 64; five copies of the output around the gated norm, three
+    of them in float32. `padded_rule` keeps more."""
+    if not linear_layers(text_config):
+        return 0
+    heads, values = text_config.linear_num_value_heads, text_config.linear_value_head_dim
+    rule = heads * (2 * text_config.linear_key_head_dim + 64)
+    around = (12 + 2 * itemsize) * heads * values
+    return (4 + 2 * itemsize) * channels(text_config) + itemsize * rule + around
+
+
 # -------------------------------------------------------------------------------------------------
 # The layer
 # -------------------------------------------------------------------------------------------------
