@@ -102,7 +102,8 @@ class DeltaNet(nn.Module):
     Its weights keep their names, but for the two that move into `Decay`.
 
     Raises:
-        ValueError: a convolution of another width, or another activation.
+        ValueError: a convolution of another width, another activation, heads of keys that do not
+            divide those of values.
     """
 
     def __init__(self, theirs: nn.Module):
@@ -111,6 +112,11 @@ class DeltaNet(nn.Module):
             raise ValueError(
                 f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
                 f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
+            )
+        if theirs.num_v_heads % theirs.num_k_heads:
+            raise ValueError(
+                f"linear_num_key_heads {theirs.num_k_heads} does not divide "
+                f"linear_num_value_heads {theirs.num_v_heads}"
             )
         vars(self).update(vars(theirs))
         self.decay = Decay(self._parameters.pop("A_log"), self._parameters.pop("dt_bias"))
