@@ -99,7 +99,7 @@ class DeltaNet(nn.Module):
     """A layer of transformers with its weights, whose tokens are mixed by ``attention.linear``:
     `PackedDelta` or `SlotStates`.
 
-    Its weights keep their names, but for the two that move into `Decay`.
+    It takes over all that the layer has. Weights keep their names, but for the two in `Decay`.
 
     Raises:
         ValueError: a convolution of another width, another activation, heads of keys that do not
@@ -166,13 +166,15 @@ class Stretch:
             lie.
         bounds: (segments + 1,) int64, where each begins and ends among these.
         padded: (segments, longest) rows of the packed row; padding points at a segment's first.
-        inside: (segments, longest) bool, False in padding.
+        is_padding: (segments, longest, 1) bool.
+        places: (n,) where ``padded``, flattened, holds them.
     """
 
     rows: Tensor | None
     bounds: Tensor
     padded: Tensor
-    inside: Tensor
+    is_padding: Tensor
+    places: Tensor
 
 
 class PackedDelta:
@@ -230,7 +232,8 @@ class PackedDelta:
             rows=None if in_order else self.to_device(rows),
             bounds=self.to_device(np.append(0, np.cumsum(lengths))),
             padded=self.to_device(padded),
-            inside=self.to_device(inside),
+            is_padding=self.to_device(~inside[..., None]),
+            places=self.to_device(np.flatnonzero(inside)),
         )
 
     def keep(self, table: np.ndarray, plan: tuple[Tensor, ...]) -> None:
@@ -354,7 +357,7 @@ def padded_rule(
     shape = stretch.padded.shape
     batch = [x.index_select(0, stretch.padded.flatten()).unflatten(0, shape) for x in inputs]
     q, k, v = batch[:3]  # (segments, longest, Hv, D)
-    decay, strength = (x.masked_fill(~stretch.inside[..., None], 0) for x in batch[3:])
+    decay, strength = (x.masked_fill(stretch.is_padding, 0) for x in batch[3:])
     # Unwrapped: where flash-linear-attention is installed the name stands for its kernel.
     function = inspect.unwrap(qwen3_5.torch_chunk_gated_delta_rule)
     out, state = function(
@@ -368,7 +371,7 @@ def padded_rule(
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    return out[stretch.inside], state
+    return out.flatten(0, 1).index_select(0, stretch.places), state
 
 
 # -------------------------------------------------------------------------------------------------
