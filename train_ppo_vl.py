@@ -53,8 +53,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
-    actor, critic, reference = build_models(args, rows.processor, ranks)
-    build_reward_models(args, reward, rows, actor, ranks)
+    models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
+    models |= build_reward_models(args, reward, rows, models["actor"])
+    fit_memory(args, models, rows, ranks)
+    actor, critic, reference = load_models(args, models, ranks)
+    load_reward_models(args, reward, models, ranks)
 
     trained = make_trained(args, actor, critic, reference)
     state = TrainState.fresh(args)
@@ -621,6 +624,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
+    budget,
     checkpoint,
     fsdp,
     judge,
@@ -907,42 +911,106 @@ class Critic(nn.Module):
 
 
 def build_models(
-    args: Args, processor: data.Processor, ranks: distributed.Ranks
-) -> tuple[Policy, Critic | None, Policy | None]:
-    """Build, shard and load the actor, the critic (gae only) and the reference (only if a KL is
-    used)."""
-    critic = reference = None
-    if args.rollout.cuda_graphs == "on" and ranks.device.type != "cuda":
+    args: Args, processor: data.Processor, device: torch.device
+) -> dict[str, nn.Module]:
+    """Actor, critic (gae only) and reference (only if a KL is used) by role, on meta; they will
+    compute on ``device``. With adapters the reference is the actor without them.
+
+    Raises:
+        UserError: on every rank alike: a checkpoint that is not there, or cannot have this role.
+    """
+    algorithm = args.algorithm
+    if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, processor, ranks.device, args.longest)
+        builder = weights.Builder(args.model, processor, device, args.longest)
         actor = Policy(builder.actor(), processor)
+        models: dict[str, nn.Module] = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance"
             )
-        load(actor, builder.folder, args, ranks)
-        if args.algorithm.advantage == "gae":
-            body, folder = builder.role(args.algorithm.critic_model, head=False)
-            critic = Critic(body)
-            load(critic, folder, args, ranks)
-        if args.algorithm.kl_coef and args.model.lora_rank and not args.algorithm.reference_model:
-            reference = actor  # without its adapters
-        elif args.algorithm.kl_coef:
-            body, folder = builder.role(args.algorithm.reference_model, frozen=True)
+        if algorithm.advantage == "gae":
+            models["critic"] = Critic(builder.role(algorithm.critic_model, head=False))
+        if algorithm.kl_coef and (algorithm.reference_model or not args.model.lora_rank):
+            body = builder.role(algorithm.reference_model, frozen=True)
             reference = Policy(body, processor).requires_grad_(False).eval()
-            if args.algorithm.reference_every and not fsdp.same_shapes(reference, actor):
+            models["reference"] = reference
+            if algorithm.reference_every and not fsdp.same_shapes(reference, actor):
                 raise ValueError(
-                    f"--reference_every: the reference {folder} and the actor {builder.folder} have weights "
-                    "of different names or shapes; leave out --reference_model"
+                    f"--reference_every: the reference {body.folder} and the actor "
+                    f"{builder.folder} have weights of different names or shapes; leave out "
+                    "--reference_model"
                 )
-            load(reference, folder, args, ranks)
-            fsdp.offload(reference, args.update.offload)
-    return actor, critic, reference
+    return models
 
 
-def load(module: nn.Module, folder: Path, args: Args, ranks: distributed.Ranks) -> set[str]:
+def fit_memory(
+    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: distributed.Ranks
+) -> None:
+    """Hold the run against the memory of a GPU, and decide --gradient_checkpointing auto. Raises
+    UserError on every rank alike: it does not fit."""
+    if args.run.export_only:
+        return
+    plan = memory_plan(args, models, rows, ranks.world)
+    if budget.check(plan, args.model, args.update.offload, args.longest, ranks):
+        for role in models.keys() & {"actor", "critic"}:
+            weights.recompute_layers(models[role].model)
+
+
+def memory_plan(
+    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: int
+) -> budget.PolicyMemory:
+    """What the memory of a GPU depends on."""
+    algorithm, rollout = args.algorithm, args.rollout
+    prompts = -(-args.prompts_per_rollout // ranks)
+    demand = budget.Demand(
+        shards=args.run.hsdp or ranks,
+        longest=max(len(row.input_ids) for row in rows.train + rows.held_out),
+        max_new_tokens=rollout.max_new_tokens,
+        sequences=prompts * max(rollout.samples_per_prompt, rollout.eval_samples),
+        slots=rollout.slots,
+        offload=args.update.offload,
+        average=args.update.ema_beta > 0,
+        scores_actor=algorithm.importance_cap > 0
+        or algorithm.high_entropy_ratio < 1
+        or algorithm.kl_estimator == "full",
+        exact_kl=args.exact_kl_in_loss,
+        critique_tokens=args.reward.grm_max_new_tokens
+        if args.reward.grm_mode == "critique"
+        else 0,
+        trains=not args.run.eval_only,
+        saved=saved_roles(args),
+    )
+    return budget.PolicyMemory(models, demand)
+
+
+def saved_roles(args: Args) -> tuple[str, ...]:
+    """The roles whose weights are in a checkpoint."""
+    if args.run.eval_only or args.checkpoint.save_every == 0:
+        return ()
+    moving = ("reference",) if args.algorithm.reference_every else ()
+    return ("actor", "critic", *moving)
+
+
+def load_models(
+    args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
+) -> tuple[Policy, Critic | None, Policy | None]:
+    """Shard and load actor, critic and reference."""
+    with distributed.raise_on_all_ranks():
+        for role in ("actor", "critic", "reference"):
+            if role in models:
+                load(models[role], args, ranks)
+    actor, reference = models["actor"], models.get("reference")
+    if reference is not None:
+        fsdp.offload(reference, args.update.offload)
+    elif args.algorithm.kl_coef:
+        reference = actor  # without its adapters
+    return actor, models.get("critic"), reference
+
+
+def load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
     """Shard a module that is on meta, allocate the shards and stream the weights into them. Returns
     the names of the weights in the files that were read."""
     shard(module, ranks)
@@ -951,7 +1019,7 @@ def load(module: nn.Module, folder: Path, args: Args, ranks: distributed.Ranks) 
     head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    return weights.load(module.model, folder, value_head=head)
+    return weights.load(module.model, module.model.folder, value_head=head)
 
 
 def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
@@ -1005,20 +1073,22 @@ def make_trained(
 
 
 def build_reward_models(
-    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy, ranks: distributed.Ranks
-) -> None:
-    """Load the judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of
-    rewards; all are frozen.
+    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
+) -> dict[str, nn.Module]:
+    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
+    name, on meta; all are frozen.
 
     Raises:
-        UserError: on every rank alike: no such folder, no judge.json, no value head, a question the
-            judge was not trained on, rows with pictures or videos that its family cannot see.
+        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
+            trained on, rows with pictures or videos that its family cannot see.
     """
+    models: dict[str, nn.Module] = {}
     if args.run.export_only:
-        return
+        return models
+    planned = actor.model.compute.device.type == "meta"
     for source in reward.model_sources():
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            folder = weights.resolve_folder(source.folder)
+            folder = weights.resolve_folder(source.folder, weights=not planned)
             # A reward model sees pictures at the size that it was trained on.
             processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
             reward.check_media(source, processor, rows.train + rows.held_out)
@@ -1030,15 +1100,29 @@ def build_reward_models(
                 vision=not shares_tower,
                 head=source.kind == "grm",
             )
+            model.folder = folder
             module = Policy(model, processor) if source.kind == "grm" else Critic(model)
-            module.requires_grad_(False)
-            found = load(module, folder, args, ranks)
+            models[source.name] = module.requires_grad_(False)
+            if not planned:
+                source.ask = asker(source, module, processor, shares_tower, args)
+    return models
+
+
+def load_reward_models(
+    args: Args, reward: rewards.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
+) -> None:
+    """Shard and load them. Raises UserError on every rank alike: no value head."""
+    for source in reward.model_sources():
+        if source.name not in models:  # of a run that only exports
+            continue
+        module = models[source.name]
+        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
+            found = load(module, args, ranks)
             if source.kind == "rm" and not found & weights.VALUE_HEADS:
                 raise ValueError(
                     f"no value head: none of the weights {', '.join(sorted(weights.VALUE_HEADS))}"
                 )
-            source.ask = asker(source, module, processor, shares_tower, args)
-            fsdp.offload(module, args.update.offload)
+        fsdp.offload(module, args.update.offload)
 
 
 def asker(
@@ -1167,6 +1251,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt)
         with torch.inference_mode(), fsdp.bare_forwards(vlm.decoder(actor.model)):
             results = engine.generate()
+    del engine  # its slots and graphs
+    memory.release()
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for group in own:
         responses[group] = [results[group, number].tokens for number in range(samples_per_prompt)]
@@ -1884,18 +1970,17 @@ class RolloutEngine:
         self.searched = [0] * slots  # tokens already searched for stop strings
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to 256, as fit into 90 % of the memory that a prefill leaves
-        free."""
+        """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
         wanted = min(wanted, self.sampling.slots or 256)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        room = free - memory.rollout_work(self.actor, self.sampling.slots)
+        work = memory.rollout_work(self.actor, self.sampling.slots)
+        room = memory.without_margin(free) - work
         text = self.actor.model.config.get_text_config()
         slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
-        fits = int(0.9 * room) // slot
-        return max(1, min(wanted, fits))
+        return max(1, min(wanted, int(room // slot)))
 
     def generate(self) -> dict[tuple[int, int], Response]:
         """All samples, by (group, sample number)."""

@@ -144,6 +144,8 @@ def build_parser(args_class: type, description: str) -> "Parser":
                 options = {"action": argparse.BooleanOptionalAction}
             elif choices:
                 options["choices"] = choices
+                if "on" in choices:  # the bare flag switches it on
+                    options |= {"nargs": "?", "const": "on"}
             else:
                 options["metavar"] = field.type.__name__.upper()
             section.add_argument(f"--{field.name}", help=text, **options)
@@ -185,8 +187,10 @@ def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
     """
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"--config {path}: no valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"--config {path}: no JSON object")
     known = list_fields(args_class)
@@ -195,6 +199,8 @@ def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
         raise UserError(f"--config {path}: unknown flags: {unknown}{did_you_mean(unknown, known)}")
     for name, value in config.items():
         kind, choices = known[name].type, known[name].metadata["choices"]
+        if "on" in choices and isinstance(value, bool):  # written when it was on or off only
+            value = "on" if value else "off"
         if not has_kind(value, kind):
             raise UserError(f"--config {path}: {name} = {value!r} is not of type {kind.__name__}")
         if choices and value not in choices:
@@ -263,7 +269,7 @@ FOREIGN_NAMES = {
     "reference_model": "ref_model",
     "dtype": "torch_dtype bf16 fp16 param_dtype",
     "attention": "attn_implementation flash_attn",
-    "gradient_checkpointing": "enable_gradient_checkpointing",
+    "gradient_checkpointing": "enable_gradient_checkpointing no_gradient_checkpointing",
     "lora_rank": "lora_r use_peft target_modules lora_target_modules lora_targets",
     "train_vision": "freeze_vision_tower",
     # data
@@ -379,7 +385,7 @@ def suggestions(unknown: str, known: list[str]) -> list[str]:
 
 
 class Refusals:
-    """What is wrong with a script's Args, told at once. Begins with the bounds of single flags and
+    """What is wrong with a script's Args, reported together. Begins with the bounds of single flags and
     the rules of both scripts; a script adds its own: ``refuse(condition, message)``."""
 
     def __init__(self, groups: Any):

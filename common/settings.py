@@ -26,9 +26,11 @@ class ModelArgs:
         choices=("auto", "flash_attn", "varlen", "sdpa"),
         neutral=True,
     )
-    gradient_checkpointing: bool = flag(
-        False,
-        "recompute layers in the backward pass: less memory, about 30 % more time",
+    gradient_checkpointing: str = flag(
+        "auto",
+        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU "
+        "if the run would not fit otherwise, never on a CPU",
+        choices=("auto", "on", "off"),
         neutral=True,
     )
     train_vision: bool = flag(

@@ -56,7 +56,10 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (49_142, 36_000),
+    "product: expressions": (52_885, 36_000),
+    "train_ppo_vl.py: expressions": (8_280, 8_000),
+    "train_grm_vl.py: expressions": (3_288, 3_200),
+    "script: names imported from common": (26, 25),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -94,11 +97,15 @@ FLOORS = (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
             "common.vlm.linear_attention", "common.vlm.model", "common.fsdp",
         ),
-        "common.storage": ("common.vlm.weights", "common.fsdp"),
-        "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.staging": ("common.fsdp",),
+        "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
+        "common.checkpoint": (
+            "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
+        ),
         "common.memory": (
             "common.vlm.attention", "common.vlm.linear_attention", "common.vlm.model",
         ),
+        "common.budget": ("common.vlm.attention", "common.memory"),
     },
     {
         "common.judge": (),

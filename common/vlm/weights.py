@@ -229,9 +229,9 @@ class Builder:
         self.prepare(model)
         return model
 
-    def role(self, name: str, head: bool = True, frozen: bool = False) -> tuple[nn.Module, Path]:
-        """The model of a checkpoint, or the actor's if ``name`` is empty; and its folder. It reads
-        the actor's image features, but has a tower of its own where towers are trained.
+    def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
+        """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
+        image features, but has a tower of its own where towers are trained.
 
         Raises:
             ValueError: the checkpoint has another vocabulary, or another tower, so that its
@@ -247,7 +247,7 @@ class Builder:
             model.requires_grad_(False)
         else:
             self.prepare(model)
-        return model, folder
+        return model
 
     def check_role(self, folder: Path, config) -> None:
         size, tokens = config.get_text_config().vocab_size, self.config.get_text_config().vocab_size
@@ -276,9 +276,14 @@ class Builder:
             add_adapters(
                 model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
             )
-        if self.args.gradient_checkpointing:
-            for part in trained_parts(model):
-                part.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.args.gradient_checkpointing == "on":
+            recompute_layers(model)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Gradient checkpointing: the backward pass computes the activations of each layer again."""
+    for part in trained_parts(model):
+        part.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def build_frozen(config, compute: Compute, longest: int, vision: bool, head: bool) -> nn.Module:
