@@ -264,7 +264,7 @@ from common import budget, checkpoint, fsdp, logging, logprobs, memory
 from common import judge as judgements
 from common.buffers import Batch, Row
 from common.cards import sample_card
-from common.vlm import data, images, weights
+from common.vlm import data, images, self_check, weights
 from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
@@ -482,6 +482,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
         weights.materialize(judge, ranks.device)
         weights.init_adapters(judge.model, args.run.seed)
         weights.load(judge.model, builder.folder)
+    self_check.settle([judge.model], args.model)
     return judge
 
 

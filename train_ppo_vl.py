@@ -25,11 +25,9 @@ Invariants, each with a test:
 
 import functools
 import json
-import math
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 from common import flags, settings
@@ -41,7 +39,7 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 # batch sizes of CUDA graphs; the number of slots is one too
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
-GRAPH_PAYS = 16
+GRAPH_PAYS = 2
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -73,9 +71,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
-    last = args.optim.steps
+    begun, last = state.step, args.optim.steps
     with checkpoints, open_stream(args, rows, state) as stream:
-        for step in range(state.step, max(state.step, last) + 1):  # steps done so far
+        for step in range(begun, max(begun, last) + 1):  # steps done so far
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
@@ -114,6 +112,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, reward, checkpoints, args)  # recorded before it is saved
             checkpoints.check_skipped(state, trained, args.optim.max_skipped_steps)
+            check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
 
@@ -400,6 +399,13 @@ class UpdateArgs:
         "costs one more forward per update",
         low=0,
     )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
+        "sampler and training, is above this, and warn later; -1: 0.1, in float32 0.001; 0: off",
+        low=-1,
+        neutral=True,
+    )
     ema_beta: float = flag(
         0.0,
         "decay of a running average of the actor's weights, updated after each applied update "
@@ -627,6 +633,7 @@ from common import (
     budget,
     checkpoint,
     fsdp,
+    graphs,
     judge,
     logging,
     logprobs,
@@ -637,7 +644,7 @@ from common import (
 )
 from common.buffers import Batch, Row
 from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, weights
+from common.vlm import attention, data, self_check, weights
 from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
@@ -997,11 +1004,13 @@ def saved_roles(args: Args) -> tuple[str, ...]:
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference."""
+    """Shard and load actor, critic and reference; check on the actor that this machine computes
+    right."""
     with distributed.raise_on_all_ranks():
         for role in ("actor", "critic", "reference"):
             if role in models:
                 load(models[role], args, ranks)
+    self_check.settle([module.model for module in models.values()], args.model)
     actor, reference = models["actor"], models.get("reference")
     if reference is not None:
         fsdp.offload(reference, args.update.offload)
@@ -1858,6 +1867,33 @@ def report(
     log.settle(args.checkpoint.max_failed_saves)
 
 
+def check_sampler(
+    log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
+) -> None:
+    """Compare the log-probs of the sampler with those of training, by value. A gap that rounding
+    does not explain raises a UserError after the first update of this process, on every rank alike,
+    and is warned of later.
+
+    Args:
+        begun: the step at which this process began.
+    """
+    limit = args.update.sampler_gap_limit
+    if limit < 0:
+        limit = logprobs.gap_limit(actor.model.compute.dtype)
+    gap = state.metrics.get("train/sampler_gap", 0.0)
+    if not limit or gap <= limit:
+        return
+    problem = (
+        f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
+        "sampler recorded are not those that the update finds for the same tokens, so it is not "
+        "the policy that sampled which is trained. Try --attention sdpa, or --cuda_graphs off; "
+        "--sampler_gap_limit moves the limit (0: none)"
+    )
+    if state.step == 1 + max(begun, args.update.critic_warmup_steps):
+        raise UserError(problem)
+    log.line(f"warning: {problem}")
+
+
 def performance(
     batch: Batch, actor: Policy, critic: Critic | None, metrics: dict[str, float], args: Args
 ) -> dict[str, float]:
@@ -1931,14 +1967,10 @@ class RolloutEngine:
         )
 
         self.make_slots(slots)
-        # Weights are gathered to new addresses, so graphs live for one rollout: one per batch size,
-        # all in one memory pool.
-        self.steps_by_size: dict[int, int] = {}
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.eager_steps = math.inf
-        if self.pool is not None and sampling.cuda_graphs != "off":
-            self.eager_steps = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+        self.graphs: graphs.StepGraphs | None = None
+        if device.type == "cuda" and sampling.cuda_graphs != "off":
+            eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype)
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
@@ -1954,16 +1986,8 @@ class RolloutEngine:
         # One spare column: a finished slot keeps computing, and writes past its end.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        self.state = [
-            self.length,
-            self.rope,
-            self.count_done,
-            self.last,
-            self.keys,
-            self.done,
-            self.out_tokens,
-            self.out_logprobs,
-        ]
+        names = ("length", "rope", "count_done", "last", "keys", "done")
+        self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
         # On the host: (group, sample number), None where the slot is free.
         self.owner: list[tuple[int, int] | None] = [None] * slots
         self.stored = [0] * slots  # upper bound of the cached tokens
@@ -2063,26 +2087,10 @@ class RolloutEngine:
         capacity = self.cache.capacity
         longest = min(max(self.stored[:size]) + 1, capacity)
         self.stored[:size] = [min(n + 1, capacity - 1) for n in self.stored[:size]]
-        if self.eager_steps == math.inf:
+        if self.graphs is None:
             return self.step(size, longest)
         size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
-        self.steps_by_size[size] = steps = self.steps_by_size.get(size, 0) + 1
-        # the first eager step also sets up what a capture needs: workspaces, kernels
-        if steps <= self.eager_steps:
-            return self.step(size, capacity)
-        if size not in self.graphs:
-            self.graphs[size] = self.capture(size)
-        self.graphs[size].replay()
-
-    def capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """A CUDA graph of `step`. Its inputs are device state: only addresses, batch size and
-        capacity are baked in."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
-        # written) must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.step(size, self.cache.capacity)
-        return graph
+        self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest`` bounds the
@@ -2180,7 +2188,7 @@ class RolloutEngine:
         source = [slot for slot in active if slot >= len(active)]
         if source:
             self.cache.move(source, target, max(self.stored[slot] for slot in source))
-            for state in self.state:
+            for state in self.state.values():
                 state[target] = state[source]
             for s, t in zip(source, target):
                 self.owner[t], self.owner[s] = self.owner[s], None

@@ -56,10 +56,11 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (52_885, 36_000),
-    "train_ppo_vl.py: expressions": (8_280, 8_000),
-    "train_grm_vl.py: expressions": (3_288, 3_200),
-    "script: names imported from common": (26, 25),
+    "product: expressions": (55_808, 36_000),
+    "train_ppo_vl.py: expressions": (8_315, 8_000),
+    "train_grm_vl.py: expressions": (3_296, 3_200),
+    "script: names imported from common": (28, 25),
+    "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -71,7 +72,8 @@ FLOORS = (
         "common.settings": ("common.flags",),
         "common.cards": (),
         "common.losses": (),
-        "common.logprobs": (),
+        "common.fused": (),
+        "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
         "common.buffers": ("common.distributed",),
         "common.logging": (
@@ -92,10 +94,16 @@ FLOORS = (
         "common.vlm.model": (
             "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
         ),
+        "common.vlm.layers": (),
+        "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.linear_attention", "common.vlm.model", "common.fsdp",
+            "common.vlm.linear_attention", "common.vlm.model", "common.vlm.layers", "common.fsdp",
+        ),
+        "common.vlm.self_check": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
+            "common.vlm.model", "common.fsdp", "common.vlm.weights",
         ),
         "common.staging": ("common.fsdp",),
         "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),

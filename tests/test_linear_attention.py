@@ -530,17 +530,21 @@ def test_quantized_checkpoints_are_refused(qwen35, picture_rows, tmp_path):
         start(tmp_path / "model", picture_rows)
 
 
-def test_the_rule_is_chosen_and_printed_once(monkeypatch, capsys):
-    monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: None)
-    choose = linear_attention.choose_rule.__wrapped__
-    assert choose("cpu", torch.float32) is choose("cuda", torch.bfloat16) is linear_attention.padded_rule
-    said = capsys.readouterr().out.splitlines()
-    assert said[0] == "linear attention: torch" and "pip install fla-core" in said[1]
-    monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: name)
+def test_the_rule_is_chosen_and_printed(monkeypatch, capsys):
+    choose, announce = linear_attention.choose_rule.__wrapped__, linear_attention.announce_rule.__wrapped__
+    monkeypatch.setattr(linear_attention, "choose_rule", choose)
     monkeypatch.setattr(linear_attention, "load_fla", lambda: None)
-    assert choose("cuda", torch.bfloat16) is linear_attention.fla_rule
-    assert choose("cuda", torch.float32) is linear_attention.padded_rule                  # its kernels take bfloat16
-    assert capsys.readouterr().out.splitlines() == ["linear attention: flash-linear-attention", "linear attention: torch"]
+    for spec in (None, "fla"):
+        monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: spec)
+        in_bfloat16 = linear_attention.fla_rule if spec else linear_attention.padded_rule
+        assert choose("cuda", torch.bfloat16) is in_bfloat16
+        assert choose("cpu", torch.float32) is choose("cuda", torch.float32) is linear_attention.padded_rule
+        for device, dtype in (("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)):
+            announce(device, dtype)
+    missing = "linear attention: torch (flash-linear-attention is not installed, which is faster: pip install fla-core)"
+    assert capsys.readouterr().out.splitlines() == [
+        missing, "linear attention: torch", "linear attention: torch",
+        "linear attention: flash-linear-attention", "linear attention: torch", "linear attention: torch"]
 
 
 def test_a_kernel_that_does_not_load_is_refused(monkeypatch, tmp_path):

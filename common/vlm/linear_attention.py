@@ -185,6 +185,7 @@ class PackedDelta:
         segments: as of `attention.PackedAttention`.
         states, plan: prefill. Where a segment's last token goes to a slot, by `plan` as of
             `attention.PackedAttention`, its final state and last inputs go there, too.
+        rule: None: that of `choose_rule`.
 
     Raises:
         ValueError: a prefix that is not a whole segment.
@@ -196,8 +197,9 @@ class PackedDelta:
         device: torch.device,
         states: "SlotStates | None" = None,
         plan: tuple[Tensor, ...] = (),
+        rule: Callable | None = None,
     ):
-        self.device, self.states = device, states
+        self.device, self.states, self.rule = device, states, rule
         table = np.asarray([segment[:4] for segment in segments], dtype=np.int64)
         start, end, prefix_start, prefix_end = table.T
         whole = np.flatnonzero(prefix_start == prefix_end)
@@ -267,7 +269,7 @@ class PackedDelta:
         """The delta rule: q, k (N, Hv, Dk), v (N, Hv, Dv), logarithm of the decay and strength of
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
-        rule = choose_rule(q.device.type, q.dtype)
+        rule = self.rule or choose_rule(q.device.type, q.dtype)
         out, state = rule(self.whole, inputs, None)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
             self.states.states[layer, self.slots] = state[self.kept]
@@ -297,23 +299,25 @@ def beyond_segments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def choose_rule(device: str, dtype: torch.dtype) -> Callable:
-    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`; the
-    main rank prints which.
+    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`. Raises
+    ValueError: the package is installed and does not load."""
+    runs = device == "cuda" and dtype != torch.float32
+    if not runs or importlib.util.find_spec("fla") is None:
+        return padded_rule
+    load_fla()
+    return fla_rule
 
-    Raises:
-        ValueError: the package is installed and does not load.
-    """
-    rule, hint = padded_rule, ""
-    if device == "cuda" and dtype != torch.float32:
-        if importlib.util.find_spec("fla") is not None:
-            load_fla()
-            rule = fla_rule
-        else:
-            hint = f" (flash-linear-attention is not installed, which is faster: {FLA_INSTALL})"
+
+@functools.cache
+def announce_rule(device: str, dtype: torch.dtype) -> None:
+    """The main rank prints the rule of this device and type, once."""
+    name, hint = "torch", ""
+    if choose_rule(device, dtype) is fla_rule:
+        name = "flash-linear-attention"
+    elif device == "cuda" and dtype != torch.float32:
+        hint = f" (flash-linear-attention is not installed, which is faster: {FLA_INSTALL})"
     if distributed.is_main():
-        name = "flash-linear-attention" if rule is fla_rule else "torch"
         print(f"linear attention: {name}{hint}", flush=True)
-    return rule
 
 
 def load_fla() -> Callable:

@@ -35,11 +35,12 @@ from common.files import read_json, remove_tree, sync_folder, write_pointer
 from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
-from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend
+from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
-from common.vlm.linear_attention import choose_rule
+from common.vlm.layers import use_fewer_kernels
+from common.vlm.linear_attention import announce_rule
 from common.vlm.model import (
     check_positions,
     decoder,
@@ -198,14 +199,15 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     if name == "auto":
         name = "float32" if small else "bfloat16"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    chunk = args.head_chunk or (256 if small else 1024)
+    chunk = args.head_chunk or (256 if small else 4096)
     if device.type == "meta":
         return Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
     backend = choose_backend(args.attention, device, dtype)
     if distributed.is_main():
         install = ""
-        if backend == "varlen":
-            install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})"
+        problem = flash_attn_problem() if backend == "varlen" else ""
+        if problem:
+            install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
         ranks = f"{distributed.world_size()} x {device.type}"
         print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
     return Compute(backend, dtype, device, args.max_tokens_per_pack, chunk)
@@ -310,7 +312,7 @@ def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
         freeze(tower_parameters(model), compute.dtype)
     use_attention(model, compute.backend)
     if float32_parts(model) and compute.device.type != "meta":
-        choose_rule(compute.device.type, compute.dtype)
+        announce_rule(compute.device.type, compute.dtype)
 
 
 def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) -> nn.Module:
@@ -341,6 +343,7 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
             f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
         ) from error
     use_mixers(model)
+    use_fewer_kernels(model)
     language = decoder(model)
     check_positions(language, text, longest)
     # EOS may serve as padding, and learns like any token
@@ -550,7 +553,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                     target = value_head.weight
                 value = tensors.get_slice(key)
                 if re.search(KEPT_KEYS, key):
-                    kind = WEIGHT_TYPES.get(value.get_dtype(), torch.float32)
+                    kind = WEIGHT_TYPES.get(value.get_dtype())
                     found = torch.empty(value.get_shape(), dtype=kind, device="meta")
                     model.kept[key] = folder / file, found
                 if target is None:
