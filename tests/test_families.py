@@ -543,7 +543,8 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     for name, parameter in vlm.decoder(env.actor.model).named_parameters():
         if (gradient := expected[name]) is not None:
             error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
-            assert error < 1e-5 or "embed" in name and error < 1e-4, (name, float(error))
+            bound = 1e-4 if "embed" in name else 5e-5 if "linear_attn" in name else 1e-5
+            assert error < bound, (name, float(error))
     family.oracle.zero_grad()
     env.actor.zero_grad()
 
