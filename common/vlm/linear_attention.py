@@ -129,9 +129,7 @@ class DeltaNet(nn.Module):
     def dt_bias(self) -> Tensor:
         return self.decay.dt_bias
 
-    def forward(
-        self, hidden_states: Tensor, cache_params=None, attention=None, **given
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache_params=None, attention=None, **given) -> Tensor:
         """(1, N, H) -> (1, N, H). With a cache of transformers, as in Hugging Face's `generate`, it
         is the layer of transformers."""
         if cache_params is not None:
