@@ -190,6 +190,8 @@ def test_a_prefix_must_be_a_whole_segment():
     for wrong in [(5, 7, 0, 4), (5, 7, 1, 5)]:
         with pytest.raises(ValueError, match="a prefix must be a whole segment"):
             PackedDelta([(0, 5, 0, 0), wrong], CPU)
+    with pytest.raises(ValueError, match="a prefix must be a whole segment"):
+        PackedDelta([(0, 3, 3, 8)], CPU)
 
 
 # ------------------------------------------------------------------------------------------------ a model

@@ -202,11 +202,12 @@ class PackedDelta:
         start, end, prefix_start, prefix_end = table.T
         whole = np.flatnonzero(prefix_start == prefix_end)
         forked = np.flatnonzero(prefix_start < prefix_end)
-        parent = np.searchsorted(start[whole], prefix_start[forked], side="right") - 1
-        parents = whole[parent]
-        if (table[parents, :2] != table[forked, 2:]).any():
+        ends_of = dict(zip(start[whole], end[whole]))
+        if any(ends_of.get(first) != last for first, last in table[forked, 2:]):
             raise ValueError("a prefix must be a whole segment where layers have a state")
+        parent = np.searchsorted(start[whole], prefix_start[forked])
         self.parent = self.to_device(parent)  # (R,) which of the W segments each continues
+        self.size = end[-1]
         self.whole = self.stretch(table[whole])
         self.forked = self.stretch(table[forked]) if len(forked) else None
         order = np.concatenate([whole, forked])
@@ -245,7 +246,7 @@ class PackedDelta:
         self.kept = torch.searchsorted(ends, rows[is_last], right=True)
         self.slots = slots[is_last]
         last = table[:, 1:2] - np.arange(WIDTH - 1, 0, -1)
-        self.last = self.to_device(np.where(last < table[:, :1], table[-1, 1], last))
+        self.last = self.to_device(np.where(last < table[:, :1], self.size, last))
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
