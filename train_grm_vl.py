@@ -515,6 +515,8 @@ def shard(judge: Judge, ranks: distributed.Ranks) -> Judge:
         # A tower's angles stay float32; torch 2.11 would cast them only in a recomputation.
         cast_forward_inputs=False,
     )
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=ranks.mesh)
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
     replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))

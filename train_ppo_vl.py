@@ -1043,6 +1043,8 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
         # recomputing
         cast_forward_inputs=False,
     )
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=ranks.mesh)
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
     if hasattr(module, "value_head"):
@@ -1968,7 +1970,8 @@ class RolloutEngine:
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
-            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype)
+            repeatable = self.cache.linear is None
+            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype, repeatable)
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
@@ -2000,9 +2003,8 @@ class RolloutEngine:
         free, _ = torch.cuda.mem_get_info()
         work = memory.rollout_work(self.actor, self.sampling.slots)
         room = memory.without_margin(free) - work
-        slot = capacity * attention.cache_bytes(
-            self.actor.model.config.get_text_config(), self.compute.dtype.itemsize
-        )
+        text = self.actor.model.config.get_text_config()
+        slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
         return max(1, min(wanted, int(room // slot)))
 
     def generate(self) -> dict[tuple[int, int], Response]:

@@ -20,7 +20,7 @@ import torch.nn as nn
 from common import distributed, memory
 from common.process import UserError
 from common.settings import ModelArgs
-from common.vlm.attention import cache_bytes
+from common.vlm.attention import slot_bytes
 
 # of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 RESERVED_GIB = 2.0
@@ -124,7 +124,7 @@ class PolicyMemory:
         root, _, layers = memory.gathered_bytes(module)
         work = memory.rollout_work(module, demand.slots)
         text = module.model.config.get_text_config()
-        slot = length * cache_bytes(text, memory.itemsize(module))
+        slot = slot_bytes(text, length, memory.itemsize(module))
         slots = min(demand.slots or 256, demand.sequences)
         if not demand.slots:
             free = room - RESERVED_GIB * GIB - total(stay) - root - layers
@@ -178,13 +178,12 @@ class JudgeMemory:
 
     def phases(self, choice: Choice, room: float) -> Phases:
         root, _, layers = memory.gathered_bytes(self.judge)
-        asked = self.batch * self.longest
-        cached = asked + self.batch * self.new_tokens
-        text = self.judge.model.config.get_text_config()
+        text, width = self.judge.model.config.get_text_config(), memory.itemsize(self.judge)
+        slot = slot_bytes(text, self.longest + self.new_tokens, width)
         evaluation = {
             "gathered weights": root + layers,
-            "KV cache": cached * cache_bytes(text, memory.itemsize(self.judge)),
-            "forward": asked * memory.layer_activations(self.judge),
+            "KV cache": self.batch * slot,
+            "forward": self.batch * self.longest * memory.layer_activations(self.judge),
         }
         update = update_bytes(self.judge, self.held["Adam"], choice)
         phases = {"update": self.held | update}

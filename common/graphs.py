@@ -27,14 +27,18 @@ class StepGraphs:
         eager_steps: at a batch size before it is captured. The first one also sets up what a
             capture needs: workspaces, kernels.
         dtype: of the model.
+        repeatable: whether a step can be run twice. One that moves the states of linear attention
+            on cannot: no replay is then compared with it.
     """
 
-    def __init__(self, state: dict[str, Tensor], eager_steps: int, dtype: torch.dtype):
+    def __init__(
+        self, state: dict[str, Tensor], eager_steps: int, dtype: torch.dtype, repeatable: bool
+    ):
         self.state, self.eager_steps, self.dtype = state, eager_steps, dtype
         self.steps: dict[int, int] = {}  # by batch size
         self.graphs: dict[int, Any] = {}
         self.pool: Any = None
-        self.compared = False
+        self.compared = not repeatable
 
     def run(self, step: Callable, size: int, capacity: int) -> None:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one."""

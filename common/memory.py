@@ -14,6 +14,7 @@ import torch.nn as nn
 
 from common import distributed
 from common.vlm.attention import head_dim
+from common.vlm.linear_attention import activation_bytes
 from common.vlm.model import decoder, routers, tower_parameters
 
 MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
@@ -29,11 +30,12 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 def layer_flops(policy: nn.Module) -> float:
     """Operations of the decoder's layers per token of an update."""
     text = policy.model.config.get_text_config()
-    used = 1.0  # of stacked experts, whose weights have three dimensions
+    used = 1.0  # of stacked experts
     if routers(policy.model):
         used = text.num_experts_per_tok / text.num_experts
     weights = sum(
-        p.numel() * (used if p.ndim == 3 else 1) for p in decoder(policy.model).layers.parameters()
+        p.numel() * (used if ".experts." in name else 1)
+        for name, p in decoder(policy.model).layers.named_parameters()
     )
     return flops_per_weight(policy) * weights
 
@@ -179,7 +181,8 @@ def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
 def layer_activations(module: nn.Module) -> int:
     """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
     float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
-    products read; queries, keys, values and output of the attention; four tensors of the MLP
+    products read; queries, keys, values and output of the attention, or what linear attention
+    keeps if that is more; four tensors of the MLP
     (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
     """
     text = module.model.config.get_text_config()
@@ -191,12 +194,14 @@ def layer_activations(module: nn.Module) -> int:
     for name, p in layer.named_parameters():
         if "norm" in name:
             norms += p.numel() * repeats.get(name.split(".")[-2], 1)
-    experts, inner = 0, text.intermediate_size
+    experts, inner = 0, getattr(text, "intermediate_size", 0)
     if routers(module.model):
         experts = text.num_experts_per_tok
         inner = experts * text.moe_intermediate_size
+        inner += getattr(text, "shared_expert_intermediate_size", 0)
     heads = 2 * head_dim(text) * (text.num_attention_heads + text.num_key_value_heads)
-    return (4 + width) * norms + width * ((2 + experts) * text.hidden_size + heads + 4 * inner)
+    mixing = max(width * heads, activation_bytes(text, width))
+    return (4 + width) * norms + mixing + width * ((2 + experts) * text.hidden_size + 4 * inner)
 
 
 def logits_of_chunk(module: nn.Module) -> int:

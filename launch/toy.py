@@ -2,6 +2,7 @@
 
     python launch/toy.py --out toy                       Qwen2.5-VL; about 30 seconds on one processor core
     python launch/toy.py --out toy3 --model qwen3_vl     Qwen3-VL
+    python launch/toy.py --out toy35 --model qwen3_5     Qwen3.5: two layers of three with linear attention
 
     <out>/model/        config.json, model.safetensors, tokenizer files with a chat template, preprocessor_config.json
     <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
@@ -75,7 +76,7 @@ COUNTS = ("1", "2", "3", "4")
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
 CAPTION_PROMPT = "describe the picture in three words."
 
-PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
+PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
                   "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = """\
@@ -234,7 +235,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int = 64, layers: int = 3):
-    """A model of `kind`, "qwen2_5_vl" or "qwen3_vl", with random weights: 0.4 to 0.5 million, fp32."""
+    """A model of `kind`, a key of PATCH_SIZE, with random weights: 0.4 to 0.5 million, fp32."""
     # At this width the usual 0.02 would start with attention that is uniform and outputs that are nearly zero.
     heads, head_dim, std = 4, hidden_size // 4, 0.08
     text = {"vocab_size": len(tokenizer), "hidden_size": hidden_size, "intermediate_size": 2 * hidden_size,
@@ -251,7 +252,15 @@ def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int
     else:
         text |= {"head_dim": head_dim}
         text["rope_parameters"]["mrope_interleaved"] = True
-        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+        vision |= {"num_position_embeddings": 64}
+    if kind == "qwen3_vl":
+        vision |= {"deepstack_visual_indexes": [0]}
+    elif kind == "qwen3_5":
+        # A quarter of twice as wide heads would have no room for positions in three dimensions: half of them rotates.
+        text["rope_parameters"]["partial_rotary_factor"] = 0.5
+        text |= {"head_dim": 2 * head_dim, "linear_num_key_heads": heads // 2, "linear_num_value_heads": heads,
+                 "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "mamba_ssm_dtype": "float32",
+                 "layer_types": ["full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)]}
     token_ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (
         ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
         ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"))}

@@ -38,6 +38,8 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5)
+            elif name.endswith("A_log"):  # as they are made, states would be forgotten within a token or two
+                parameter.uniform_(0.005, 0.3, generator=generator).log_()
             elif "bias" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
     model.save_pretrained(folder, max_shard_size=shard_size)
@@ -46,7 +48,14 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
     return folder
 
 
-@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl"])
+def our_name(name: str) -> str:
+    """A parameter of transformers' model, as ours calls it."""
+    for moved in ("A_log", "dt_bias"):
+        name = name.replace(f".{moved}", f".decay.{moved}")
+    return name
+
+
+@pytest.fixture(scope="session", params=["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def checkpoint(request, tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
 

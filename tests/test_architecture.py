@@ -56,9 +56,9 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (53_410, 36_000),
-    "train_ppo_vl.py: expressions": (8_303, 8_000),
-    "train_grm_vl.py: expressions": (3_290, 3_200),
+    "product: expressions": (55_826, 36_000),
+    "train_ppo_vl.py: expressions": (8_322, 8_000),
+    "train_grm_vl.py: expressions": (3_296, 3_200),
     "script: names imported from common": (28, 25),
     "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
@@ -89,25 +89,30 @@ FLOORS = (
         "common.vlm.data": (
             "common.vlm.images", "common.vlm.families", "common.vlm.folder", "common.vlm.rows",
         ),
-        "common.vlm.attention": ("common.vlm.families",),
-        "common.vlm.model": ("common.vlm.attention",),
+        "common.vlm.linear_attention": (),
+        "common.vlm.attention": ("common.vlm.families", "common.vlm.linear_attention"),
+        "common.vlm.model": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
+        ),
         "common.vlm.layers": (),
         "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.model", "common.vlm.layers", "common.fsdp",
+            "common.vlm.linear_attention", "common.vlm.model", "common.vlm.layers", "common.fsdp",
         ),
         "common.vlm.self_check": (
-            "common.vlm.families", "common.vlm.attention", "common.vlm.model", "common.fsdp",
-            "common.vlm.weights",
+            "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
+            "common.vlm.model", "common.fsdp", "common.vlm.weights",
         ),
         "common.staging": ("common.fsdp",),
         "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
         "common.checkpoint": (
             "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
         ),
-        "common.memory": ("common.vlm.attention", "common.vlm.model"),
+        "common.memory": (
+            "common.vlm.attention", "common.vlm.linear_attention", "common.vlm.model",
+        ),
         "common.budget": ("common.vlm.attention", "common.memory"),
     },
     {

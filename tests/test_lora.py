@@ -270,9 +270,14 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
             assert all((ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6 for key in ours)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "gemma3", "idefics3", "llama"])
+OF_FAMILY = {"qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},
+             "qwen3_5": TARGETS | {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"}}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_5", "gemma3", "idefics3", "llama"])
 def test_other_families(kind, picture_rows, tmp_path):
-    """Experts, windows, another name of the decoder, text only with tied embeddings: sampled = trained = exported."""
+    """Experts, linear attention, windows, another name of the decoder, text only with tied embeddings: sampled = trained =
+    exported."""
     try:
         write_family(kind, tmp_path / "base", picture_rows)
     except ImportError:
@@ -285,4 +290,4 @@ def test_other_families(kind, picture_rows, tmp_path):
     other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo")
     assert (score(other.actor, batch) - batch.logprobs).abs().max() < 1e-5
     targets = {name.rpartition(".")[2] for name in env.actor.model.adapter["target_modules"]}
-    assert targets == (TARGETS - {"gate_proj", "up_proj", "down_proj"} if kind == "qwen3_vl_moe" else TARGETS)
+    assert targets == OF_FAMILY.get(kind, TARGETS)

@@ -154,6 +154,9 @@ def test_bytes_of_the_cache(checkpoint):
         cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
         stored = cache.keys.nbytes + cache.values.nbytes
         assert stored == 3 * 50 * vlm_attention.cache_bytes(text, dtype.itemsize)
+        if cache.linear is not None:
+            stored += cache.linear.inputs.nbytes + cache.linear.states.nbytes
+        assert stored == 3 * vlm_attention.slot_bytes(text, 50, dtype.itemsize)
 
 
 class LiveBytes(TorchDispatchMode):

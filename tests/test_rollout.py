@@ -253,13 +253,15 @@ def graphs_of(monkeypatch):
 
         def init_with_graphs(engine, *args):
             init(engine, *args)
-            engine.graphs = graphs.StepGraphs(engine.state, 1, engine.compute.dtype)
+            engine.graphs = graphs.StepGraphs(engine.state, 1, engine.compute.dtype, engine.cache.linear is None)
 
         def capture(step, size, capacity, pool):
             engine = step.__self__
 
             def addresses():
-                held = (*engine.state.values(), engine.cache.keys, engine.cache.values)
+                held = [*engine.state.values(), engine.cache.keys, engine.cache.values]
+                if engine.cache.linear is not None:
+                    held += [engine.cache.linear.inputs, engine.cache.linear.states]
                 return [tensor.data_ptr() for tensor in held]
 
             seen = addresses()

@@ -12,7 +12,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import toy
 
-KINDS = ("qwen2_5_vl", "qwen3_vl")
+KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def write(folder: Path, *flags: str) -> Path:

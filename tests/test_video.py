@@ -28,7 +28,7 @@ from common.vlm import data as vlm_data, images as vlm_images, model as vlm
 from common.vlm.families import family_of
 from common.vlm.rows import Asked, load_prompts, make_prompt
 
-KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 FRAMES = 5                                                                                  # --video_frames of all tests
 CLIPS = {"long.gif": 7, "loop.webp": 4}                                                     # animations, 250 ms a frame
 SIZES = {"long.gif": (64, 40), "loop.webp": (60, 90)}
@@ -62,7 +62,7 @@ def rows(tmp_path_factory):
 
 def write_family(kind: str, folder):
     """A checkpoint whose chat template knows videos."""
-    if kind in ("qwen2_5_vl", "qwen3_vl"):
+    if kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_5"):
         return write_checkpoint(folder, kind)
     tokenizer = make_tokenizer(kind)
     tokenizer.chat_template = tokenizer.chat_template.replace(

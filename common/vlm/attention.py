@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
+from common.vlm.linear_attention import PackedDelta, SlotStates, linear_layers, state_bytes
+
 ATTENTION_NAME = "packed_rows"  # registered for the language model
 # With the back-end as its ending. transformers passes cu_seqlens only to names that contain
 # "flash".
@@ -84,19 +86,30 @@ def head_dim(text_config) -> int:
     )
 
 
+def attention_layers(text_config) -> int:
+    """How many layers have keys and values."""
+    return text_config.num_hidden_layers - linear_layers(text_config)
+
+
 def cache_bytes(text_config, itemsize: int) -> int:
     """Bytes of one token's keys and values in all layers."""
     return (
         2
-        * text_config.num_hidden_layers
+        * attention_layers(text_config)
         * text_config.num_key_value_heads
         * head_dim(text_config)
         * itemsize
     )
 
 
+def slot_bytes(text_config, capacity: int, itemsize: int) -> int:
+    """Bytes of one slot for ``capacity`` tokens: their keys and values, and the states."""
+    return capacity * cache_bytes(text_config, itemsize) + state_bytes(text_config, itemsize)
+
+
 class SlotCache:
-    """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D).
+    """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D). Of
+    layers with linear attention it holds the states, ``linear``, instead.
 
     A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
     """
@@ -104,13 +117,16 @@ class SlotCache:
     def __init__(
         self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
     ):
-        layers, heads = text_config.num_hidden_layers, text_config.num_key_value_heads
+        layers, heads = attention_layers(text_config), text_config.num_key_value_heads
         shape = (layers, slots, capacity, heads, head_dim(text_config))
         # On a CPU the tokens of a head lie side by side, as matrix products want them.
         order = (0, 1, 3, 2, 4) if device.type == "cpu" else (0, 1, 2, 3, 4)
         self.keys = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
         self.values = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
         self.slots, self.capacity = slots, capacity
+        self.linear = None
+        if linear_layers(text_config):
+            self.linear = SlotStates(text_config, slots, dtype, device)
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint
@@ -119,6 +135,8 @@ class SlotCache:
         targets = torch.tensor(target, device=self.keys.device)
         for cache in (*self.keys, *self.values):  # (slots, capacity, Hkv, D)
             cache[targets, :longest] = cache[sources, :longest]
+        if self.linear is not None:
+            self.linear.move(sources, targets)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -205,6 +223,7 @@ class PackedAttention:
         plan: tuple[Tensor, ...] = (),
     ):
         self.backend, self.device, self.cache, self.plan = backend, device, cache, plan
+        self.segments = segments
         # (S, 5)
         table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
         self.len_q = table[:, 1] - table[:, 0]
@@ -213,6 +232,12 @@ class PackedAttention:
             self.make_buckets(table)
         else:
             self.make_calls(table)
+
+    @functools.cached_property
+    def linear(self) -> PackedDelta:
+        """What mixes the row's tokens in layers with linear attention; made for the first one."""
+        states = None if self.cache is None else self.cache.linear
+        return PackedDelta(self.segments, self.device, states, self.plan)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array).to(self.device, non_blocking=True)
@@ -392,6 +417,7 @@ class DecodeAttention:
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
+        self.linear = cache.linear
         # What all layers share is computed here, once: on a GPU each line is a launch.
         self.slots = torch.arange(len(lengths), device=lengths.device)
         self.masks: dict[int | None, Tensor] = {}  # by window, made for the first layer that has it
@@ -501,7 +527,7 @@ def _language_attention(
 ):
     """The attention function of the language model: ``attention`` is one of the two classes
     above."""
-    return attention(module.layer_idx, query, key, value, scaling, sliding_window), None
+    return attention(module.slot_layer, query, key, value, scaling, sliding_window), None
 
 
 def _vision_attention(

@@ -176,7 +176,7 @@ class Family:
 class TextOnly(Family):
     """Language models without a vision tower."""
 
-    model_types = ("qwen2", "qwen3", "llama", "mistral")
+    model_types = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "llama", "mistral")
     has_pictures = False
     template_has_bos = True
 
@@ -187,7 +187,14 @@ class TextOnly(Family):
 class Qwen(Family):
     """Qwen-VL: pictures of any size as (1, h, w) patches, clips as (t, h, w), two frames deep."""
 
-    model_types = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+    model_types = (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+    )
     takes_videos = True
     image_processors = ("Qwen2VL",)
     template_has_bos = True

@@ -34,11 +34,13 @@ SETTINGS_FILES = {
 # by layer before anything could notice that the weights do not fit.
 COUNTS = (
     "num_hidden_layers depth num_attention_heads num_key_value_heads num_heads num_experts "
-    "num_experts_per_tok spatial_merge_size temporal_patch_size mm_tokens_per_image"
+    "num_experts_per_tok spatial_merge_size temporal_patch_size mm_tokens_per_image "
+    "linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads"
 )
 WIDTHS = (
     "hidden_size intermediate_size moe_intermediate_size head_dim embed_dim out_hidden_size "
-    "patch_size image_size"
+    "patch_size image_size shared_expert_intermediate_size linear_key_head_dim "
+    "linear_value_head_dim"
 )
 LARGEST_SIZES = dict.fromkeys(COUNTS.split(), 4096) | dict.fromkeys(WIDTHS.split(), 2**20)
 LARGEST_SIZES |= {"vocab_size": 2**24, "max_position_embeddings": 2**31}

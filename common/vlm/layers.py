@@ -31,8 +31,8 @@ class RMSNorm(nn.Module):
 
 
 class RMSNormPlusOne(RMSNorm):
-    """Gemma's: weights are stored as their difference from 1. The sum is taken in float32, since
-    bfloat16 would round it."""
+    """Gemma's and Qwen3.5's: weights are stored as their difference from 1. The sum is taken in
+    float32, since bfloat16 would round it."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1.0 + self.weight.float()  # (D,)
@@ -54,7 +54,7 @@ def use_fewer_kernels(model: nn.Module) -> None:
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
-            plus_one = kind.startswith("Gemma")
+            plus_one = kind.startswith(("Gemma", "Qwen3_5"))
             ours = RMSNormPlusOne if plus_one else RMSNorm
             eps = module.eps if plus_one else module.variance_epsilon
             model.set_submodule(name, ours(module.weight, eps))

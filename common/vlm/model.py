@@ -13,6 +13,7 @@ Shapes: P prompt tokens, I images, M image tokens, L tokens of a packed row, H h
 of image features.
 """
 
+import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,17 @@ from torch import Tensor
 
 from common.buffers import Batch, Row, build_row, exchange_features, make_blocks, make_packs
 from common.logging import progress
-from common.vlm.attention import PackedAttention, SlotCache
+from common.vlm.attention import (
+    ATTENTION_NAME,
+    VISION_ATTENTION_NAME,
+    PackedAttention,
+    SlotCache,
+)
+from common.vlm.families import Qwen
+from common.vlm.linear_attention import THEIRS, Decay, DeltaNet
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # that we handle
+
 
 # -------------------------------------------------------------------------------------------------
 # Parts of a model
@@ -69,6 +80,12 @@ def layers(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def float32_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights stay float32 in every compute type: FSDP gathers them on their
+    own."""
+    return [module for module in decoder(model).modules() if isinstance(module, Decay)]
+
+
 def routers(model: nn.Module) -> list[nn.Module]:
     """The modules that choose the experts of each MoE layer and return (router logits, ...); none
     in a dense model."""
@@ -92,6 +109,88 @@ def router_logits(model: nn.Module):
     finally:
         for hook in hooks:
             hook.remove()
+
+
+# -------------------------------------------------------------------------------------------------
+# How layers mix tokens
+# -------------------------------------------------------------------------------------------------
+
+
+def use_attention(model: nn.Module, backend: str) -> None:
+    """Point language model and vision tower at our attention functions."""
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    decoder(model).config._attn_implementation = ATTENTION_NAME
+    if not isinstance(model.family, Qwen):
+        return  # the other towers have no windows: SDPA, their default, is one call per block
+    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
+    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
+    model.config.vision_config._attn_implementation = vision
+    if model.model.visual is not None:
+        model.model.visual.config._attn_implementation = vision
+
+
+def use_mixers(model: nn.Module) -> None:
+    """Make sure that every layer mixes its tokens by `attention` or `linear_attention`, and number
+    them by kind, as slots hold them.
+
+    Raises:
+        ValueError: a layer mixes tokens in another way. It would swallow our arguments without a
+            word, and each token would see the whole of a packed row.
+    """
+    text = model.config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"the text model {text.model_type} has layers of type {', '.join(sorted(unknown))}, "
+            "which are not supported"
+        )
+    counts = {True: 0, False: 0}  # layers with linear attention, and without
+    for layer in decoder(model).layers:
+        for name, part in layer.named_children():
+            if type(part) in THEIRS:
+                setattr(layer, name, DeltaNet(part))
+        # transformers numbers whatever needs tokens of the past
+        mixers = [part for part in layer.children() if hasattr(part, "layer_idx")]
+        if len(mixers) != 1 or not is_ours(mixers[0]):
+            names = [type(part).__name__ for part in mixers or layer.children()]
+            raise ValueError(
+                f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
+                "not supported"
+            )
+        is_linear = isinstance(mixers[0], DeltaNet)
+        mixers[0].slot_layer = counts[is_linear]
+        counts[is_linear] += 1
+
+
+def is_ours(mixer: nn.Module) -> bool:
+    """Whether a layer's mixer of tokens is a `DeltaNet`, or hands all that it is given to the
+    attention function that transformers finds by its name."""
+    code = inspect.unwrap(type(mixer).forward).__code__
+    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return by_name or isinstance(mixer, DeltaNet)
+
+
+def check_positions(language: nn.Module, text_config, longest: int) -> None:
+    """Refuse rotary positions that packed rows cannot have. Raises ValueError."""
+    rope = str(language.rotary_emb.rope_type)
+    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
+    if rope == "longrope" or sinks:
+        raise ValueError(
+            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
+            "attention sinks, which are not supported"
+        )
+    if rope != "dynamic":
+        return
+    # It changes with a batch's longest sequence, but only beyond this limit.
+    limit = text_config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(
+            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
+            f"{limit}; the flags allow sequences of {longest} tokens"
+        )
+    # which does not look at the positions: no CUDA graph could capture that
+    language.rotary_emb.rope_type = "default"
 
 
 # -------------------------------------------------------------------------------------------------

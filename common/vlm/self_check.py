@@ -31,8 +31,9 @@ from common.process import UserError
 from common.settings import ModelArgs
 from common.vlm.attention import BACKENDS, DecodeAttention, PackedAttention, SlotCache
 from common.vlm.families import Qwen
-from common.vlm.model import decoder, hidden_states, image_features
-from common.vlm.weights import use_attention, whole
+from common.vlm.linear_attention import PackedDelta, SlotStates, linear_layers, padded_rule
+from common.vlm.model import decoder, hidden_states, image_features, use_attention
+from common.vlm.weights import whole
 
 # A short prompt, and one that fills its slot but for one token, each with two responses. The first
 # response is one token, which is decoded as well.
@@ -193,6 +194,8 @@ class SelfCheck:
     def parts(self, backend: str) -> list[Part]:
         """Everything, with an attention back-end. An exception leaves out what would follow."""
         parts = measured("attention", self.attention(backend))
+        if linear_layers(self.text):
+            parts += measured("linear attention", self.linear_attention())
         if self.model.lm_head is not None:
             parts += measured("head", self.head())
         if isinstance(self.model.family, Qwen) and self.model.model.visual is not None:
@@ -260,6 +263,58 @@ class SelfCheck:
         new = [x[:, :, DECODED] for x in seen.inputs]
         return step(0, *new, *seen.options)
 
+    # Linear attention
+
+    def linear_attention(self) -> Checked:
+        """The delta rule of a row, forward and backward, and of decoding, against plain torch in
+        float32 on the CPU."""
+        inputs = self.delta_inputs()
+        upstream = self.random(*inputs["v"].shape)
+        exact, ours = [], []
+        for x in inputs.values():
+            exact.append(x.float().cpu().requires_grad_())
+            ours.append(x.clone().requires_grad_())
+        on_host = PackedDelta(SEGMENTS, torch.device("cpu"), rule=padded_rule)
+        expected = on_host.recur(0, *exact)  # (N, Hv, Dv)
+        truth = torch.autograd.grad(
+            expected,
+            exact,
+            upstream.float().cpu(),
+        )
+        out = PackedDelta(SEGMENTS, self.device).recur(0, *ours)
+        found = torch.autograd.grad(out, ours, upstream)
+        forward = explained(self.dtype, 8, FULL)
+        backward = explained(self.dtype, 16, FULL**2)
+        yield "delta rule", out, expected, forward
+        for name, gradient, right in zip(inputs, found, truth):
+            yield f"delta rule, gradient of {name}", gradient, right, backward
+        decoded = self.decode_delta(list(inputs.values()))
+        yield "delta rule, decoding", decoded, expected[DECODED], forward
+
+    def delta_inputs(self) -> dict[str, Tensor]:
+        """What `PackedDelta.recur` takes for a row, states that fade slowly."""
+        heads = self.text.linear_num_value_heads
+        keys = self.text.linear_key_head_dim
+        values = self.text.linear_value_head_dim
+        return {
+            "q": self.random(TOKENS, heads, keys),
+            "k": self.random(TOKENS, heads, keys),
+            "v": self.random(TOKENS, heads, values),
+            "decay": self.random(TOKENS, heads).float().exp() * -0.05,
+            "strength": self.random(TOKENS, heads).sigmoid(),
+        }
+
+    @torch.no_grad()
+    def decode_delta(self, inputs: list[Tensor]) -> Tensor:
+        """(2, Hv, Dv): both prompts leave their state in a slot, and the token behind each is
+        decoded."""
+        slots = torch.arange(2, device=self.device)
+        ends = torch.tensor(DECODED, device=self.device) - 1
+        states = SlotStates(self.text, 2, self.dtype, self.device)
+        packed = PackedDelta(SEGMENTS, self.device, states, (ends, slots, slots))
+        packed.recur(0, *inputs)
+        return states.recur(0, *[x[DECODED] for x in inputs])
+
     # Head
 
     def head(self) -> Checked:
@@ -324,13 +379,14 @@ class SelfCheck:
 
 
 def first_layers(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
-    """A copy of a module with converted weights, of lists of layers only the first, and without
-    what FSDP2 hung on it. It shares all else, and computes gradients of its vision tower."""
+    """A copy of a module with converted weights, of lists of layers only the first one that has
+    attention, and without what FSDP2 hung on it. It shares all else, and computes gradients of its
+    vision tower."""
     kind = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     copy = object.__new__(kind)
     children = list(module._modules.items())
     if isinstance(module, nn.ModuleList):
-        children = children[:1]
+        children = [item for item in children if not hasattr(item[1], "linear_attn")][:1]
     vars(copy).update(vars(module))
     copy._forward_hooks, copy._forward_pre_hooks = OrderedDict(), OrderedDict()
     copy._parameters, copy._modules = {}, {}

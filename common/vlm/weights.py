@@ -5,8 +5,8 @@
 
 A user's mistake is a ValueError that names the file and the numbers. A model that is built here
 has, beside what `model` describes: ``folder``, its checkpoint; ``hub_names``, parameter name -> key
-in the files, set by `load`; and ``adapter``, if it has adapters: what PEFT's adapter_config.json
-says of them.
+in the files, set by `load`; ``kept``, file, shape and type of the weights in KEPT_KEYS; and
+``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
 """
 
 import copy
@@ -35,18 +35,22 @@ from common.files import read_json, remove_tree, sync_folder, write_pointer
 from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
-from common.vlm.attention import (
-    ATTENTION_NAME,
-    FLASH_ATTN_INSTALL,
-    VISION_ATTENTION_NAME,
-    choose_backend,
-    flash_attn_problem,
-)
+from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
 from common.vlm.layers import use_fewer_kernels
-from common.vlm.model import decoder, tower_parameters, trained_parts, vision_parts
+from common.vlm.linear_attention import announce_rule
+from common.vlm.model import (
+    check_positions,
+    decoder,
+    float32_parts,
+    tower_parameters,
+    trained_parts,
+    use_attention,
+    use_mixers,
+    vision_parts,
+)
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (
@@ -58,10 +62,19 @@ KEY_SPELLINGS = (
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
     (r"^(multi_modal_projector)", r"model.\1"),
 )
+# What exports keep as it is in the files: the types of weights of linear attention, which are more
+# exact than the others there, and all of the multi-token prediction, which no model here has.
+KEPT_KEYS = r"\.linear_attn\.(A_log|dt_bias|norm\.weight)$|^mtp\."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # ours, and that of AutoModelForSequenceClassification
 VALUE_HEADS = {"value_head.weight", "score.weight"}
-WEIGHT_TYPES = ("F64", "F32", "BF16", "F16")  # a quantized weight has its scales under another key
+# of floats; a quantized weight has its scales under another key
+WEIGHT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -298,19 +311,8 @@ def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
     if not trains_vision:
         freeze(tower_parameters(model), compute.dtype)
     use_attention(model, compute.backend)
-
-
-def use_attention(model: nn.Module, backend: str) -> None:
-    """Point language model and vision tower at our attention functions."""
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
-    decoder(model).config._attn_implementation = ATTENTION_NAME
-    if not isinstance(model.family, Qwen):
-        return  # the other towers have no windows: SDPA, their default, is one call per block
-    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
-    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
-    model.config.vision_config._attn_implementation = vision
-    if model.model.visual is not None:
-        model.model.visual.config._attn_implementation = vision
+    if float32_parts(model) and compute.device.type != "meta":
+        announce_rule(compute.device.type, compute.dtype)
 
 
 def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) -> nn.Module:
@@ -340,6 +342,7 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
         raise ValueError(
             f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
         ) from error
+    use_mixers(model)
     use_fewer_kernels(model)
     language = decoder(model)
     check_positions(language, text, longest)
@@ -371,28 +374,6 @@ def parameters_on_meta():
         yield
     finally:
         nn.Module.register_parameter = register
-
-
-def check_positions(language: nn.Module, text_config, longest: int) -> None:
-    """Refuse rotary positions that packed rows cannot have. Raises ValueError."""
-    rope = str(language.rotary_emb.rope_type)
-    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
-    if rope == "longrope" or sinks:
-        raise ValueError(
-            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
-            "attention sinks, which are not supported"
-        )
-    if rope != "dynamic":
-        return
-    # It changes with a batch's longest sequence, but only beyond this limit.
-    limit = text_config.max_position_embeddings
-    if longest > limit:
-        raise ValueError(
-            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
-            f"{limit}; the flags allow sequences of {longest} tokens"
-        )
-    # which does not look at the positions: no CUDA graph could capture that
-    language.rotary_emb.rope_type = "default"
 
 
 def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
@@ -492,6 +473,8 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
     the adapters belong to.
     """
     freeze(model.parameters(), model.compute.dtype)
+    for part in float32_parts(model):
+        freeze(part.parameters(), torch.float32)
     inside = set(decoder(model).layers.modules())
     layers = {
         name: layer
@@ -558,7 +541,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    model.hub_names = {}
+    model.hub_names, model.kept = {}, {}
     keys: set[str] = set()
     read: set[int] = set()  # ids of parameters
     for file in weight_files(folder):
@@ -568,6 +551,11 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 target = parameters.get(name)
                 if name is None and value_head is not None and key in VALUE_HEADS:
                     target = value_head.weight
+                value = tensors.get_slice(key)
+                if re.search(KEPT_KEYS, key):
+                    kind = WEIGHT_TYPES.get(value.get_dtype())
+                    found = torch.empty(value.get_shape(), dtype=kind, device="meta")
+                    model.kept[key] = folder / file, found
                 if target is None:
                     # a part that this role leaves out: the vision tower or the output head
                     continue
@@ -575,7 +563,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 if name is not None:
                     model.hub_names[name] = key
                     shapes.add(tuple(as_in_files(model.config, name, target).shape))
-                place, value = f"{folder / file}: {key}", tensors.get_slice(key)
+                place = f"{folder / file}: {key}"
                 if id(target) in read:
                     check_tied(place, target, value)
                 else:
@@ -592,6 +580,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
     """The parameter that a key of the files is about; None: no part of this model."""
+    key = re.sub(r"(A_log|dt_bias)$", r"decay.\1", key)  # of linear attention
     for old, new in KEY_SPELLINGS:
         name = re.sub(old, new, key)
         if name in parameters:
@@ -658,12 +647,13 @@ def export(
     empty = {}
     for name, key in model.hub_names.items():
         empty[key] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="meta")
+    empty |= {key: found for key, (_, found) in model.kept.items()}
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    files = gather_files(model, plan.filename_to_tensors, dtype)
+    files = gather_files(model, plan.filename_to_tensors, empty)
     if distributed.is_main():
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
-            write_weights(aside, files, plan)
+            write_weights(aside, files, plan, model.kept)
             write_settings(aside, model, processor)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -678,16 +668,16 @@ def export(
 
 
 def gather_files(
-    model: nn.Module, files: dict[str, list[str]], dtype: torch.dtype
+    model: nn.Module, files: dict[str, list[str]], empty: dict[str, Tensor]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The files of an export, each with its tensors on rank 0 and with none on the others. All
-    ranks must iterate."""
+    """The files of an export, each with its tensors on rank 0, in the types of ``empty``, and with
+    none on the others; without weights that the model does not have. All ranks must iterate."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names = {key: name for name, key in model.hub_names.items()}
     adapters: dict[str, Tensor] = {}
     for file, keys in files.items():
         tensors = {}
-        for key in keys:
+        for key in filter(names.get, keys):  # in one order on all ranks
             name = names[key]
             stem = name.removesuffix(".weight")
             full = whole(parameters[name])
@@ -698,10 +688,9 @@ def gather_files(
                     adapters[f"base_model.model.{stem}.lora_A.weight"] = a.cpu()
                     adapters[f"base_model.model.{stem}.lora_B.weight"] = b.cpu()
             if distributed.is_main():
+                full = as_in_files(model.config, name, full)
                 # copy: a tied weight stands in the files twice
-                tensors[key] = (
-                    as_in_files(model.config, name, full).to(dtype, copy=True).cpu().contiguous()
-                )
+                tensors[key] = full.to(empty[key].dtype, copy=True).cpu().contiguous()
         yield file, tensors
     if adapters:
         yield "adapter/adapter_model.safetensors", adapters
@@ -712,13 +701,18 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def write_weights(aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan) -> None:
+def write_weights(
+    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, kept: dict[str, tuple]
+) -> None:
     """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
-    weight that is not finite."""
+    weight that is not finite, or one of the ``kept`` whose file is gone."""
     if aside.is_symlink() or aside.exists():
         remove_tree(aside)
     aside.mkdir(parents=True)
     for file, tensors in files:
+        for key in set(plan.filename_to_tensors.get(file, [])) - tensors.keys():
+            with open_weights(kept[key][0]) as source:
+                tensors[key] = source.get_tensor(key)
         for name, tensor in tensors.items():
             if not is_finite(tensor):
                 raise ValueError(f"{name} is not finite")

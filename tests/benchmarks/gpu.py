@@ -186,7 +186,7 @@ def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int
                         model.config.text_config._attn_implementation = "sdpa"
                         model.model.language_model.config._attn_implementation = "sdpa"
                         seconds = generate_seconds(model, batch, context, steps)
-                        weights.use_attention(model, compute.backend)
+                        vlm.use_attention(model, compute.backend)
                     else:
                         seconds = decoding_seconds(sampling, model, batch, context, mode, steps)
                     cells.append(f"{1e3 * seconds:.2f} ms, {batch / seconds:.0f}, {100 * bound / seconds:.0f} %")

@@ -1,6 +1,6 @@
 """Rollouts against Hugging Face `generate`: useful tokens per process CPU second, one thread, alternated in one process.
 
-    python tests/benchmarks/rollout.py [--size tiny|5m|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64]
+    python tests/benchmarks/rollout.py [--model qwen3_5] [--size tiny|5m|20m|33m] [--image_tokens 16|144] [--responses 64] [--slots 64]
     python tests/benchmarks/rollout.py --responses 32..512 --slots 32      # ours alone: cost per token as the rollout grows
 
 Both sides answer the same prompts (one image each, 8 samples per prompt) with response lengths from one fixed log-normal
@@ -37,12 +37,12 @@ SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "5m": {"hidden_size": 256, "l
          "20m": {"hidden_size": 512, "layers": 8}, "33m": {"hidden_size": 512, "layers": 14}}
 
 
-def write_task(folder: Path, size: str, image_tokens: int, prompts: int, words: int = 0) -> Path:
+def write_task(folder: Path, size: str, image_tokens: int, prompts: int, words: int = 0, kind: str = "qwen2_5_vl") -> Path:
     """A random checkpoint and a JSONL file of prompts with one square image, and so many more ``words``, each."""
-    tokenizer, side = toy.make_tokenizer(), round(image_tokens ** 0.5) * 28
-    model = toy.make_model("qwen2_5_vl", tokenizer, seed=0, **SIZES[size])
-    print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, {image_tokens} image tokens")
-    processor = toy.make_image_processor("qwen2_5_vl")
+    tokenizer, side = toy.make_tokenizer(), round(image_tokens ** 0.5) * 2 * toy.PATCH_SIZE[kind]
+    model = toy.make_model(kind, tokenizer, seed=0, **SIZES[size])
+    print(f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, {image_tokens} image tokens")
+    processor = toy.make_image_processor(kind)
     processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
     for part in (model, tokenizer, processor):
         part.save_pretrained(folder / "model")
@@ -82,6 +82,7 @@ def give_lengths(table: torch.Tensor) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(toy.PATCH_SIZE), default="qwen2_5_vl", help="family")
     parser.add_argument("--size", choices=SIZES, default="tiny")
     parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
     parser.add_argument("--responses", default="64", help="a number, or FROM..TO: doubled from the one to the other")
@@ -93,7 +94,7 @@ def main() -> None:
     while last and counts[-1] < int(last):
         counts.append(counts[-1] * 2)
     prompts = counts[-1] // SAMPLES
-    folder = write_task(Path(tempfile.mkdtemp()), flags.size, flags.image_tokens, prompts)
+    folder = write_task(Path(tempfile.mkdtemp()), flags.size, flags.image_tokens, prompts, kind=flags.model)
     args = ppo.parse_args(["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--advantage", "grpo",
                            "--max_new_tokens", str(LONGEST), "--max_prompt_tokens", "512", "--slots", str(flags.slots),
                            "--out", str(folder / "run")])

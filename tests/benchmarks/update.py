@@ -1,6 +1,6 @@
 """Updates: forward and backward of shared-prefix packed rows against two others, process CPU seconds, one thread, alternated.
 
-    python tests/benchmarks/update.py [--size tiny|20m] [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
+    python tests/benchmarks/update.py [--model qwen3_5] [--size tiny|20m] [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
     python tests/benchmarks/update.py --linear                # seconds per token of the same shape, 1 to 16 prompts
     python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
 
@@ -45,12 +45,15 @@ SHAPES = [(p, r, n) for p in (16, 64, 298, 1024) for r in (4, 64, 256) for n in 
 ]
 
 
-def start(folder: Path, size: str, longest: int, pack: int):
+def start(folder: Path, kind: str, size: str, longest: int, pack: int):
     """A random checkpoint, the trainer's arguments and actor on it, and Hugging Face's model with the same weights."""
     tokenizer = toy.make_tokenizer()
-    model = toy.make_model("qwen2_5_vl", tokenizer, seed=0, **SIZES[size])
-    print(f"{size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, torch {torch.__version__}")
-    for part in (model, tokenizer, toy.make_image_processor("qwen2_5_vl")):
+    model = toy.make_model(kind, tokenizer, seed=0, **SIZES[size])
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):  # as made, they decay by e^-1000 within a chunk, whose float32 gradients have few digits
+            parameter.data.uniform_(0.005, 0.3).log_()
+    print(f"{kind} {size}: {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M weights, torch {torch.__version__}")
+    for part in (model, tokenizer, toy.make_image_processor(kind)):
         part.save_pretrained(folder)
     args = ppo.parse_args(
         [
@@ -154,8 +157,9 @@ def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None
 
 
 def gradients(model) -> list[torch.Tensor]:
-    """The gradients of the language model, in order, and none left behind."""
-    found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters() if p.grad is not None]
+    """The gradients of the language model, by transformers' names, and none left behind."""
+    named = sorted((name.replace("decay.", ""), p) for name, p in model.named_parameters() if p.grad is not None)
+    found = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for _, p in named]
     model.zero_grad(set_to_none=True)
     return found
 
@@ -236,6 +240,7 @@ def sweep(flags, args, processor, actor, shapes) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=sorted(toy.PATCH_SIZE), default="qwen2_5_vl", help="family")
     parser.add_argument("--size", choices=SIZES, default="20m")
     parser.add_argument("--prompt_tokens", type=int, default=298)
     parser.add_argument(
@@ -252,7 +257,7 @@ def main() -> None:
     flags = parser.parse_args()
     longest = max(flags.prompt_tokens, 1024)
     with tempfile.TemporaryDirectory() as folder:
-        args, processor, actor, oracle = start(Path(folder), flags.size, longest, max(flags.pack, longest + 1))
+        args, processor, actor, oracle = start(Path(folder), flags.model, flags.size, longest, max(flags.pack, longest + 1))
         if flags.linear:
             linear(flags, args, processor, actor)
         elif flags.sweep:

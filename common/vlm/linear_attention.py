@@ -1,0 +1,429 @@
+"""Linear attention: the Gated DeltaNet layers of Qwen3.5 (Yang et al. 2025), exact in packed rows
+and in decoding.
+
+What stands before a token reaches it in two ways only: by the last K - 1 inputs of the layer's
+convolution, and by one matrix per head, the state. A response in a packed row gets both from the
+end of its prompt, and gradients flow back through both; a slot keeps both from token to token.
+
+    DeltaNet       the layer: transformers' weights, tokens mixed by one of the two below
+    PackedDelta    mixes the tokens of one packed row
+    SlotStates     mixes one new token of each slot, and keeps what the next one needs
+
+Shapes: N tokens of a row, C channels of the convolution, K its width, Hk and Hv heads of keys and
+values, Dk and Dv numbers of a head, B slots, W segments without a prefix, R with one.
+"""
+
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen3_5_moe
+
+from common import distributed
+
+WIDTH = 4  # K of every Qwen3.5; another one is refused because it is untested
+FLA_INSTALL = "pip install fla-core"
+# the same but for the name
+THEIRS = (qwen3_5.Qwen3_5GatedDeltaNet, qwen3_5_moe.Qwen3_5MoeGatedDeltaNet)
+
+
+# -------------------------------------------------------------------------------------------------
+# Sizes
+# -------------------------------------------------------------------------------------------------
+
+
+def linear_layers(text_config) -> int:
+    """How many layers have a state instead of keys and values."""
+    return (getattr(text_config, "layer_types", None) or []).count("linear_attention")
+
+
+def channels(text_config) -> int:
+    """C: queries, keys and values side by side."""
+    keys = text_config.linear_num_key_heads * text_config.linear_key_head_dim
+    return 2 * keys + text_config.linear_num_value_heads * text_config.linear_value_head_dim
+
+
+def state_bytes(text_config, itemsize: int) -> int:
+    """Bytes of one slot's states, in float32, and convolution inputs in all layers."""
+    layers = linear_layers(text_config)
+    if not layers:
+        return 0
+    head = text_config.linear_key_head_dim * text_config.linear_value_head_dim
+    states = text_config.linear_num_value_heads * head
+    return layers * (4 * states + itemsize * (WIDTH - 1) * channels(text_config))
+
+
+def activation_bytes(text_config, itemsize: int) -> int:
+    """Bytes per token that a layer keeps for its backward: what the convolution reads, in float32,
+    and its output before and after the activation; of `fla_rule` queries, keys and a product of
+    each token with those of its chunk of 64; five copies of the output around the gated norm, three
+    of them in float32. `padded_rule` keeps more."""
+    if not linear_layers(text_config):
+        return 0
+    heads, values = text_config.linear_num_value_heads, text_config.linear_value_head_dim
+    rule = heads * (2 * text_config.linear_key_head_dim + 64)
+    around = (12 + 2 * itemsize) * heads * values
+    return (4 + 2 * itemsize) * channels(text_config) + itemsize * rule + around
+
+
+# -------------------------------------------------------------------------------------------------
+# The layer
+# -------------------------------------------------------------------------------------------------
+
+
+class Decay(nn.Module):
+    """How much of its state each head keeps: inputs (N, Hv) -> its logarithm (N, Hv), float32.
+
+    A module of its own so that the script can shard it with a policy of its own: the weights stay
+    float32 where those of the layer are cast to bfloat16, as mamba_ssm_dtype in config.json asks.
+    """
+
+    def __init__(self, A_log: nn.Parameter, dt_bias: nn.Parameter):
+        super().__init__()
+        self.A_log, self.dt_bias = A_log, dt_bias
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return -self.A_log.float().exp() * F.softplus(inputs.float() + self.dt_bias.float())
+
+
+class DeltaNet(nn.Module):
+    """A layer of transformers with its weights, whose tokens are mixed by ``attention.linear``:
+    `PackedDelta` or `SlotStates`.
+
+    It takes over all that the layer has. Weights keep their names, but for the two in `Decay`.
+
+    Raises:
+        ValueError: a convolution of another width, another activation, heads of keys that do not
+            divide those of values.
+    """
+
+    def __init__(self, theirs: nn.Module):
+        super().__init__()
+        if theirs.conv_kernel_size != WIDTH or theirs.activation != "silu":
+            raise ValueError(
+                f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
+                f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
+            )
+        if theirs.num_v_heads % theirs.num_k_heads:
+            raise ValueError(
+                f"linear_num_key_heads {theirs.num_k_heads} does not divide "
+                f"linear_num_value_heads {theirs.num_v_heads}"
+            )
+        vars(self).update(vars(theirs))
+        self.decay = Decay(self._parameters.pop("A_log"), self._parameters.pop("dt_bias"))
+
+    @property
+    def A_log(self) -> Tensor:
+        return self.decay.A_log
+
+    @property
+    def dt_bias(self) -> Tensor:
+        return self.decay.dt_bias
+
+    def forward(self, hidden_states: Tensor, cache_params=None, attention=None, **given) -> Tensor:
+        """(1, N, H) -> (1, N, H). With a cache of transformers, as in Hugging Face's `generate`, it
+        is the layer of transformers."""
+        if cache_params is not None:
+            return THEIRS[0].forward(self, hidden_states, cache_params, **given)
+        x = hidden_states[0]  # (N, H)
+        taps = self.conv1d.weight[:, 0].T  # (K, C)
+        mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
+        sizes = [self.key_dim, self.key_dim, self.value_dim]
+        q, k, v = F.silu(mixed).split(sizes, dim=-1)
+        repeats = self.num_v_heads // self.num_k_heads
+        q, k = (y.unflatten(-1, (-1, self.head_k_dim)) for y in (q, k))  # (N, Hk, Dk)
+        q, k = (y.repeat_interleave(repeats, dim=1) for y in (q, k))  # (N, Hv, Dk)
+        v = v.unflatten(-1, (-1, self.head_v_dim))  # (N, Hv, Dv)
+        decay, strength = self.decay(self.in_proj_a(x)), self.in_proj_b(x).sigmoid()  # (N, Hv)
+        out = attention.linear.recur(self.slot_layer, q, k, v, decay, strength)  # (N, Hv, Dv)
+        gate = self.in_proj_z(x).view_as(out)
+        out = self.norm(out.flatten(0, 1), gate.flatten(0, 1))
+        return self.out_proj(out.view(1, len(x), -1))
+
+
+# -------------------------------------------------------------------------------------------------
+# Packed rows
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Segments of a row that one call of the delta rule takes.
+
+    Attributes:
+        rows: (n,) their rows of the packed row, one segment after the other; None: all, as they
+            lie.
+        bounds: (segments + 1,) int64, where each begins and ends among these.
+        padded: (segments, longest) rows of the packed row; padding points at a segment's first.
+        is_padding: (segments, longest, 1) bool.
+        places: (n,) where ``padded``, flattened, holds them.
+    """
+
+    rows: Tensor | None
+    bounds: Tensor
+    padded: Tensor
+    is_padding: Tensor
+    places: Tensor
+
+
+class PackedDelta:
+    """Mixes the tokens of one packed row: segments without a prefix start from nothing, those with
+    one from what their prefix, a whole such segment, has left.
+
+    Args:
+        segments: as of `attention.PackedAttention`.
+        states, plan: prefill. Where a segment's last token goes to a slot, by `plan` as of
+            `attention.PackedAttention`, its final state and last inputs go there, too.
+        rule: None: that of `choose_rule`.
+
+    Raises:
+        ValueError: a prefix that is not a whole segment.
+    """
+
+    def __init__(
+        self,
+        segments: list[tuple],
+        device: torch.device,
+        states: "SlotStates | None" = None,
+        plan: tuple[Tensor, ...] = (),
+        rule: Callable | None = None,
+    ):
+        self.device, self.states, self.rule = device, states, rule
+        table = np.asarray([segment[:4] for segment in segments], dtype=np.int64)
+        start, end, prefix_start, prefix_end = table.T
+        whole = np.flatnonzero(prefix_start == prefix_end)
+        forked = np.flatnonzero(prefix_start < prefix_end)
+        ends_of = dict(zip(start[whole], end[whole]))
+        if any(ends_of.get(first) != last for first, last in table[forked, 2:]):
+            raise ValueError("a prefix must be a whole segment where layers have a state")
+        parent = np.searchsorted(start[whole], prefix_start[forked])
+        self.parent = self.to_device(parent)  # (R,) which of the W segments each continues
+        self.size = end[-1]
+        self.whole = self.stretch(table[whole])
+        self.forked = self.stretch(table[forked]) if len(forked) else None
+        order = np.concatenate([whole, forked])
+        self.order = None  # (N,) where the two calls' outputs hold each row
+        if len(forked):
+            places = np.concatenate([np.arange(start[i], end[i]) for i in order])
+            self.order = self.to_device(np.argsort(places))
+        self.first, self.sources = map(self.to_device, beyond_segments(table))
+        if states is not None:
+            self.keep(table[whole], plan)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array).to(self.device, non_blocking=True)
+
+    def stretch(self, table: np.ndarray) -> Stretch:
+        lengths = table[:, 1] - table[:, 0]
+        step = np.arange(lengths.max())[None]
+        inside = step < lengths[:, None]  # (segments, longest)
+        padded = np.where(inside, table[:, :1] + step, table[:, :1])
+        rows = padded[inside]
+        in_order = (rows == np.arange(len(rows))).all() and table[-1, 1] == len(rows)
+        return Stretch(
+            rows=None if in_order else self.to_device(rows),
+            bounds=self.to_device(np.append(0, np.cumsum(lengths))),
+            padded=self.to_device(padded),
+            is_padding=self.to_device(~inside[..., None]),
+            places=self.to_device(np.flatnonzero(inside)),
+        )
+
+    def keep(self, table: np.ndarray, plan: tuple[Tensor, ...]) -> None:
+        """Which segment's end (k,) goes to which slot (k,), and the rows (W, K - 1) of the last
+        inputs; row N is one of zeros."""
+        rows, slots, _ = plan
+        ends = self.to_device(table[:, 1].copy())  # (W,)
+        is_last = torch.isin(rows, ends - 1)
+        self.kept = torch.searchsorted(ends, rows[is_last], right=True)
+        self.slots = slots[is_last]
+        last = table[:, 1:2] - np.arange(WIDTH - 1, 0, -1)
+        self.last = self.to_device(np.where(last < table[:, :1], self.size, last))
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+        """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
+        for the first tokens of each segment. In float32, rounded once, as in decoding."""
+        padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
+        rows = padded[WIDTH - 1 :]  # the row, and behind it zeros
+        weights = taps.float()
+        out = padded[: len(x)] * weights[0]
+        for i in range(1, WIDTH):
+            out = out + padded[i : i + len(x)] * weights[i]
+        again = (rows[self.sources] * weights).sum(dim=1)
+        if self.states is not None:
+            self.states.inputs[layer, self.slots] = rows[self.last[self.kept]].to(x.dtype)
+        return out.index_copy(0, self.first, again).to(x.dtype)
+
+    def recur(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
+    ) -> Tensor:
+        """The delta rule: q, k (N, Hv, Dk), v (N, Hv, Dv), logarithm of the decay and strength of
+        the update (N, Hv) -> (N, Hv, Dv)."""
+        inputs = q, k, v, decay, strength
+        rule = self.rule or choose_rule(q.device.type, q.dtype)
+        out, state = rule(self.whole, inputs, None)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
+        if self.states is not None:
+            self.states.states[layer, self.slots] = state[self.kept]
+        if self.forked is None:
+            return out
+        after, _ = rule(self.forked, inputs, state.index_select(0, self.parent))
+        return torch.cat([out, after]).index_select(0, self.order)
+
+
+def beyond_segments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The rows (F,) whose convolution reaches beyond the start of their segment, and the rows (F,
+    K) under it, oldest first; row N is one of zeros."""
+    start, end, prefix_start, prefix_end = (table[:, i, None, None] for i in range(4))
+    first = start + np.arange(WIDTH - 1)[:, None]  # (S, K - 1, 1)
+    rows = first - np.arange(WIDTH - 1, -1, -1)  # (S, K - 1, K)
+    before = start - rows  # above 0: so many tokens before the segment
+    rows = np.where(before > 0, prefix_end - before, rows)
+    rows = np.where(before > prefix_end - prefix_start, table[-1, 1], rows)
+    inside = (first < end)[:, :, 0]
+    return first[:, :, 0][inside], rows[inside]
+
+
+# -------------------------------------------------------------------------------------------------
+# The delta rule over a stretch of segments
+# -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def choose_rule(device: str, dtype: torch.dtype) -> Callable:
+    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`. Raises
+    ValueError: the package is installed and does not load."""
+    runs = device == "cuda" and dtype != torch.float32
+    if not runs or importlib.util.find_spec("fla") is None:
+        return padded_rule
+    load_fla()
+    return fla_rule
+
+
+@functools.cache
+def announce_rule(device: str, dtype: torch.dtype) -> None:
+    """The main rank prints the rule of this device and type, once."""
+    name, hint = "torch", ""
+    if choose_rule(device, dtype) is fla_rule:
+        name = "flash-linear-attention"
+    elif device == "cuda" and dtype != torch.float32:
+        hint = f" (flash-linear-attention is not installed, which is faster: {FLA_INSTALL})"
+    if distributed.is_main():
+        print(f"linear attention: {name}{hint}", flush=True)
+
+
+def load_fla() -> Callable:
+    """The kernel of flash-linear-attention. Raises ValueError: it does not load."""
+    try:
+        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
+    except (ImportError, OSError, AttributeError) as error:
+        raise ValueError(
+            f"flash-linear-attention is installed, but cannot be used: {error}; install it anew "
+            f"({FLA_INSTALL}) or remove it"
+        ) from error
+
+
+def fla_rule(
+    stretch: Stretch, inputs: tuple[Tensor, ...], state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By the kernels of flash-linear-attention: inputs of the whole row, states (segments, Hv, Dk,
+    Dv) to start from -> outputs (n, Hv, Dv) of the segments one after the other, final states."""
+    if stretch.rows is not None:
+        inputs = tuple(x.index_select(0, stretch.rows) for x in inputs)
+    q, k, v, decay, strength = (x[None] for x in inputs)
+    out, state = load_fla()(
+        q,
+        k,
+        v,
+        g=decay,
+        beta=strength,
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+        cu_seqlens=stretch.bounds,
+    )
+    return out[0], state
+
+
+def padded_rule(
+    stretch: Stretch, inputs: tuple[Tensor, ...], state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`fla_rule` in plain torch, by transformers' function for segments of one length. Padding
+    neither lets a state decay nor writes into it."""
+    shape = stretch.padded.shape
+    batch = [x.index_select(0, stretch.padded.flatten()).unflatten(0, shape) for x in inputs]
+    q, k, v = batch[:3]  # (segments, longest, Hv, D)
+    decay, strength = (x.masked_fill(stretch.is_padding, 0) for x in batch[3:])
+    # Unwrapped: where flash-linear-attention is installed the name stands for its kernel.
+    function = inspect.unwrap(qwen3_5.torch_chunk_gated_delta_rule)
+    out, state = function(
+        q,
+        k,
+        v,
+        g=decay,
+        beta=strength,
+        chunk_size=min(64, shape[1]),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out.flatten(0, 1).index_select(0, stretch.places), state
+
+
+# -------------------------------------------------------------------------------------------------
+# Decoding
+# -------------------------------------------------------------------------------------------------
+
+
+class SlotStates:
+    """What the sequences being generated need of their tokens so far, in layers without keys:
+    ``inputs`` (layers, slots, K - 1, C), and ``states`` (layers, slots, Hv, Dk, Dv) in float32.
+
+    Mixes one new token for each of the first B slots, all in place and without waiting for the
+    device.
+    """
+
+    def __init__(self, text_config, slots: int, dtype: torch.dtype, device: torch.device):
+        layers, heads = linear_layers(text_config), text_config.linear_num_value_heads
+        head = text_config.linear_key_head_dim, text_config.linear_value_head_dim
+        window = layers, slots, WIDTH - 1, channels(text_config)
+        self.inputs = torch.zeros(window, dtype=dtype, device=device)
+        self.states = torch.zeros(layers, slots, heads, *head, device=device)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots ``source`` over slots ``target``, layer by layer."""
+        for kept in (*self.inputs, *self.states):
+            kept[target] = kept[source]
+
+    def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
+        """x (B, C) and taps (K, C) -> (B, C)."""
+        inputs = self.inputs[layer, : len(x)]
+        window = torch.cat([inputs, x[:, None]], dim=1)  # (B, K, C)
+        inputs.copy_(window[:, 1:])
+        return (window.float() * taps.float()).sum(dim=1).to(x.dtype)
+
+    def recur(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor
+    ) -> Tensor:
+        """q, k (B, Hv, Dk), v (B, Hv, Dv), logarithm of the decay and strength of the update (B,
+        Hv) -> (B, Hv, Dv).
+
+        S' = decay S + k d with d = strength (v - k decay S), and out = q S', where the old state is
+        read once for both products.
+        """
+        state = self.states[layer, : len(q)]  # (B, Hv, Dk, Dv)
+        scale, dtype = q.shape[-1] ** -0.5, v.dtype
+        q, k, v, strength = (x.float() for x in (q, k, v, strength))
+        q, k = (x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6) for x in (q, k))
+        q, decay = q * scale, decay.exp()[..., None]  # (B, Hv, 1)
+        by_query, by_key = ((torch.stack([q, k], dim=-2) @ state) * decay[..., None]).unbind(-2)
+        change = (v - by_key) * strength[..., None]  # (B, Hv, Dv)
+        state.mul_(decay[..., None]).addcmul_(k[..., None], change[..., None, :])
+        return (by_query + (q * k).sum(dim=-1, keepdim=True) * change).to(dtype)

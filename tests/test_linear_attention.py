@@ -1,0 +1,623 @@
+"""Gated DeltaNet in packed rows and slots: against a loop over tokens, against one Hugging Face forward per sample and
+`generate`; every part without which a response would not continue its prompt is taken away, and the checks notice."""
+
+import copy
+import dataclasses
+import inspect
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import our_name, start, take, write_checkpoint
+from safetensors.torch import save_file
+from test_families import EXPERTS, LINEAR, TEXT, make_config, make_tokenizer
+from test_plan import LiveBytes
+from test_training import flags, records, score, tensors
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+import test_training
+import toy
+import train_ppo_vl as ppo
+from common import fsdp, process
+from common.buffers import Batch
+from common.vlm import attention, linear_attention, model as vlm, weights as vlm_weights
+from common.vlm.data import load_pixels
+from common.vlm.linear_attention import PackedDelta, SlotStates
+from common.vlm.rows import Prompt
+
+task, signal_handlers = test_training.task, test_training.signal_handlers  # fixtures
+CPU = torch.device("cpu")
+# The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
+FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None,
+chunk_indices=None, cp_context=None, **kwargs)"""
+OLD_FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+cu_seqlens=None, head_first=False)"""
+HEADS, DK, DV = 4, 6, 10
+CHANNELS = 12
+
+
+# ------------------------------------------------------------------------------------------------ one layer
+def lay_out(groups: list[tuple[int, list[int]]]) -> list[tuple]:
+    """Segments of a row for (prompt, responses) lengths."""
+    segments, size = [], 0
+    for prompt, responses in groups:
+        start, end = size, size + prompt
+        segments.append((start, end, start, start))
+        for length in responses:
+            segments.append((segments[-1][1], segments[-1][1] + length, start, end))
+        size = segments[-1][1]
+    return segments
+
+
+ROWS = {
+    "several groups": [(5, [1, 7, 3]), (1, [4, 1]), (2, [2]), (9, [])],
+    "borders of chunks": [(64, [64, 65, 63, 1]), (63, [2, 128]), (130, [])],
+    "prompts alone": [(3, []), (1, []), (70, [])],
+    "one token": [(1, [])],
+}
+
+
+def random_inputs(size: int) -> list[torch.Tensor]:
+    """x, taps, q, k, v, log of the decay and strength; states fade so slowly that forgetting one would be seen."""
+    generator = torch.Generator().manual_seed(size)
+    x, q, k, v, decay, strength = (torch.randn(size, *shape, generator=generator) for shape in (
+        (CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,)))
+    taps = torch.randn(4, CHANNELS, generator=generator)
+    return [x.requires_grad_() for x in (x, taps, q, k, v, -0.05 * decay.exp(), strength.sigmoid())]
+
+
+def one_by_one(segments, x, taps, q, k, v, decay, strength):
+    """Convolution and delta rule of every segment behind its prefix, token by token, in float64."""
+    x, taps, q, k, v, decay, strength = (y.double() for y in (x, taps, q, k, v, decay, strength))
+    convolved, mixed = [], []
+    for start, end, p_start, p_end in segments:
+        rows = [*range(p_start, p_end), *range(start, end)]
+        state = torch.zeros(HEADS, DK, DV, dtype=torch.float64)
+        for i, row in enumerate(rows):
+            key = k[row] * torch.rsqrt(k[row].square().sum(-1, keepdim=True) + 1e-6)
+            query = q[row] * torch.rsqrt(q[row].square().sum(-1, keepdim=True) + 1e-6) * DK ** -0.5
+            state = state * decay[row].exp()[:, None, None]
+            change = (v[row] - (key[:, None] @ state)[:, 0]) * strength[row][:, None]
+            state = state + key[:, :, None] * change[:, None]
+            if row >= start:
+                convolved.append(sum(x[rows[i - j]] * taps[3 - j] for j in range(4) if i >= j))
+                mixed.append((query[:, None] @ state)[:, 0])
+    return torch.stack(convolved), torch.stack(mixed)
+
+
+def emulated_fla(signature: str):
+    """A stand-in for the kernel that takes its arguments by this signature, and each sequence alone."""
+    text = " ".join(signature.split())
+    parameters = inspect.signature(eval(f"lambda {text[1:-1]}: None"))
+
+    def kernel(*args, **given):
+        call = parameters.bind(*args, **given)
+        call.apply_defaults()
+        call = SimpleNamespace(**call.arguments)
+        bounds = call.cu_seqlens.tolist()
+        assert call.q.shape[0] == 1 and call.cu_seqlens.dtype == torch.int64 and bounds[-1] == call.q.shape[1]
+        assert call.initial_state is None or len(call.initial_state) == len(bounds) - 1
+        outputs, states = [], []
+        for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
+            part = [y[:, start:end] for y in (call.q, call.k, call.v)]
+            state = None if call.initial_state is None else call.initial_state[i:i + 1]
+            out, state = inspect.unwrap(linear_attention.qwen3_5.torch_recurrent_gated_delta_rule)(
+                *part, g=call.g[:, start:end], beta=call.beta[:, start:end], initial_state=state,
+                output_final_state=call.output_final_state, use_qk_l2norm_in_kernel=call.use_qk_l2norm_in_kernel)
+            outputs.append(out)
+            states.append(state)
+        return torch.cat(outputs, dim=1), torch.cat(states)
+
+    return kernel
+
+
+@pytest.fixture(params=["torch", FLA, OLD_FLA], ids=["torch", "fla", "old fla"])
+def rule(request, monkeypatch):
+    if request.param != "torch":
+        monkeypatch.setattr(linear_attention, "load_fla", lambda: emulated_fla(request.param))
+        monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: linear_attention.fla_rule)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float(((found - expected).abs().max() / expected.abs().max()).detach())
+
+
+def layer_errors(segments) -> dict[str, float]:
+    """Largest errors of outputs and gradients, relative to the largest entry."""
+    inputs = random_inputs(segments[-1][1])
+    row = PackedDelta(segments, CPU)
+    found = row.convolve(0, *inputs[:2]), row.recur(0, *inputs[2:])
+    expected = one_by_one(segments, *inputs)
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(y.shape, generator=generator) for y in found]
+    ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (found, expected))
+    names = "x taps q k v decay strength".split()
+    errors = {f"gradient of {name}": relative(*pair) for name, *pair in zip(names, ours, theirs) if pair[1].any()}
+    return errors | {"convolution": relative(found[0], expected[0]), "delta rule": relative(found[1], expected[1])}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_mixed_as_token_by_token(name, rule):
+    errors = layer_errors(lay_out(ROWS[name]))
+    assert max(errors.values()) < 1e-5, errors
+
+
+@pytest.mark.parametrize("groups", ROWS.values(), ids=ROWS)
+def test_slots_go_on_where_their_prompt_ended(groups, rule):
+    """Each prompt goes to two slots, which read different tokens; half-way one slot moves."""
+    prompts = [length for length, _ in groups]
+    segments, new = lay_out([(length, []) for length in prompts]), 6
+    slots, size = 2 * len(prompts) + 1, sum(prompts)
+    text = SimpleNamespace(layer_types=["linear_attention"] * 2, linear_num_key_heads=2, linear_key_head_dim=1,
+                           linear_num_value_heads=HEADS, linear_value_head_dim=2)
+    states = SlotStates(text, slots, torch.float32, CPU)
+    states.states = torch.randn(2, slots, HEADS, DK, DV)                                  # of whoever was there before
+    states.inputs.normal_()
+    inputs = [x.detach() for x in random_inputs(size + new * (slots - 1))]
+    of_slot = [i % len(prompts) for i in range(slots - 1)]                                # which prompt
+    rows = [torch.arange(*segments[i][:2]) for i in of_slot]
+    plan_ = (torch.cat(rows), torch.cat([torch.full_like(r, s) for s, r in enumerate(rows)]),
+             torch.cat([torch.arange(len(r)) for r in rows]))
+    row = PackedDelta(segments, CPU, states, plan_)
+    row.convolve(1, inputs[0][:size], inputs[1])
+    row.recur(1, *(x[:size] for x in inputs[2:]))
+    found = {slot: [] for slot in range(slots - 1)}
+    place = list(range(slots - 1))                                                        # of each sequence
+    for step in range(new):
+        if step == 3:
+            states.move(torch.tensor([0]), torch.tensor([slots - 1]))
+            place[0] = slots - 1
+        now = torch.zeros(slots, dtype=torch.int64)
+        now[place] = size + step * (slots - 1) + torch.arange(slots - 1)
+        convolved = states.convolve(1, inputs[0][now], inputs[1])
+        mixed = states.recur(1, *(x[now] for x in inputs[2:]))
+        for slot in found:
+            found[slot].append((convolved[place[slot]], mixed[place[slot]]))
+    after = size + torch.arange(new)[:, None] * (slots - 1) + torch.arange(slots - 1)      # rows of each slot's tokens
+    for slot, outputs in found.items():
+        rows = torch.cat([torch.arange(*segments[of_slot[slot]][:2]), after[:, slot]])
+        own = [x if i == 1 else x[rows] for i, x in enumerate(inputs)]
+        expected = one_by_one([(0, len(rows), 0, 0)], *own)
+        for ours, theirs in zip(map(torch.stack, zip(*outputs)), expected):
+            assert relative(ours, theirs[-new:]) < 1e-5
+
+
+def test_a_prefix_must_be_a_whole_segment():
+    """As it is not where a family cuts prompts into pieces: the state in the middle of a segment is not known."""
+    for wrong in [(5, 7, 0, 4), (5, 7, 1, 5)]:
+        with pytest.raises(ValueError, match="a prefix must be a whole segment"):
+            PackedDelta([(0, 5, 0, 0), wrong], CPU)
+    with pytest.raises(ValueError, match="a prefix must be a whole segment"):
+        PackedDelta([(0, 3, 3, 8)], CPU)
+
+
+# ------------------------------------------------------------------------------------------------ a model
+@pytest.fixture(scope="module")
+def qwen35(tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("qwen35"), "qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def env(qwen35, picture_rows):
+    """With every parameter trained, the vision tower's too; prompts of 1 to 130 tokens with 0, 1 and 2 pictures."""
+    env = start(qwen35, picture_rows, "--train_vision", "--advantage", "grpo")
+    generator, config = torch.Generator().manual_seed(2), env.processor.config
+
+    def words(count: int) -> torch.Tensor:
+        return torch.randint(4, 300, (count,), generator=generator)
+
+    prompts, patches = [], {}
+    for group, (length, images) in enumerate([(1, 0), (30, 1), (45, 2), (2, 0), (64, 0), (130, 1), (65, 0)]):
+        pieces, grids = [], []
+        for k in range(images):
+            grids.append((1, 4 + 2 * k, 6))
+            tokens = grids[-1][1] * 6 // 4
+            pieces += [words(2), torch.tensor([config.vision_start_token_id] + [config.image_token_id] * tokens
+                                              + [config.vision_end_token_id])]
+        ids = torch.cat([*pieces, words(length - sum(map(len, pieces)))])
+        size = sum(h * w for _, h, w in grids)
+        if images:
+            patches[group] = torch.randn(size, 3 * 2 * 16 * 16, generator=generator), torch.tensor(grids)
+        prompts.append(Prompt(group, f"row {group}", [], "", (), tuple(grids), ids,
+                              int((ids == config.image_token_id).sum()), None, None))
+    lengths = [[1, 7, 40, 3], [64, 1, 100], [12], [5, 2], [65, 63], [1], [4, 33]]
+    asked = Batch(prompts, list(range(len(prompts))), [0] * len(prompts), patches=dict(patches))
+    batch = asked.with_targets([[words(n) for n in part] for part in lengths])
+    batch.sampling = dataclasses.replace(env.sampling, banned=torch.zeros_like(env.sampling.banned))
+    env.batch, env.signs = batch, torch.linspace(-1, 1, len(batch.tokens))
+    env.expected = hugging_face(qwen35, prompts, patches, batch, env.signs)
+    return env
+
+
+def hugging_face(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs by one forward per sample, and the gradient of their sum by signs."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    found = []
+    for group, tokens, weight in zip(batch.group.tolist(), batch.split(batch.tokens), batch.split(signs)):
+        ids = torch.cat([prompts[group].input_ids, tokens])[None]
+        images = dict(zip(("pixel_values", "image_grid_thw"), patches.get(group, ())))
+        types = (ids == model.config.image_token_id).int()
+        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits[0, -len(tokens) - 1:-1]
+        found.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        (found[-1] * weight).sum().backward()
+    return torch.cat(found).detach(), {f"model.{our_name(name)}": p.grad for name, p in model.named_parameters()}
+
+
+def update_errors(env) -> tuple[float, float]:
+    """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
+    logprobs, gradients = env.expected
+    found = torch.zeros(len(env.batch.tokens))
+    for row in vlm.packed_rows(env.actor.model, env.batch):
+        logp, *_ = env.actor(row, env.batch.sampling)
+        (env.signs[row.flat] * logp).sum().backward()
+        found[row.flat] = logp.detach()
+    errors = {}
+    for name, parameter in env.actor.named_parameters():
+        expected = gradients[name]
+        errors[name] = float((parameter.grad.full_tensor() - expected).abs().max() / expected.abs().max().clamp(min=1e-3))
+    env.actor.zero_grad(set_to_none=True)
+    assert len(errors) == len(gradients)
+    return relative(found, logprobs), max(errors.values())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing):
+    """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one row; a lone sample is one segment."""
+    parts = vlm.trained_parts(env.actor.model)
+    try:
+        for part in parts if checkpointing else []:
+            part.gradient_checkpointing_enable({"use_reentrant": False})
+        env.actor.train()
+        logprob, gradient = update_errors(env)
+    finally:
+        for part in parts if checkpointing else []:
+            part.gradient_checkpointing_disable()
+    assert logprob < 1e-5 and gradient < 2e-5
+
+
+def forget_states(monkeypatch):
+    rule = linear_attention.padded_rule
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(stretch, inputs, None))
+
+
+def detach_states(monkeypatch):
+    rule = linear_attention.padded_rule
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: rule(
+        stretch, inputs, state if state is None else state.detach()))
+
+
+def forget_inputs(monkeypatch):
+    beyond = linear_attention.beyond_segments
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: beyond(table[:, [0, 1, 0, 0]]))
+
+
+def read_on(monkeypatch):
+    """The convolution of the row as it lies: a response reads the end of what stands before it."""
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: (
+        table[:1, 0], table[:1, 1, None] * torch.ones(1, 4, dtype=torch.int64).numpy()))
+
+
+MUTATIONS = {forget_states: (1e-3, 1e-2), detach_states: (0, 1e-2), forget_inputs: (1e-3, 1e-2), read_on: (1e-3, 1e-2)}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+def test_the_check_of_an_update_sees_what_is_missing(env, mutation, monkeypatch):
+    mutation(monkeypatch)
+    logprob, gradient = update_errors(env)
+    least = MUTATIONS[mutation]
+    assert logprob > least[0] if least[0] else logprob < 1e-5, logprob
+    assert gradient > least[1], gradient
+
+
+def greedy(env, slots: int) -> list[list[int]]:
+    sampling = dataclasses.replace(env.sampling, greedy=True, slots=slots, stop_ids=env.stop_ids)
+    samples = ppo.rollout(env.actor, take(env), sampling, 2)
+    return [tokens.tolist() for tokens in samples.split(samples.tokens)]
+
+
+@pytest.fixture(scope="module")
+def decoding(qwen35, picture_rows):
+    """Our run, and what `generate` answers: twice for each prompt, up to ids that end some answers early."""
+    env = start(qwen35, picture_rows, "--max_new_tokens", "40", "--advantage", "grpo")
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen35).eval()
+    env.answers = []
+    for prompt in env.prompts:
+        pixels = load_pixels(prompt, env.processor)
+        images = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        ids = prompt.input_ids[None]
+        out = oracle.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40,
+                              eos_token_id=None, pad_token_id=0,
+                              mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images,
+                              suppress_tokens=list(env.processor.banned_ids))
+        env.answers += [out[0, ids.shape[1]:].tolist()] * 2
+    ends = {env.answers[0][6], env.answers[4][15]}
+    env.stop_ids = torch.tensor(sorted(ends))
+    for i, answer in enumerate(env.answers):
+        stops = (n for n, token in enumerate(answer, start=1) if token in ends)
+        env.answers[i] = answer[:next(stops, 40)]
+    return env
+
+
+def test_greedy_tokens_are_those_of_generate(decoding, monkeypatch):
+    """Two samples of each prompt, with as many slots as samples and with few, that are refilled and whose last ones move."""
+    moved, refilled = [], []
+    move, prefill = SlotStates.move, ppo.RolloutEngine.prefill
+
+    def counted_move(states, source, target):
+        moved.append(len(source))
+        move(states, source, target)
+
+    def counted_prefill(engine, members):
+        refilled.append(len(members))
+        prefill(engine, members)
+
+    monkeypatch.setattr(SlotStates, "move", counted_move)
+    monkeypatch.setattr(ppo.RolloutEngine, "prefill", counted_prefill)
+    assert max(map(len, decoding.answers)) == 40 > min(map(len, decoding.answers))
+    for slots in (0, 4):
+        assert greedy(decoding, slots) == decoding.answers
+    assert sum(moved) > 0 and refilled[0] == 4 and len(refilled) > 2
+
+
+def keep_nothing(monkeypatch):
+    """Prefills leave no state in the slots."""
+    monkeypatch.setattr(SlotStates, "recur", lambda states, layer, q, *others: RECUR(zeroed(states, layer, q), layer, q, *others))
+
+
+RECUR = SlotStates.recur
+
+
+def zeroed(states, layer, q):
+    states.states[layer, :len(q)].zero_()
+    return states
+
+
+def stay_behind(monkeypatch):
+    """States do not move with their slots."""
+    monkeypatch.setattr(SlotStates, "move", lambda *_: None)
+
+
+def no_window(monkeypatch):
+    """The convolution sees the newest token alone."""
+    convolve = SlotStates.convolve
+
+    def forgetful(states, layer, x, taps):
+        states.inputs[layer].zero_()
+        return convolve(states, layer, x, taps)
+
+    monkeypatch.setattr(SlotStates, "convolve", forgetful)
+
+
+@pytest.mark.parametrize("mutation", [keep_nothing, stay_behind, no_window], ids=lambda mutation: mutation.__name__)
+def test_the_check_of_decoding_sees_what_is_missing(decoding, mutation, monkeypatch):
+    mutation(monkeypatch)
+    assert greedy(decoding, 0) != decoding.answers
+
+
+# ------------------------------------------------------------------------------------------------ checkpoints
+@pytest.fixture(scope="module")
+def official(tmp_path_factory, qwen35):
+    """A checkpoint of the types that the official ones have, with weights of the multi-token prediction."""
+    folder = tmp_path_factory.mktemp("official") / "model"
+    shutil.copytree(qwen35, folder)
+    exact = ("A_log", "linear_attn.norm.weight")
+    weights = {key: value if key.endswith(exact) else value.bfloat16() for key, value in tensors(folder).items()}
+    generator = torch.Generator().manual_seed(0)
+    weights |= {"mtp.fc.weight": torch.randn(64, 128, generator=generator).bfloat16(), "mtp.norm.weight": torch.randn(64)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((folder / "config.json").read_text())
+    settings["dtype"] = settings["text_config"]["dtype"] = settings["vision_config"]["dtype"] = "bfloat16"
+    settings["text_config"]["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("lora", [(), ("--lora_rank", "4")], ids=["weights", "adapters"])
+def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture_rows, lora):
+    """Of a decay of exp(-0.01 x), bfloat16 would lose what distinguishes it from exp(-0.0101 x)."""
+    env = start(official, picture_rows, "--dtype", "bfloat16", "--advantage", "grpo", *lora)
+    seen = {}
+    with fsdp.unsharded(env.actor):
+        for name, parameter in vlm.decoder(env.actor.model).named_parameters():
+            seen[name] = parameter.dtype
+    exact = {name for name, dtype in seen.items() if dtype == torch.float32}
+    assert exact == {name for name in seen if ".decay." in name} and len(exact) == 2 * 2
+    model = env.actor.model
+    before = tensors(official)["model.language_model.layers.0.linear_attn.A_log"]
+    assert torch.equal(vlm.decoder(model).layers[0].linear_attn.A_log.full_tensor(), before)
+    assert before.bfloat16().float().ne(before).any()
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
+    env.actor.train()
+    for row in vlm.packed_rows(model, batch):
+        env.actor(row, env.sampling)[0].sum().backward()
+    gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
+    assert gradient is None if lora else gradient.dtype == torch.float32 and gradient.full_tensor().any()
+
+
+def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_rows, tmp_path):
+    env = start(official, picture_rows, "--advantage", "grpo")
+    with torch.no_grad():
+        for parameter in env.actor.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().add_(0.01)
+    assert vlm_weights.export(env.actor, env.processor, tmp_path / "export", shard_bytes=200_000) is None
+    before, after = tensors(official), tensors(tmp_path / "export")
+    assert {key: (value.dtype, value.shape) for key, value in after.items()} == {
+        key: (value.dtype, value.shape) for key, value in before.items()}
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) > 1
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if not key.startswith(("mtp.", "model.visual."))}
+    model, report = AutoModelForImageTextToText.from_pretrained(tmp_path / "export", output_loading_info=True)
+    assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.text_config.mtp_num_hidden_layers == 1
+    shutil.copytree(official, gone := tmp_path / "gone")
+    env = start(gone, picture_rows, "--advantage", "grpo")
+    (gone / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in vlm_weights.export(env.actor, env.processor, tmp_path / "again")
+
+
+def test_runs_resume_bit_by_bit(qwen35, task, tmp_path):
+    """PPO with a critic, and GRPO with adapters and recomputed activations: weights and metrics of the whole run are those of
+    its parts."""
+    lines = {"gae": ("--kl_coef", "0.1", "--critic_lr", "1e-3"),
+             "grpo": ("--advantage", "grpo", "--lora_rank", "2", "--gradient_checkpointing")}
+    for name, more in lines.items():
+        for out, parts in ((f"{name}-whole", ("2",)), (f"{name}-parts", ("1", "2"))):
+            for steps in parts:
+                ppo.main(flags(qwen35, task, tmp_path / out, *more, "--steps", steps, "--slots", "5"))
+        whole, parts = (tmp_path / f"{name}-{kind}" for kind in ("whole", "parts"))
+        ours, theirs = (tensors(out / "export" / "step-2") for out in (whole, parts))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+        last, resumed = records(whole)[-1], records(parts)[-1]
+        metrics = [key for key in last if not key.startswith("perf/") and not key.endswith("seconds")]
+        assert len(metrics) > 20 and [last[key] for key in metrics] == [resumed[key] for key in metrics]
+        assert last["train/sampler_gap"] < 1e-5
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def text_model(kind: str, **changes):
+    """InternVL around a text model of another kind, on meta."""
+    config = make_config("internvl", make_tokenizer("internvl")).to_dict()
+    config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
+    return vlm_weights.build_on_meta(AutoConfig.for_model(**config), longest=100)
+
+
+FOREIGN = {
+    "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}, "Qwen3NextGatedDeltaNet"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "granitemoehybrid": ({"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2,
+                          "num_local_experts": 0, "shared_intermediate_size": 32}, "mixes tokens by GraniteMoeHybridMambaLayer"),
+    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}, "layers of type hybrid"),
+    "qwen3_5_text": (LINEAR | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 and hidden_act silu"),
+    "qwen3_5_moe_text": (LINEAR | EXPERTS | {"linear_num_key_heads": 3}, "linear_num_key_heads 3 does not divide"),
+    "llama4_text": ({"layer_types": ["chunked_attention", "full_attention"], "intermediate_size_mlp": 64,
+                     "num_local_experts": 2}, "layers of type chunked_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_other_ways_to_mix_tokens_are_refused(kind):
+    """Unpatched, each of them would take our arguments without a word, and mix all samples of a row."""
+    changes, message = FOREIGN[kind]
+    with pytest.raises(ValueError, match=message):
+        text_model(kind, **changes)
+
+
+def test_an_unpatched_layer_would_not_say_a_word(qwen35):
+    """What the check above is for: transformers' own layer in the place of ours runs, and is wrong."""
+    theirs = AutoModelForImageTextToText.from_pretrained(qwen35).model.language_model.layers[0].linear_attn
+    ours = linear_attention.DeltaNet(theirs)
+    ours.slot_layer = 0
+    x, row = torch.randn(1, 9, 64), PackedDelta([(0, 4, 0, 0), (4, 9, 4, 4)], CPU)
+    attend = {"attention": SimpleNamespace(linear=row)}
+    right = ours(x, **attend)
+    theirs = copy.copy(theirs)
+    theirs.A_log, theirs.dt_bias = ours.A_log, ours.dt_bias
+    wrong = theirs(x, **attend)
+    assert (right - wrong)[0, :4].abs().max() < 1e-5 < 1e-2 < (right - wrong)[0, 4:].abs().max()
+    with pytest.raises(AttributeError):                                   # ours needs what it was not given
+        ours(x)
+
+
+def test_quantized_checkpoints_are_refused(qwen35, picture_rows, tmp_path):
+    shutil.copytree(qwen35, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "fp8"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(process.UserError, match="quantized checkpoints are not supported"):
+        start(tmp_path / "model", picture_rows)
+
+
+def test_the_rule_is_chosen_and_printed(monkeypatch, capsys):
+    choose, announce = linear_attention.choose_rule.__wrapped__, linear_attention.announce_rule.__wrapped__
+    monkeypatch.setattr(linear_attention, "choose_rule", choose)
+    monkeypatch.setattr(linear_attention, "load_fla", lambda: None)
+    for spec in (None, "fla"):
+        monkeypatch.setattr(linear_attention.importlib.util, "find_spec", lambda name: spec)
+        in_bfloat16 = linear_attention.fla_rule if spec else linear_attention.padded_rule
+        assert choose("cuda", torch.bfloat16) is in_bfloat16
+        assert choose("cpu", torch.float32) is choose("cuda", torch.float32) is linear_attention.padded_rule
+        for device, dtype in (("cuda", torch.bfloat16), ("cuda", torch.float32), ("cpu", torch.bfloat16)):
+            announce(device, dtype)
+    missing = "linear attention: torch (flash-linear-attention is not installed, which is faster: pip install fla-core)"
+    assert capsys.readouterr().out.splitlines() == [
+        missing, "linear attention: torch", "linear attention: torch",
+        "linear attention: flash-linear-attention", "linear attention: torch", "linear attention: torch"]
+
+
+def test_a_kernel_that_does_not_load_is_refused(monkeypatch, tmp_path):
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("raise ImportError('no triton here')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="installed, but cannot be used: no triton here; .*pip install fla-core"):
+        linear_attention.choose_rule.__wrapped__("cuda", torch.bfloat16)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+class KeepsWhatTheKernelKeeps(torch.autograd.Function):
+    """In the place of the delta rule: nothing is computed, and as much is kept for the backward as fla's kernel keeps."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, decay, strength):
+        ctx.save_for_backward(q.clone(), k.clone(), v, decay, strength, q.new_zeros(*q.shape[:2], 64))
+        return torch.zeros_like(v)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return tuple(torch.zeros_like(x) for x in ctx.saved_tensors[:5])
+
+
+@pytest.mark.parametrize("flags_", [(), ("--gradient_checkpointing",)], ids=["all kept", "recomputed"])
+def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
+    """Gathered weights, activations and backward of one row of 1,000 tokens against what is alive, in bfloat16."""
+    monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: (
+        KeepsWhatTheKernelKeeps.apply(*inputs), None))
+    tokenizer = toy.make_tokenizer()
+    for part in (toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4), tokenizer, toy.make_image_processor("qwen3_5")):
+        part.save_pretrained(tmp_path)
+    env = start(tmp_path, picture_rows, "--dtype", "bfloat16", "--head_chunk", "64", "--advantage", "grpo", "--max_rows", "1", *flags_)
+    batch = take(env).with_targets([[torch.randint(4, 200, (1000,))]])
+    batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(1000, dtype=torch.bool)
+    batch.logprobs = batch.old_logprobs = torch.zeros(1000)
+    batch.advantages = torch.randn(1000)
+    weights = ppo.token_weights(batch, range(1), batch.in_policy_loss, env.args)
+    part, trained = ppo.Minibatch(range(1), weights, weights, None), fsdp.Trained(env.actor, env.args.optim, 1e-3)
+    env.actor.train()
+    for _ in range(2):                                                    # the second time as in an update of several rows
+        with LiveBytes() as live:
+            (row,) = vlm.packed_rows(env.actor.model, batch)
+            ppo.actor_loss(trained, row, batch, part, 0.0, env.args)[0].backward()
+    root, layer, _ = ppo.memory.gathered_bytes(env.actor)
+    parts = ppo.memory.backward_bytes(env.actor, row.input_ids.shape[1], bool(flags_))
+    assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.3, (parts, live.peak)
+
+
+def test_bytes_of_a_slot():
+    """At the sizes of Qwen3.5-4B and 9B 48 MiB of states, however short the sequence is."""
+    text = AutoConfig.for_model("qwen3_5_text")                                           # those of the 9B
+    assert linear_attention.linear_layers(text) == 24 and attention.attention_layers(text) == 8
+    states = 24 * 32 * 128 * 128 * 4
+    assert states == 48 * 2**20
+    assert linear_attention.state_bytes(text, 2) == states + 24 * 3 * 8192 * 2
+    assert attention.slot_bytes(text, 1000, 2) == linear_attention.state_bytes(text, 2) + 1000 * 8 * 2 * 4 * 256 * 2
+    small = AutoConfig.for_model("qwen3_5_text", **TEXT | LINEAR)
+    for dtype in (torch.float32, torch.bfloat16):
+        cache = attention.SlotCache(small, 3, 50, dtype, CPU)
+        held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
+        assert sum(part.nbytes for part in held) == 3 * attention.slot_bytes(small, 50, dtype.itemsize)
+        assert cache.linear.states.dtype == torch.float32 and cache.linear.inputs.dtype == dtype
+
+
+def test_slots_are_counted_with_their_states(decoding, monkeypatch):
+    """On a GPU with room for three of them."""
+    text = decoding.actor.model.config.get_text_config()
+    engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
+                             compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
+    room = 3.5 * attention.slot_bytes(text, 100, 4) + ppo.memory.rollout_work(decoding.actor, 0) + ppo.memory.MARGIN
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
+    assert ppo.RolloutEngine.slot_count(engine, 100, 50) == 3
