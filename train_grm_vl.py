@@ -1,5 +1,6 @@
-"""The generative reward model: a vision-language model that judges pictures and answers and ends
-with a verdict.
+"""Supervised training: a vision-language model learns to judge pictures and answers, as a
+generative reward model that ends with a verdict, or to answer as any rows of prompt and response
+do (SFT; its export is a --model of train_ppo_vl.py).
 
     torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     torchrun --nproc_per_node 2 train_grm_vl.py  # no flags: the embedded toy (launch/toy.py)
@@ -10,9 +11,11 @@ One step, as `main` names it:
     prompts + images + targets -> packed rows -> update by next-token loss on targets -> report
 
 A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file.
-"source" is optional in every kind, "videos" in every kind but pictures, which takes none:
+"source" is optional in every kind, "videos" in every kind but pictures, which takes none. A response
+needs no <answer>: without one it is graded by its loss and, where it is short, by exact match.
 
-    response   {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
+    response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
+               {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A",
                 "critique": "{A} is red."}
     answers    {"prompt": "what is this?", "images": ["x.png"], "responses": ["a cat", "a dog"],
@@ -562,6 +565,8 @@ def evaluate(
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | judgements.summarise(records)
     state.held_out = rows.settings["held_out"] = judgements.held_out_record(summary)
+    if not args.run.eval_only and 10 * state.step >= args.optim.steps:
+        warn_of_chance(log, rows.settings)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
         for key, value in summary[f"accuracy_per_{name}"].items():
@@ -578,6 +583,17 @@ def evaluate(
     log.samples(state.step, records, cards, stem="eval")
     log.evaluation(state.step, metrics)  # last: a resumed run repeats what has no record
     return metrics
+
+
+def warn_of_chance(log: logging.RunLogger, settings: dict) -> None:
+    """Name the kinds of questions that a tenth of the run has not taught the judge to answer."""
+    for kind in settings["held_out"]["kinds"]:
+        doubt = judgements.doubtful_accuracy(settings, kind)
+        if doubt:
+            log.line(
+                f"warning: {doubt}. Pairs are learned after a plateau; otherwise raise --lr, or look "
+                "for rows whose verdict cannot be seen in them"
+            )
 
 
 @torch.no_grad()

@@ -75,6 +75,7 @@ VERDICT_FRAME = "<answer>{verdict}</answer>"
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
 SWAPPED = {"A": "B", "B": "A"}
 MAX_SCORES = 32  # different scores in the training rows, each a verdict
+SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
 
 
 def format_template(template: str, **values: str) -> str:
@@ -386,7 +387,7 @@ def judge_prompt(
 
 def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Prompt]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label
-    the row's kind.
+    the row's kind. A response without <answer> has no reference, which some rewards need.
 
     Raises ValueError: see `load_prompts`.
     """
@@ -394,8 +395,6 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
 
     def build(index: int, source: str, row: dict) -> list[Prompt]:
         shown = read_judgement(row, processor.files["judge"], "both")
-        if shown[0]["verdict"] is None:
-            raise ValueError("the response has no <answer>: no verdict to compare with")
         prompts = []
         for k, ask in enumerate(shown):
             texts = {"reference": ask["verdict"], "label": ask["kind"]}
@@ -505,10 +504,16 @@ def encode_target(
 
 
 def summarise(records: list[dict]) -> dict[str, Any]:
-    """Accuracy and related metrics over graded records. An unparsable verdict counts as wrong."""
+    """Loss over all records, accuracy and related metrics over those with a verdict, exact match
+    over short responses without one. An unparsable verdict counts as wrong."""
     summary: dict[str, Any] = {
         "loss": sum(record["loss"] for record in records) / sum(r["tokens"] for r in records)
     }
+    short = [r for r in records if r["gt_answer"] is None and r["tokens"] <= SHORT_ANSWER]
+    if short:
+        summary["exact_match"] = _share(
+            [same_words(r["generated_text"], r["response_text"]) for r in short]
+        )
     graded = [record for record in records if record["gt_answer"] is not None]
     if graded:
         summary["accuracy"] = _share([r["predicted_answer"] == r["gt_answer"] for r in graded])
@@ -524,6 +529,11 @@ def summarise(records: list[dict]) -> dict[str, Any]:
         summary[f"accuracy_per_{name}"] = accuracies
     counts = {"examples": len(records), "graded": len(graded), "pairs_in_both_orders": len(both)}
     return summary | {"confusion": _confusion(graded), "counts": counts}
+
+
+def same_words(given: str, reference: str) -> bool:
+    """Equality up to case and white space."""
+    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
 
 
 def _hits_by_part(graded: list[dict]) -> dict[str, dict]:

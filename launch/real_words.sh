@@ -70,7 +70,7 @@ if [ ! -f real/fashion/eval.jsonl ]; then
 fi
 out="runs/pictures-$advantage-$stamp"
 train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward launch/real_rewards.py:named \
-    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 8 --out "$out"
+    --prompts_per_step 16 --max_new_tokens 6 --steps 24 --eval_every 8 --out "$out"
 echo
 python launch/real_words.py table "$out"
 echo

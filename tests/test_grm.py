@@ -502,7 +502,8 @@ def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
 
 def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
     return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
-            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3}
+            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3,
+            "generated_text": "a  Cat", "response_text": "a cat"}
 
 
 def test_summary_by_hand():
@@ -521,6 +522,18 @@ def test_summary_by_hand():
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
     assert summary["counts"] == {"examples": 10, "graded": 9, "pairs_in_both_orders": 4}
+    assert summary["exact_match"] == 1                                               # of the one response without a verdict
+
+
+def test_short_responses_are_compared_word_by_word():
+    """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however good the answer."""
+    rows = [record(f"a:{i}", "response", "given", right, None) for i, right in enumerate([None, None, None, "yes"])]
+    rows[1] |= {"generated_text": "a dog", "tokens": judgements.SHORT_ANSWER}
+    rows[2] |= {"generated_text": "a dog", "tokens": judgements.SHORT_ANSWER + 1}
+    rows[3] |= {"generated_text": "a dog"}
+    assert judgements.summarise(rows)["exact_match"] == 1 / 2
+    alone = judgements.summarise(rows[2:3])
+    assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (judgements.SHORT_ANSWER + 1)
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
