@@ -5,6 +5,7 @@
 #   bash launch/real_words.sh --critic        pictures, PPO with a critic
 #   bash launch/real_words.sh --words         text, and a reward that is hacked: the naive rule, then the strict one
 #   bash launch/real_words.sh --words naive   one of the two
+#   bash launch/real_words.sh --fetch         no training: the model as a folder, real/smollm2
 #
 # Further flags are passed to train_ppo_vl.py. What is fetched (150 MB) and made stays in real/: an environment of its own,
 # the model, the pictures. Expected and measured: launch/README.md.
@@ -14,6 +15,7 @@ task=pictures advantage=grpo rules=(naive strict)
 while [ $# -gt 0 ]; do
     case "$1" in
         --critic) advantage=gae ;;
+        --fetch) task=fetch ;;
         --words) task=words; if [[ "${2:-}" =~ ^(naive|strict)$ ]]; then rules=("$2"); shift; fi ;;
         *) break ;;
     esac
@@ -39,6 +41,7 @@ if [ ! -f real/smollm2/config.json ]; then
     real/venv/bin/python launch/real_words.py model real/smollm2.new
     mv real/smollm2.new real/smollm2
 fi
+[ "$task" != fetch ] || exit 0
 stamp="$(date +%Y%m%d-%H%M%S)"
 common=(--advantage "$advantage" --dtype bfloat16 --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
         --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
@@ -70,7 +73,7 @@ if [ ! -f real/fashion/eval.jsonl ]; then
 fi
 out="runs/pictures-$advantage-$stamp"
 train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward launch/real_rewards.py:named \
-    --prompts_per_step 16 --max_new_tokens 6 --steps 24 --eval_every 8 --out "$out"
+    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 8 --out "$out"
 echo
 python launch/real_words.py table "$out"
 echo
