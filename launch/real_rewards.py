@@ -2,6 +2,7 @@
 meant: see the chapter on rewards in launch/README.md.
 
     --reward launch/real_rewards.py:named           pictures: the class's name
+                                   :grey, :another  the same, measured where the picture tells nothing
     --reward launch/real_rewards.py:naive_count     words: the number of words, and nothing else
     --reward launch/real_rewards.py:strict_count    words: in one sentence without tricks
 """
@@ -14,14 +15,27 @@ WORD = re.compile(r"[A-Za-z'’-]+")
 def named(prompts, responses, references, labels, images):
     """1 for the right name alone (case and a full stop do not matter), a fifth for naming it at
     all."""
+    mentioned = [0.2 * mentions(text, name) for text, name in zip(responses, references)]
+    return {"accuracy": exact(responses, references), "mentioned": mentioned}
+
+
+def grey(prompts, responses, references, labels, images):
+    """Accuracy of answers to questions that came with a grey picture."""
+    return exact(responses, references)
+
+
+def another(prompts, responses, references, labels, images):
+    """Accuracy of answers to questions that came with another row's picture."""
+    return exact(responses, references)
+
+
+def exact(responses: list[str], names: list[str]) -> list[float]:
     said = [response.strip().rstrip(".").lower() for response in responses]
-    accuracy = [float(text == name.lower()) for text, name in zip(said, references)]
-    mentioned = [0.2 * mentions(text, name) for text, name in zip(said, references)]
-    return {"accuracy": accuracy, "mentioned": mentioned}
+    return [float(text == name.lower()) for text, name in zip(said, names)]
 
 
 def mentions(text: str, name: str) -> bool:
-    return bool(re.search(rf"(?<![\w-]){re.escape(name.lower())}(?![\w-])", text))
+    return bool(re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text, re.IGNORECASE))
 
 
 def naive_count(prompts, responses, references, labels, images):

@@ -312,18 +312,16 @@ def read_evaluations(run: Path) -> dict[int, list[dict]]:
     return found
 
 
-def accuracy(records: list[dict], label: str) -> float:
-    own = [record["components"]["accuracy"] for record in records if record["label"] == label]
-    return sum(own) / len(own)
-
-
 def print_table(run: Path) -> None:
     """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
     print("held-out accuracy        with its picture    with a grey one    with another row's")
-    for step, records in read_evaluations(run).items():
-        values = [f"{accuracy(records, label):.3f}" for label in ("picture", "grey", "another")]
-        name = "before" if step == 0 else f"after {step} steps"
-        print(f"{name:25}{values[0]:20}{values[1]:19}{values[2]}")
+    names = [f"eval/{name}_reward_mean" for name in ("accuracy", "grey", "another")]
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if names[0] in record:
+            own, grey, another = (f"{record[name]:.3f}" for name in names)
+            step = "before" if record["step"] == 0 else f"after {record['step']} steps"
+            print(f"{step:25}{own:20}{grey:19}{another}")
 
 
 def print_samples(run: Path, count: int = 6) -> None:

@@ -61,9 +61,11 @@ if [ "$task" = words ]; then
 fi
 
 if [ ! -f real/fashion/eval.jsonl ]; then
-    data=real/fashion-mnist/usr/share/datasets/fashion-mnist
+    data="${FASHION_MNIST:-real/fashion-mnist/usr/share/datasets/fashion-mnist}"
     if [ ! -f "$data/train-images-idx3-ubyte.gz" ]; then
         echo "fetching Fashion-MNIST (31 MB) from Debian's archive, as files: nothing is installed"
+        command -v apt-get dpkg-deb >/dev/null || { echo "error: no apt-get here: put the four files of Fashion-MNIST, train-images-idx3-ubyte.gz" \
+            "and so on, into a folder and name it: FASHION_MNIST=FOLDER" >&2; exit 1; }
         mkdir -p real/fashion-mnist
         (cd real/fashion-mnist && apt-get download -q dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .)
     fi
@@ -72,11 +74,13 @@ if [ ! -f real/fashion/eval.jsonl ]; then
     python launch/real_words.py pictures real/smollm2 "$data" real/fashion
 fi
 out="runs/pictures-$advantage-$stamp"
-train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward launch/real_rewards.py:named \
+from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
+recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
+train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
     --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 8 --out "$out"
 echo
 python launch/real_words.py table "$out"
 echo
-echo "metrics:          $out/metrics.jsonl"
-echo "sample pictures:  $(ls "$out"/samples/eval-*.png | tail -1)"
-echo "talk to it:       python launch/chat.py $out/export/latest real/fashion/images/eval-00000.png 'What is it: a bag or a boot?'"
+python launch/summary.py "$out"
+echo "talk to it            .venv/bin/python launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
+    "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

@@ -106,6 +106,8 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]
         assert args.algorithm.advantage == advantage and args.model.model == "real/fashion/model"
+        mix = rewards.load(args.reward)
+        assert mix.recipe == {"*": {"named": 1}, "grey": {"grey": 0}, "another": {"another": 0}}
     calls = launch("real_words.sh", "--words", "--critic", "--steps", "2") + launch("real_words.sh", "--words", "naive")
     rules = []
     for call in calls:
@@ -159,7 +161,7 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
     known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
               "ntasks-per-node", "requeue", "exclusive", "cpus-per-task", "array", "export", "wait", "nv"}   # slurm, apptainer
     known |= {"quiet", "disable-pip-version-check", "no-deps", "version", "logdir"}                           # pip, tensorboard
-    known |= {"critic", "words", "imitation_coef"}                          # of real_words.sh, and of tests/experiments
+    known |= {"critic", "words", "fetch", "imitation_coef"}                          # of real_words.sh, and of tests/experiments
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
