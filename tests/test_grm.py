@@ -536,6 +536,16 @@ def test_short_responses_are_compared_word_by_word():
     assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (judgements.SHORT_ANSWER + 1)
 
 
+def test_kinds_at_chance_are_named():
+    """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
+    told = []
+    kinds = {"correct": {"accuracy": 0.9, "verdicts": {"yes": 50, "no": 50}}, "pictures": {"accuracy": 0.55, "verdicts": {"A": 50, "B": 50}},
+             "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}}}
+    grm.warn_of_chance(SimpleNamespace(line=told.append), {"held_out": {"step": 3, "kinds": kinds}})
+    assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500 by always saying A)" in told[0]
+    assert told[1].startswith("warning: ") and "response (0.790" in told[1]
+
+
 # ------------------------------------------------------------------------------------------------ whole runs
 @pytest.fixture(scope="module")
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
@@ -567,6 +577,25 @@ def test_evaluation_has_every_example_once(one_rank, env):
         assert step["train/loss_mean"] == pytest.approx(mean, rel=1e-6)
     assert len(steps) == 4 and steps[-1]["train/loss"] > 0
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
+
+
+def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
+    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance."""
+    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(("circles", "squares", "stars", "rings"))]
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    path = write(tmp_path / "sft.jsonl", rows)
+    grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(tmp_path / "run"), "--steps", "40", "--lr", "3e-3",
+              "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
+              "--keep_best", "eval/exact_match", "--save_every", "20"])
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+    evaluations = [record for record in records(tmp_path / "run") if "eval/loss" in record]
+    assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
+    assert not any("eval/accuracy" in record for record in evaluations)
+    assert "exact_match 1.000" in (told := capsys.readouterr().out) and "chance" not in told
+    with pytest.raises(process.UserError, match="no reference answer, which verdict compares with"):
+        import train_ppo_vl as ppo
+        ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict", "--out", str(tmp_path / "rl")])
 
 
 def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedProcess:
