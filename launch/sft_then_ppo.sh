@@ -8,7 +8,7 @@
 # both: SFT_EVAL, held out from the first half, is EVAL_DATA if not given, whose rows then need a response too.
 # OUT gets sft/ and ppo/. LAUNCH starts a script: under SLURM "sbatch --wait --nodes 2 ... launch/train.slurm", as PPO waits for SFT.
 #
-# Without MODEL: the toy on 2 processes, each answer of 64 of its rows as the response. Run on 2 CPU cores: see launch/README.md.
+# Without MODEL: the toy on 2 processes, the answers of 32 of its rows as responses. Run on 2 CPU cores: see launch/README.md.
 # Not run: a real model on GPUs; learning rate and passes of its first half are what is common for SFT, not a result.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -22,8 +22,9 @@ if [ -z "${MODEL:-}" ]; then
     for split in train eval; do
         sed -E 's/"answer": ("[^"]*")/"answer": \1, "response": \1/; s#"images/#"'"$PWD"'/toy/images/#g' "toy/$split.jsonl" > "$out/$split.jsonl"
     done
-    "${launch[@]}" train_grm_vl.py --model toy/model --data "$out/train.jsonl" --max_rows 256 --eval_data "$out/eval.jsonl" \
-        --steps 60 --prompts_per_step 32 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 --eval_batch 128 \
+    head -n 32 "$out/train.jsonl" > "$out/written.jsonl"
+    "${launch[@]}" train_grm_vl.py --model toy/model --data "$out/written.jsonl" --eval_data "$out/eval.jsonl" \
+        --steps 8 --prompts_per_step 16 --eval_every 4 --lr 1e-3 --max_prompt_tokens 256 --max_tokens_per_pack 4096 --eval_batch 128 \
         --eval_max_new_tokens 4 --out "$out/sft"
     exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" "$@"
 fi
