@@ -263,7 +263,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from common import checkpoint, fsdp, logging, logprobs, memory
+from common import accuracy, checkpoint, fsdp, logging, logprobs, memory
 from common import judge as judgements
 from common.buffers import Batch, Row
 from common.cards import sample_card
@@ -563,10 +563,10 @@ def evaluate(
     verdict; record the judgements; return the eval/ metrics."""
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
-    summary = {"step": state.step, "dropped": dropped} | judgements.summarise(records)
-    state.held_out = rows.settings["held_out"] = judgements.held_out_record(summary)
-    if not args.run.eval_only and 10 * state.step >= args.optim.steps:
-        warn_of_chance(log, rows.settings)
+    summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
+    state.held_out = rows.settings["held_out"] = accuracy.held_out_record(summary)
+    for warning in accuracy.chance_warnings(rows.settings, args.optim.steps):
+        log.line(warning)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
         for key, value in summary[f"accuracy_per_{name}"].items():
@@ -583,17 +583,6 @@ def evaluate(
     log.samples(state.step, records, cards, stem="eval")
     log.evaluation(state.step, metrics)  # last: a resumed run repeats what has no record
     return metrics
-
-
-def warn_of_chance(log: logging.RunLogger, settings: dict) -> None:
-    """Name the kinds of questions that a tenth of the run has not taught the judge to answer."""
-    for kind in settings["held_out"]["kinds"]:
-        doubt = judgements.doubtful_accuracy(settings, kind)
-        if doubt:
-            log.line(
-                f"warning: {doubt}. Pairs are learned after a plateau; otherwise raise --lr, or look "
-                "for rows whose verdict cannot be seen in them"
-            )
 
 
 @torch.no_grad()
@@ -796,7 +785,7 @@ def newest_evaluation(out: Path, state: TrainState) -> dict | None:
     path = out / "eval" / f"eval_result_{state.step}.json"
     with distributed.raise_on_all_ranks(f"{path}: "):
         if distributed.is_main() and state.step and path.exists():
-            state.held_out = judgements.held_out_record(json.loads(path.read_text())["summary"])
+            state.held_out = accuracy.held_out_record(json.loads(path.read_text())["summary"])
     state.held_out = distributed.from_main(state.held_out)
     return state.held_out
 

@@ -56,7 +56,7 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (49_142, 36_000),
+    "product: expressions": (49_290, 36_000),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -97,10 +97,11 @@ FLOORS = (
     },
     {
         "common.judge": (),
+        "common.accuracy": ("common.judge",),
         "common.rules": ("common.judge",),
         "common.remote": (),
         "common.reward_functions": ("common.remote", "common.rules"),
-        "common.reward_models": ("common.judge",),
+        "common.reward_models": ("common.judge", "common.accuracy"),
         "common.rewards": ("common.reward_functions",),
         "common.records": (),
     },

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
-from common import distributed, fsdp, judge as judgements, process
+from common import accuracy, distributed, fsdp, judge as judgements, process
 from common.buffers import Batch
 from common.vlm import data, model as vlm
 from common.vlm.data import Processor, load_pixels
@@ -508,7 +508,7 @@ def record(row: str, kind: str, order: str, right: str | None, said: str | None,
 
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
-    summary = judgements.summarise([
+    summary = accuracy.summarise([
         record("a:1", "pictures", "given", "A", "A", {"A": 0.9, "B": 0.1}), record("a:1", "pictures", "swapped", "B", "B", {"A": 0.2, "B": 0.8}),
         record("a:2", "pictures", "given", "A", "A"), record("a:2", "pictures", "swapped", "B", "A"),
         record("a:3", "pictures", "given", "A", None), record("a:3", "pictures", "swapped", "B", None),
@@ -528,20 +528,21 @@ def test_summary_by_hand():
 def test_short_responses_are_compared_word_by_word():
     """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however good the answer."""
     rows = [record(f"a:{i}", "response", "given", right, None) for i, right in enumerate([None, None, None, "yes"])]
-    rows[1] |= {"generated_text": "a dog", "tokens": judgements.SHORT_ANSWER}
-    rows[2] |= {"generated_text": "a dog", "tokens": judgements.SHORT_ANSWER + 1}
+    rows[1] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER}
+    rows[2] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER + 1}
     rows[3] |= {"generated_text": "a dog"}
-    assert judgements.summarise(rows)["exact_match"] == 1 / 2
-    alone = judgements.summarise(rows[2:3])
-    assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (judgements.SHORT_ANSWER + 1)
+    assert accuracy.summarise(rows)["exact_match"] == 1 / 2
+    alone = accuracy.summarise(rows[2:3])
+    assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (accuracy.SHORT_ANSWER + 1)
 
 
 def test_kinds_at_chance_are_named():
     """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
-    told = []
     kinds = {"correct": {"accuracy": 0.9, "verdicts": {"yes": 50, "no": 50}}, "pictures": {"accuracy": 0.55, "verdicts": {"A": 50, "B": 50}},
              "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}}}
-    grm.warn_of_chance(SimpleNamespace(line=told.append), {"held_out": {"step": 3, "kinds": kinds}})
+    judge = {"held_out": {"step": 3, "kinds": kinds}}
+    assert accuracy.chance_warnings(judge, last=31) == []                               # not a tenth of the run yet
+    told = accuracy.chance_warnings(judge, last=30)
     assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500 by always saying A)" in told[0]
     assert told[1].startswith("warning: ") and "response (0.790" in told[1]
 
