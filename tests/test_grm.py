@@ -285,7 +285,7 @@ def test_generation_needs_no_pad_token(env):
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
     """The script's evaluation of some rows, with other flags."""
     rows, state, written = grm.replace(env.rows, held_out=held_out), grm.TrainState(step=step), {}
-    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None,
+    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None, line=lambda _: None,
                           text=lambda name, text: written.update({out / name: text}))
     metrics = grm.evaluate(env.judge, rows, state, log, with_flags(env.args, **changes))
     for path, text in written.items():
@@ -298,7 +298,7 @@ def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     """A resumed run repeats an evaluation without a record, so the record comes last."""
     order = []
     log = SimpleNamespace(samples=lambda *_, **__: order.append("samples"), text=lambda *_: order.append("text"),
-                          evaluation=lambda *_: order.append("record"))
+                          evaluation=lambda *_: order.append("record"), line=lambda _: None)
     rows = grm.replace(env.rows, held_out=env.held_out[:1])
     grm.evaluate(env.judge, rows, grm.TrainState(step=2), log, env.args)
     assert order == ["text", "samples", "record"]
