@@ -56,7 +56,11 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (49_290, 36_000),
+    "product: expressions": (53_521, 36_000),
+    "train_ppo_vl.py: expressions": (8_304, 8_000),
+    "train_grm_vl.py: expressions": (3_299, 3_200),
+    "script: names imported from common": (28, 25),
+    "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -68,7 +72,8 @@ FLOORS = (
         "common.settings": ("common.flags",),
         "common.cards": (),
         "common.losses": (),
-        "common.logprobs": (),
+        "common.fused": (),
+        "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
         "common.buffers": ("common.distributed",),
         "common.logging": (
@@ -86,14 +91,24 @@ FLOORS = (
         ),
         "common.vlm.attention": ("common.vlm.families",),
         "common.vlm.model": ("common.vlm.attention",),
+        "common.vlm.layers": (),
+        "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.model", "common.fsdp",
+            "common.vlm.model", "common.vlm.layers", "common.fsdp",
         ),
-        "common.storage": ("common.vlm.weights", "common.fsdp"),
-        "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.vlm.self_check": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.model", "common.fsdp",
+            "common.vlm.weights",
+        ),
+        "common.staging": ("common.fsdp",),
+        "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
+        "common.checkpoint": (
+            "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
+        ),
         "common.memory": ("common.vlm.attention", "common.vlm.model"),
+        "common.budget": ("common.vlm.attention", "common.memory"),
     },
     {
         "common.judge": (),
