@@ -107,7 +107,8 @@ def test_prompts_are_those_of_the_chat_template(real, rows):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rollouts_are_those_of_transformers(real, oracle, rows, dtype):
     """64 greedy tokens = `generate`'s in float32; in bfloat16, where sums of another order break ties otherwise, each is
-    within rounding of the likeliest. Log-probs of samples, from the sampler and from packed rows = one forward each."""
+    within rounding of the likeliest. Log-probs of samples, from the sampler and from packed rows, are those of one float32
+    forward each; in bfloat16 they are off by no more than half as much again as transformers' own."""
     flags = ["--advantage", "grpo", "--dtype", dtype, "--max_new_tokens", "64", "--temperature", "0.8"]
     env = start(real, rows, *flags)
     greedy = ppo.rollout(env.actor, take(env), ppo.replace(env.sampling, greedy=True), 1)
@@ -127,14 +128,20 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows, dtype):
 
     samples = ppo.rollout(env.actor, take(env), env.sampling, 3)
     packed = ppo.score_tokens(env.actor, samples, lambda row: env.actor(row, samples.sampling))
-    expected = []
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
-        logits = forced(plain, samples.prompts[group].input_ids, tokens) / 0.8
-        expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    exact, theirs = (scores(model, samples) for model in (oracle["float32"], plain))
+    noise = (theirs - exact).abs().mean()                                     # of transformers' own bfloat16; 0 in float32
     for ours in (samples.logprobs, packed):
-        gap = (ours - torch.cat(expected)).abs()
-        most, mean = {"float32": (2e-4, 1e-5), "bfloat16": (0.5, 0.04)}[dtype]
-        assert gap.max() < most and gap.mean() < mean, (gap.max(), gap.mean())
+        gap = (ours - exact).abs()
+        assert gap.mean() < 1.5 * noise + 1e-5 and gap.max() < {"float32": 2e-4, "bfloat16": 1.0}[dtype], (gap.max(), gap.mean(), noise)
+
+
+def scores(model, samples) -> torch.Tensor:
+    """(N,) log-probs by transformers, one forward pass per sample, at the temperature of the test."""
+    found = []
+    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+        logits = forced(model, samples.prompts[group].input_ids, tokens) / 0.8
+        found.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    return torch.cat(found)
 
 
 def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
