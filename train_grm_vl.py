@@ -1,5 +1,6 @@
-"""The generative reward model: a vision-language model that judges pictures and answers and ends
-with a verdict.
+"""Supervised training: a vision-language model learns to judge pictures and answers, as a
+generative reward model that ends with a verdict, or to answer as any rows of prompt and response
+do (SFT; its export is a --model of train_ppo_vl.py).
 
     torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     torchrun --nproc_per_node 2 train_grm_vl.py  # no flags: the embedded toy (launch/toy.py)
@@ -10,9 +11,11 @@ One step, as `main` names it:
     prompts + images + targets -> packed rows -> update by next-token loss on targets -> report
 
 A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file.
-"source" is optional in every kind, "videos" in every kind but pictures, which takes none:
+"source" is optional in every kind, "videos" in every kind but pictures, which takes none. A response
+needs no <answer>: without one it is graded by its loss and, where it is short, by exact match.
 
-    response   {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
+    response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
+               {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
     pictures   {"prompt": "a red cross", "images": ["a.png", "b.png"], "preferred": "A",
                 "critique": "{A} is red."}
     answers    {"prompt": "what is this?", "images": ["x.png"], "responses": ["a cat", "a dog"],
@@ -260,7 +263,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from common import budget, checkpoint, fsdp, logging, logprobs, memory
+from common import accuracy, budget, checkpoint, fsdp, logging, logprobs, memory
 from common import judge as judgements
 from common.buffers import Batch, Row
 from common.cards import sample_card
@@ -589,8 +592,10 @@ def evaluate(
     verdict; record the judgements; return the eval/ metrics."""
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
-    summary = {"step": state.step, "dropped": dropped} | judgements.summarise(records)
-    state.held_out = rows.settings["held_out"] = judgements.held_out_record(summary)
+    summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
+    state.held_out = rows.settings["held_out"] = accuracy.held_out_record(summary)
+    for warning in accuracy.chance_warnings(rows.settings, args.optim.steps):
+        log.line(warning)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
         for key, value in summary[f"accuracy_per_{name}"].items():
@@ -809,7 +814,7 @@ def newest_evaluation(out: Path, state: TrainState) -> dict | None:
     path = out / "eval" / f"eval_result_{state.step}.json"
     with distributed.raise_on_all_ranks(f"{path}: "):
         if distributed.is_main() and state.step and path.exists():
-            state.held_out = judgements.held_out_record(json.loads(path.read_text())["summary"])
+            state.held_out = accuracy.held_out_record(json.loads(path.read_text())["summary"])
     state.held_out = distributed.from_main(state.held_out)
     return state.held_out
 

@@ -4,18 +4,15 @@
     question -> prompt under the judge's system instruction                     judge_prompt
     answer   -> label tokens, as generation would see them                      encode_target
     text     -> verdict                                                         parse_verdict
-    records  -> accuracy                                                        summarise
 
 judge.json holds what is needed to ask a judge in the words it was trained on.
 """
 
-import math
 import os
 import re
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -154,33 +151,6 @@ def judge_question(judge: dict, wanted: str) -> str:
     return kind
 
 
-def doubtful_accuracy(judge: dict, kind: str) -> str:
-    """Describe a recorded held-out accuracy on questions of this kind that is not above chance, or
-    return "".
-
-    Chance is the share of the most frequent right verdict: always giving that verdict scores as
-    much. Above chance means by more than two standard errors. Raises ValueError: not such a record.
-    """
-    held_out = judge.get("held_out") or {}
-    try:
-        entry = held_out.get("kinds", {}).get(kind)
-        if entry is None:
-            return ""
-        accuracy, right, step = float(entry["accuracy"]), entry["verdicts"], int(held_out["step"])
-        total = sum(right.values())
-        chance = max(right.values()) / total
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"judge.json: not the record of an evaluation: {held_out!r:.200}"
-        ) from error
-    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / total):
-        return ""
-    return (
-        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {total}, step {step}) is not"
-        f" above chance ({chance:.3f} by always saying {max(right, key=right.get)})"
-    )
-
-
 def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:
     """The verdict of a judgement: one of ``verdicts`` (None: any text), numbers by their value;
     None if there is none."""
@@ -189,6 +159,11 @@ def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | No
     if verdicts is None:
         return said or None
     return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(said))
+
+
+def same_words(given: str, reference: str) -> bool:
+    """Equality up to case and white space."""
+    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
 
 
 def _spelling(verdict: str) -> str:
@@ -386,7 +361,7 @@ def judge_prompt(
 
 def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Prompt]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label
-    the row's kind.
+    the row's kind. A response without <answer> has no reference, which some rewards need.
 
     Raises ValueError: see `load_prompts`.
     """
@@ -394,8 +369,6 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
 
     def build(index: int, source: str, row: dict) -> list[Prompt]:
         shown = read_judgement(row, processor.files["judge"], "both")
-        if shown[0]["verdict"] is None:
-            raise ValueError("the response has no <answer>: no verdict to compare with")
         prompts = []
         for k, ask in enumerate(shown):
             texts = {"reference": ask["verdict"], "label": ask["kind"]}
@@ -497,97 +470,3 @@ def encode_target(
         raise ValueError(f"special token {typed[0]} in the target")
     before, end = frame
     return torch.tensor([*processor.token_ids(before + text, limit), end], dtype=torch.int64)
-
-
-# --------------------------------------------------------------------------------------------------
-# Accuracy: records of an evaluation, which train_grm_vl.py makes
-# --------------------------------------------------------------------------------------------------
-
-
-def summarise(records: list[dict]) -> dict[str, Any]:
-    """Accuracy and related metrics over graded records. An unparsable verdict counts as wrong."""
-    summary: dict[str, Any] = {
-        "loss": sum(record["loss"] for record in records) / sum(r["tokens"] for r in records)
-    }
-    graded = [record for record in records if record["gt_answer"] is not None]
-    if graded:
-        summary["accuracy"] = _share([r["predicted_answer"] == r["gt_answer"] for r in graded])
-        summary["parse_rate"] = _share([r["predicted_answer"] is not None for r in graded])
-    both = _in_both_orders(graded)
-    if both:
-        summary["position_consistency"] = _share([a is not None and a == b for a, b in both])
-    likely = [record for record in graded if record["probabilities"]]
-    if likely:
-        summary |= _calibration(likely)
-    for name, hits in _hits_by_part(graded).items():
-        accuracies = {key: _share(own) for key, own in sorted(hits.items())}
-        summary[f"accuracy_per_{name}"] = accuracies
-    counts = {"examples": len(records), "graded": len(graded), "pairs_in_both_orders": len(both)}
-    return summary | {"confusion": _confusion(graded), "counts": counts}
-
-
-def _hits_by_part(graded: list[dict]) -> dict[str, dict]:
-    """Whether each verdict is right, by source, kind and, of pairs, order."""
-    hits = {"source": {}, "kind": {}, "order": {}}
-    for record in graded:
-        info, hit = record["info"], record["predicted_answer"] == record["gt_answer"]
-        keys = {"source": info["source"], "kind": info["kind"]}
-        if info["kind"] in PAIRS:
-            keys["order"] = record["order"]
-        for name, key in keys.items():
-            hits[name].setdefault(key, []).append(hit)
-    return hits
-
-
-def _confusion(graded: list[dict]) -> dict[str, dict]:
-    """Kind -> right verdict -> verdict -> how often."""
-    table = {}
-    for record in graded:
-        rows = table.setdefault(record["info"]["kind"], {})
-        row = rows.setdefault(record["gt_answer"], {})
-        said = record["predicted_answer"] or "unparsable"
-        row[said] = row.get(said, 0) + 1
-    return table
-
-
-def _share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)
-
-
-def _in_both_orders(graded: list[dict]) -> list[list[str | None]]:
-    """The two verdicts on each pair that was shown in both orders, by the names of the given
-    order."""
-    pairs: dict[tuple, list[str | None]] = {}
-    for record in graded:
-        info, said = record["info"], record["predicted_answer"]
-        if info["kind"] in PAIRS:
-            if record["order"] == "swapped":
-                said = SWAPPED.get(said, said)
-            pairs.setdefault((info["dataset"], info["row"]), []).append(said)
-    return [verdicts for verdicts in pairs.values() if len(verdicts) == 2]
-
-
-def _calibration(likely: list[dict]) -> dict[str, float]:
-    """Accuracy of the likeliest verdicts, and the expected calibration error of their probabilities
-    in ten bins (Guo et al. 2017)."""
-    best = [max(r["probabilities"], key=r["probabilities"].get) for r in likely]
-    sure = np.array([r["probabilities"][verdict] for verdict, r in zip(best, likely)])
-    hits = np.array([float(verdict == r["gt_answer"]) for verdict, r in zip(best, likely)])
-    bins = np.minimum((sure * 10).astype(int), 9)
-    gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
-    return {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
-
-
-def held_out_record(summary: dict) -> dict:
-    """What judge.json says of an evaluation: step, accuracy, and by kind accuracy and counts of
-    verdicts."""
-    kinds = {}
-    for kind, rows in summary["confusion"].items():
-        verdicts = {right: sum(said.values()) for right, said in rows.items()}
-        kinds[kind] = {"accuracy": summary["accuracy_per_kind"][kind], "verdicts": verdicts}
-    return {
-        "step": summary["step"],
-        "accuracy": summary.get("accuracy"),
-        "kinds": kinds,
-        "counts": summary["counts"],
-    }

@@ -16,9 +16,9 @@ from torch import Tensor
 from common import distributed
 from common.buffers import Batch
 from common.fsdp import onloaded
+from common.accuracy import doubtful_accuracy
 from common.judge import (
     answer_frame,
-    doubtful_accuracy,
     encode_target,
     format_template,
     judge_prompt,

@@ -66,11 +66,6 @@ def format_score(response: str, rule: str) -> float:
     return float(bool(extract_answer(rest, rule)))
 
 
-def exact_match(given: str, reference: str) -> bool:
-    """Equality up to case and white space."""
-    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
-
-
 def answers_equal(given: str, reference: str) -> bool:
     """Whether two answers agree as text, choice letter, number or ordered list; never raises.
 
@@ -78,7 +73,7 @@ def answers_equal(given: str, reference: str) -> bool:
     number. An empty answer equals nothing.
     """
     if max(len(given), len(reference)) > MAX_ANSWER:
-        return exact_match(given, reference)
+        return judge.same_words(given, reference)
     a, b = _spelled(given), _spelled(reference)
     if not a or not b:
         return False
@@ -124,7 +119,7 @@ def rule_reward(
     parsed: whether there is one."""
     pairs = list(zip(responses, references))
     if rule == "exact":
-        accuracy = [float(exact_match(response, reference)) for response, reference in pairs]
+        accuracy = [float(judge.same_words(response, reference)) for response, reference in pairs]
         return {"reward": accuracy, "accuracy": accuracy}
     if rule == "verdict":
         said = [judge.parse_verdict(response, "last", None) for response in responses]

@@ -2,6 +2,7 @@
 
     python launch/figures.py runs/quickstart-... launch/images             learning curve and samples of quickstart.sh
     python launch/figures.py runs/judged-... launch/images --judged        the same of quickstart_grm.sh
+    python launch/figures.py runs/pictures-... launch/images --looked      the same of real_words.sh
 """
 
 import math
@@ -78,6 +79,10 @@ if __name__ == "__main__":
         plot_curves(run / "metrics.jsonl", ["eval/grm_reward_mean", "eval/exact_reward_mean"], folder / "judged_curve.png",
                     "Rewarded by a judge alone: what it says, and the truth")
         shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "judged_samples.png")
+    elif sys.argv[3:] == ["--looked"]:
+        plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", *(f"eval/{name}_reward_mean" for name in ("accuracy", "grey"))],
+                    folder / "looked_curve.png", "SmolLM2-135M learns to look: its samples, held-out pictures, and a grey one")
+        shutil.copy(sorted((run / "samples").glob("eval-*.png"))[-1], folder / "looked_samples.png")
     else:
         plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", "eval/accuracy_reward_mean"],
                     folder / "learning_curve.png", "Quickstart: PPO with a critic, 2 CPU cores")

@@ -9,8 +9,18 @@ source launch/setup.sh
 export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
 [ -f toy/args.json ] || python launch/toy.py --out toy
 out="runs/quickstart-$(date +%Y%m%d-%H%M%S)"
+for ((i = 0; i < ${#flags[@]}; i++)); do
+    [ "${flags[i]}" != --out ] || out="${flags[i + 1]}"
+done
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy/args.json --out "$out" ${flags[@]+"${flags[@]}"}
 echo
-echo "metrics:          $out/metrics.jsonl"
-echo "TensorBoard:      tensorboard --logdir $out/tensorboard"
-echo "sample pictures:  $(ls "$out"/samples/step-*.png | tail -1)"
+python launch/summary.py "$out"
+cat <<END
+
+Next:
+  talk to it    .venv/bin/python launch/chat.py $out/export/latest toy/images/eval-00000.png "how many triangles are there?"
+  your data     .venv/bin/torchrun --nproc_per_node 2 train_ppo_vl.py --model FOLDER --data rows.jsonl --reward my_reward.py:score
+                (rows and rewards: README.md, "Your task in five minutes")
+  a fork        git apply tests/experiments/loss_term.diff && .venv/bin/torchrun --nproc_per_node 2 train_ppo_vl.py --imitation_coef 0.1
+  the judge     bash launch/quickstart_grm.sh
+END

@@ -27,3 +27,6 @@ if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then    # further p
 fi
 source .venv/bin/activate
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false
+# In bfloat16 on a CPU, torch keeps a compiled product for each of 1,024 shapes; lengths are never twice the same, and that is
+# a gigabyte. 64 are as fast (tests/benchmarks/RESULTS.md).
+export LRU_CACHE_CAPACITY="${LRU_CACHE_CAPACITY:-64}" ONEDNN_PRIMITIVE_CACHE_CAPACITY="${ONEDNN_PRIMITIVE_CACHE_CAPACITY:-64}"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets up what the tests need and runs them, in two halves at the same time. Arguments go to pytest, which runs once then.
+# Sets up what the tests need and runs them, in two halves at the same time. Arguments go to pytest, which runs once then;
+# "real" alone are the tests on real weights, which need a package of 93 MB and are skipped where it cannot be had.
 # With --versions: half of them, with the oldest and the newest torch and transformers (tests/versions.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,6 +9,7 @@ arguments=("$@")
 set --    # a sourced file without arguments of its own sees ours
 source launch/setup.sh pytest
 pytest=(python -m pytest --durations 10 -q)
+[ "${arguments[*]-}" != real ] || exec "${pytest[@]}" -rs tests/test_real.py
 [ ${#arguments[@]} -eq 0 ] || exec "${pytest[@]}" tests "${arguments[@]}"
 
 # About half of the CPU seconds; the other half is all other files, new ones too.

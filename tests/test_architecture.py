@@ -56,9 +56,9 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (55_826, 36_000),
-    "train_ppo_vl.py: expressions": (8_322, 8_000),
-    "train_grm_vl.py: expressions": (3_296, 3_200),
+    "product: expressions": (55_963, 36_000),
+    "train_ppo_vl.py: expressions": (8_321, 8_000),
+    "train_grm_vl.py: expressions": (3_313, 3_200),
     "script: names imported from common": (28, 25),
     "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
@@ -117,10 +117,11 @@ FLOORS = (
     },
     {
         "common.judge": (),
+        "common.accuracy": ("common.judge",),
         "common.rules": ("common.judge",),
         "common.remote": (),
         "common.reward_functions": ("common.remote", "common.rules"),
-        "common.reward_models": ("common.judge",),
+        "common.reward_models": ("common.judge", "common.accuracy"),
         "common.rewards": ("common.reward_functions",),
         "common.records": (),
     },

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
-from common import distributed, fsdp, judge as judgements, process
+from common import accuracy, distributed, fsdp, judge as judgements, process
 from common.buffers import Batch
 from common.vlm import data, model as vlm
 from common.vlm.data import Processor, load_pixels
@@ -285,7 +285,7 @@ def test_generation_needs_no_pad_token(env):
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
     """The script's evaluation of some rows, with other flags."""
     rows, state, written = grm.replace(env.rows, held_out=held_out), grm.TrainState(step=step), {}
-    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None,
+    log = SimpleNamespace(samples=lambda *_, **__: None, evaluation=lambda *_: None, line=lambda _: None,
                           text=lambda name, text: written.update({out / name: text}))
     metrics = grm.evaluate(env.judge, rows, state, log, with_flags(env.args, **changes))
     for path, text in written.items():
@@ -298,7 +298,7 @@ def test_an_evaluation_is_recorded_when_its_files_are_written(env):
     """A resumed run repeats an evaluation without a record, so the record comes last."""
     order = []
     log = SimpleNamespace(samples=lambda *_, **__: order.append("samples"), text=lambda *_: order.append("text"),
-                          evaluation=lambda *_: order.append("record"))
+                          evaluation=lambda *_: order.append("record"), line=lambda _: None)
     rows = grm.replace(env.rows, held_out=env.held_out[:1])
     grm.evaluate(env.judge, rows, grm.TrainState(step=2), log, env.args)
     assert order == ["text", "samples", "record"]
@@ -502,12 +502,13 @@ def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
 
 def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
     return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
-            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3}
+            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3,
+            "generated_text": "a  Cat", "response_text": "a cat"}
 
 
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
-    summary = judgements.summarise([
+    summary = accuracy.summarise([
         record("a:1", "pictures", "given", "A", "A", {"A": 0.9, "B": 0.1}), record("a:1", "pictures", "swapped", "B", "B", {"A": 0.2, "B": 0.8}),
         record("a:2", "pictures", "given", "A", "A"), record("a:2", "pictures", "swapped", "B", "A"),
         record("a:3", "pictures", "given", "A", None), record("a:3", "pictures", "swapped", "B", None),
@@ -521,6 +522,29 @@ def test_summary_by_hand():
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
     assert summary["counts"] == {"examples": 10, "graded": 9, "pairs_in_both_orders": 4}
+    assert summary["exact_match"] == 1                                               # of the one response without a verdict
+
+
+def test_short_responses_are_compared_word_by_word():
+    """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however good the answer."""
+    rows = [record(f"a:{i}", "response", "given", right, None) for i, right in enumerate([None, None, None, "yes"])]
+    rows[1] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER}
+    rows[2] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER + 1}
+    rows[3] |= {"generated_text": "a dog"}
+    assert accuracy.summarise(rows)["exact_match"] == 1 / 2
+    alone = accuracy.summarise(rows[2:3])
+    assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (accuracy.SHORT_ANSWER + 1)
+
+
+def test_kinds_at_chance_are_named():
+    """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
+    kinds = {"correct": {"accuracy": 0.9, "verdicts": {"yes": 50, "no": 50}}, "pictures": {"accuracy": 0.55, "verdicts": {"A": 50, "B": 50}},
+             "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}}}
+    judge = {"held_out": {"step": 3, "kinds": kinds}}
+    assert accuracy.chance_warnings(judge, last=31) == []                               # not a tenth of the run yet
+    told = accuracy.chance_warnings(judge, last=30)
+    assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500 by always saying A)" in told[0]
+    assert told[1].startswith("warning: ") and "response (0.790" in told[1]
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -554,6 +578,25 @@ def test_evaluation_has_every_example_once(one_rank, env):
         assert step["train/loss_mean"] == pytest.approx(mean, rel=1e-6)
     assert len(steps) == 4 and steps[-1]["train/loss"] > 0
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
+
+
+def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
+    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance."""
+    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(("circles", "squares", "stars", "rings"))]
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
+    path = write(tmp_path / "sft.jsonl", rows)
+    grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(tmp_path / "run"), "--steps", "40", "--lr", "3e-3",
+              "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
+              "--keep_best", "eval/exact_match", "--save_every", "20"])
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+    evaluations = [record for record in records(tmp_path / "run") if "eval/loss" in record]
+    assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
+    assert not any("eval/accuracy" in record for record in evaluations)
+    assert "exact_match 1.000" in (told := capsys.readouterr().out) and "chance" not in told
+    with pytest.raises(process.UserError, match="no reference answer, which verdict compares with"):
+        import train_ppo_vl as ppo
+        ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict", "--out", str(tmp_path / "rl")])
 
 
 def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedProcess:

@@ -34,12 +34,16 @@ def launch(tmp_path):
     """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a space in its name, and return
     what it called, as lists of words. Job scripts start where they are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
-    for folder in ("bin", "launch", "toy"):
+    for folder in ("bin", "launch", "toy", "real/smollm2", "real/fashion", "real/words"):
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
         (project / "bin" / program).chmod(0o755)
-    for name in (*RECIPES, "reward_math.py"):
+    (project / "bin" / "python").write_text("#!/bin/sh\n")                         # makes no data and no summary
+    (project / "bin" / "python").chmod(0o755)
+    for made in ("toy/train.jsonl", "toy/eval.jsonl", "real/smollm2/config.json", "real/fashion/eval.jsonl", "real/words/train.jsonl"):
+        (project / made).touch()
+    for name in (*RECIPES, "reward_math.py", "real_rewards.py"):
         (project / "launch" / name).write_text((ROOT / "launch" / name).read_text())
     for script in ("train_ppo_vl.py", "train_grm_vl.py"):
         (project / script).touch()
@@ -71,7 +75,7 @@ def parsed(call: list[str], monkeypatch, folder: Path):
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {"DATA": "pairs.jsonl:2,more.jsonl:1", "EVAL_DATA": "held.jsonl", "JUDGE": "judge"} if name.startswith("grm") else {}
     *before, call = launch(name, "--seed", "7", "--out", "two words", **environment)
-    assert len(before) == (name == "quickstart_grm.sh")                                  # the judge that rewards
+    assert len(before) == (name in ("quickstart_grm.sh", "sft_then_ppo.sh"))             # the judge that rewards, or SFT
     for other in before:
         parsed(other, monkeypatch, tmp_path / "a project")
     assert call[0] == "torchrun" and "--nproc_per_node" in call
@@ -88,6 +92,32 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     if name.startswith("geo3k"):
         assert (args.data.data, args.data.eval_data) == ("data/geo3k/train.jsonl", "data/geo3k/test.jsonl")
         assert r"\boxed{}" in args.rows.system_prompt and args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
+
+
+def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
+    """What one trainer writes is what the next one starts from, and a task is trained with its own rule."""
+    project = tmp_path / "a project"
+    for model in ({}, {"MODEL": "m", "SFT_DATA": "s.jsonl", "DATA": "d.jsonl", "EVAL_DATA": "e.jsonl"}):
+        first, second = launch("sft_then_ppo.sh", OUT="runs/two", **model)
+        (script, sft), (other, args) = (parsed(call, monkeypatch, project) for call in (first, second))
+        assert (script, other) == (grm, ppo) and str(sft.run.out) == "runs/two/sft"
+        assert args.model.model == "runs/two/sft/export/latest" and str(args.run.out) == "runs/two/ppo"
+        assert sft.model.model == model.get("MODEL", "toy/model")
+    for flags, advantage in (((), "grpo"), (("--critic",), "gae")):
+        (call,) = launch("real_words.sh", *flags)
+        args = parsed(call, monkeypatch, project)[1]
+        assert args.algorithm.advantage == advantage and args.model.model == "real/fashion/model"
+        mix = rewards.load(args.reward)
+        assert mix.recipe == {"*": {"named": 1}, "grey": {"grey": 0}, "another": {"another": 0}}
+    calls = launch("real_words.sh", "--words", "--critic", "--steps", "2") + launch("real_words.sh", "--words", "naive")
+    rules = []
+    for call in calls:
+        args = parsed(call, monkeypatch, project)[1]
+        rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
+        rewards.load(args.reward)
+        assert args.model.model == "real/smollm2"
+    naive, strict = (f"launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict"))
+    assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
 
 
 @pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm"),
@@ -130,8 +160,9 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
         known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
     known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}                # torchrun
     known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
-              "ntasks-per-node", "requeue", "exclusive", "cpus-per-task"}                                                # slurm
-    known |= {"quiet", "disable-pip-version-check", "version", "logdir"}                                      # pip, tensorboard
+              "ntasks-per-node", "requeue", "exclusive", "cpus-per-task", "array", "export", "wait", "nv"}   # slurm, apptainer
+    known |= {"quiet", "disable-pip-version-check", "no-deps", "version", "logdir"}                           # pip, tensorboard
+    known |= {"critic", "words", "fetch", "imitation_coef"}                          # of real_words.sh, and of tests/experiments
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
@@ -168,7 +199,7 @@ def test_the_readmes_name_what_is_there():
     """Every file, every flag but those of other programs, and in the table of parity every test."""
     text = "\n".join((ROOT / name).read_text() for name in READMES)
     known = {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    known |= {"gpus", "gib", "versions"}                                                                                    # launch/plan.py
+    known |= {"gpus", "gib", "versions", "critic", "words"}          # launch/plan.py, tests/run.sh, real_words.sh
     for script in (ppo, grm):
         for group in script.Args.__dataclass_fields__.values():
             known |= group.type.__dataclass_fields__.keys()

@@ -12,7 +12,8 @@ import torch
 from common import process, rewards
 from common.remote import RewardError
 from common.reward_functions import Samples, Source, load_source, score_samples
-from common.rules import answers_equal, exact_match, extract_answer, format_score, parse_number
+from common.judge import same_words
+from common.rules import answers_equal, extract_answer, format_score, parse_number
 from common.settings import RewardArgs
 
 
@@ -95,7 +96,7 @@ def test_answers_equal(pair, equal):
 
 
 def test_exact_match_is_text_only():
-    assert exact_match("  Two\n Words ", "two words") and not exact_match("2.0", "2")
+    assert same_words("  Two\n Words ", "two words") and not same_words("2.0", "2")
     assert answers_equal("x" * 600, "X" * 600) and not answers_equal("1" * 600 + ".0", "1" * 600)  # beyond the cap
 
 

@@ -1,6 +1,7 @@
 """Many nodes: launch/train.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
 agents without SLURM. Everything talks over the loopback interface; what was started is ended by its process id."""
 
+import json
 import os
 import re
 import shutil
@@ -69,14 +70,15 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
 SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
+TaskPluginParam=cores
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 MpiDefault=none
 ReturnToService=2
 SchedulerParameters=sched_interval=2
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
 PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -141,12 +143,11 @@ def ask(environment: dict[str, str], *command: str) -> str:
 
 def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tmp_path):  # noqa: F811
     """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an undisturbed run's."""
-    (tmp_path / "logs").mkdir()
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
     job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
               str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py", *slow_flags(out)).strip()
-    told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))  # noqa: E731
+    told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*")))  # noqa: E731
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
 
     def ended() -> bool:
@@ -179,23 +180,42 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-def test_the_reward_model_trains_on_two_nodes(cluster, qwen25, tmp_path):
-    (tmp_path / "logs").mkdir()
+SETUP = """export PREPARED=yes
+: $UNKNOWN_TO_A_MODULE
+"""
+CONTAINER = """#!/bin/bash
+echo "$SLURM_NODEID: $PREPARED, array $SLURM_ARRAY_TASK_ID, $(env -u OMP_NUM_THREADS nproc) CPUs of $SLURM_CPUS_PER_TASK" >> "$NOTES"
+exec "$@"
+"""
+
+
+def test_an_array_of_supervised_runs_as_a_cluster_wants_them(cluster, qwen25, tmp_path):
+    """Two nodes each; a file that sets the environment up, a command that torchrun is run by, CPUs, a seed per run."""
     (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
     (tmp_path / "rows.jsonl").write_text("".join(
         f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
-    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
-              str(ROOT / "launch" / "train.slurm"), "train_grm_vl.py",
+    (tmp_path / "env.sh").write_text(SETUP)
+    (tmp_path / "inside.sh").write_text(CONTAINER)
+    environment = cluster | {"SETUP": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
+    job = ask(environment, "sbatch", "--parsable", "--nodes", "2", "--array", "3-4", "--cpus-per-task", "2", "--chdir", str(tmp_path),
+              str(ROOT / "launch" / "train.slurm"), "train_grm_vl.py", "--seed", "%a",
               "--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--steps", "3", "--prompts_per_step", "1",
-              "--max_prompt_tokens", "128", "--max_tokens_per_pack", "256", "--out", str(tmp_path / "run")).strip()
-    state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
+              "--max_prompt_tokens", "128", "--max_tokens_per_pack", "256", "--out", f"{tmp_path}/run-%a").strip()
+    states = lambda: re.findall(r"JobState=(\w+)", ask(cluster, "scontrol", "show", "job", job))  # noqa: E731
     try:
-        wait_for(lambda: any(f"JobState={end}" in state() for end in ("COMPLETED", "FAILED")), 200, "end of the job")
-        log = "\n".join(path.read_text() for path in sorted((tmp_path / "logs").iterdir()))
-        assert "JobState=COMPLETED" in state() and "2 x cpu" in log, log
+        wait_for(lambda: set(states()) <= {"COMPLETED", "FAILED"}, 200, "end of the jobs")
+        log = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((tmp_path / "logs").iterdir()))
+        assert states() == ["COMPLETED"] * 2 and log.count("2 x cpu") == 2, log
     finally:
         subprocess.run(["scancel", job], env=cluster)
-    assert (tmp_path / "run" / "export" / "step-3" / "judge.json").exists()
+    names = {f"train-{job}_{seed}{end}" for seed in (3, 4) for end in (".out", "-0.log")}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == names
+    for seed in (3, 4):
+        assert json.loads((tmp_path / f"run-{seed}" / "args.json").read_text())["seed"] == seed
+        assert (tmp_path / f"run-{seed}" / "export" / "step-3" / "judge.json").exists()
+    cpus = min(2, os.cpu_count())
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert sorted(notes) == sorted(f"{node}: yes, array {seed}, {cpus} CPUs of 2" for node in (0, 1) for seed in (3, 4))
 
 
 # ----------------------------------------------------------------------------- two agents, no SLURM

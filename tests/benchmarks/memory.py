@@ -3,13 +3,22 @@
     python tests/benchmarks/memory.py                     # both; about 3 minutes on one core
     python tests/benchmarks/memory.py --steps 0           # the head only
     python tests/benchmarks/memory.py --tokens 0          # the toy only
+    python tests/benchmarks/memory.py --live --steps 200 -- --config toy/args.json     # what the memory of a run holds
 
 Each head runs in a process of its own, in which the peak of resident memory (VmHWM of the kernel, reset just before) less what
 was resident before is what the head needs: forward and backward, for gradients of the hidden states and, in the second part,
 of the weight, whose gradient both ways must hold. The naive head is log_softmax of all logits.
+
+--live runs train_ppo_vl.py in this process, with the flags behind --, and counts after each step: tensors that python
+can reach and their bytes (each storage once), bytes that the program has asked for and not given back (glibc's
+mallinfo2: heaps and mappings), bytes that glibc keeps although nobody uses them, and resident memory. A leak
+raises the first or the second; fragmentation only the others.
 """
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -105,6 +114,51 @@ def toy_growth(steps: int, work: Path) -> None:
     )
 
 
+class Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in
+                ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def live_memory() -> dict[str, float]:
+    """Tensors, and MiB by who holds them."""
+    gc.collect()
+    mallinfo2 = ctypes.CDLL("libc.so.6").mallinfo2
+    mallinfo2.restype = Mallinfo2
+    storages, count = {}, 0
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and type(thing).__name__ != "DTensor" and not thing.is_meta:
+            count += 1
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    heap = mallinfo2()
+    unit = 2 ** 20
+    return {"tensors": count, "tensor MiB": sum(storages.values()) / unit,
+            "in use": (heap.uordblks + heap.hblkhd) / unit, "kept free": heap.fordblks / unit,
+            "resident": status("VmRSS"), "peak": status("VmHWM")}
+
+
+def watch_run(steps: int, arguments: list[str]) -> None:
+    """Run the script with these flags, and print what is live after its steps 1, 2, 5, 10, 20, 50, ..."""
+    import train_ppo_vl as ppo
+
+    report, shown = ppo.report, sys.stdout
+    names = ("tensors", "tensor MiB", "in use", "kept free", "resident", "peak")
+    print("  ".join(f"{name:>10}" for name in ("step", *names)), flush=True)
+
+    def counted(log, batch, state, *rest) -> None:
+        report(log, batch, state, *rest)
+        if state.step in (1, 2, 5, 10, 20, 50, 100, 150, 200, steps):
+            found = live_memory()
+            line = [f"{state.step:10d}", *(f"{found[name]:10.1f}" for name in names)]
+            print("  ".join(line), file=shown, flush=True)
+
+    ppo.report = counted
+    with tempfile.TemporaryDirectory() as work, open(Path(work) / "told", "w") as told:
+        without = ["--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(Path(work) / "run")]
+        with contextlib.redirect_stdout(told):
+            ppo.main([*arguments, "--steps", str(steps), *without])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=1024, help="response tokens; 0: leave the head out")
@@ -116,7 +170,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="of the toy; 0: leave it out")
     parser.add_argument("--head", choices=("naive", "chunked"), help=argparse.SUPPRESS)            # the child processes
     parser.add_argument("--train_head", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--live", action="store_true", help="count what is live in a run with the flags behind --")
+    parser.add_argument("run", nargs="*", help=argparse.SUPPRESS)
     flags = parser.parse_args()
+    if flags.live:
+        torch.set_num_threads(1)
+        watch_run(flags.steps, flags.run)
+        return
     if flags.head:
         torch.set_num_threads(1)
         print(

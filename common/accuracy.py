@@ -1,0 +1,174 @@
+"""How good a judge's judgements are, from the records of an evaluation of train_grm_vl.py.
+
+    records  -> loss, accuracy, exact match, calibration, confusion    summarise
+    summary  -> what judge.json keeps of it                            held_out_record
+    kept     -> whether that is above chance                           doubtful_accuracy
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from common.judge import PAIRS, SWAPPED, same_words
+
+SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
+
+
+def summarise(records: list[dict]) -> dict[str, Any]:
+    """Loss over all records, accuracy and related metrics over those with a verdict, exact match
+    over short responses without one."""
+    loss = sum(record["loss"] for record in records)
+    summary: dict[str, Any] = {"loss": loss / sum(record["tokens"] for record in records)}
+    short = [record for record in records if _is_short_answer(record)]
+    if short:
+        summary["exact_match"] = _share(list(map(_is_exact, short)))
+    graded = [record for record in records if record["gt_answer"] is not None]
+    both = _in_both_orders(graded)
+    if graded:
+        summary |= _grades(graded, both)
+    for name, hits in _hits_by_part(graded).items():
+        accuracies = {key: _share(own) for key, own in sorted(hits.items())}
+        summary[f"accuracy_per_{name}"] = accuracies
+    summary["confusion"] = _confusion(graded)
+    summary["counts"] = {
+        "examples": len(records),
+        "graded": len(graded),
+        "pairs_in_both_orders": len(both),
+    }
+    return summary
+
+
+def _grades(graded: list[dict], both: list[list[str | None]]) -> dict[str, float]:
+    """Rates of the records with a right verdict; an unparsable verdict counts as wrong."""
+    said = [record["predicted_answer"] for record in graded]
+    right = [record["gt_answer"] for record in graded]
+    grades = {
+        "accuracy": _share([a == b for a, b in zip(said, right)]),
+        "parse_rate": _share([verdict is not None for verdict in said]),
+    }
+    if both:
+        grades["position_consistency"] = _share([a is not None and a == b for a, b in both])
+    likely = [record for record in graded if record["probabilities"]]
+    if likely:
+        grades |= _calibration(likely)
+    return grades
+
+
+def _is_short_answer(record: dict) -> bool:
+    return record["gt_answer"] is None and record["tokens"] <= SHORT_ANSWER
+
+
+def _is_exact(record: dict) -> bool:
+    return same_words(record["generated_text"], record["response_text"])
+
+
+def _hits_by_part(graded: list[dict]) -> dict[str, dict]:
+    """Whether each verdict is right, by source, kind and, of pairs, order."""
+    hits = {"source": {}, "kind": {}, "order": {}}
+    for record in graded:
+        info, hit = record["info"], record["predicted_answer"] == record["gt_answer"]
+        keys = {"source": info["source"], "kind": info["kind"]}
+        if info["kind"] in PAIRS:
+            keys["order"] = record["order"]
+        for name, key in keys.items():
+            hits[name].setdefault(key, []).append(hit)
+    return hits
+
+
+def _confusion(graded: list[dict]) -> dict[str, dict]:
+    """Kind -> right verdict -> verdict -> how often."""
+    table = {}
+    for record in graded:
+        rows = table.setdefault(record["info"]["kind"], {})
+        row = rows.setdefault(record["gt_answer"], {})
+        said = record["predicted_answer"] or "unparsable"
+        row[said] = row.get(said, 0) + 1
+    return table
+
+
+def _share(hits: list[bool]) -> float:
+    return sum(hits) / len(hits)
+
+
+def _in_both_orders(graded: list[dict]) -> list[list[str | None]]:
+    """The two verdicts on each pair that was shown in both orders, by the names of the given
+    order."""
+    pairs: dict[tuple, list[str | None]] = {}
+    for record in graded:
+        info, said = record["info"], record["predicted_answer"]
+        if info["kind"] in PAIRS:
+            if record["order"] == "swapped":
+                said = SWAPPED.get(said, said)
+            pairs.setdefault((info["dataset"], info["row"]), []).append(said)
+    return [verdicts for verdicts in pairs.values() if len(verdicts) == 2]
+
+
+def _calibration(likely: list[dict]) -> dict[str, float]:
+    """Accuracy of the likeliest verdicts, and the expected calibration error of their probabilities
+    in ten bins (Guo et al. 2017)."""
+    hits, sure = [], []
+    for record in likely:
+        chances = record["probabilities"]
+        best = max(chances, key=chances.get)
+        hits.append(float(best == record["gt_answer"]))
+        sure.append(chances[best])
+    hits, sure = np.array(hits), np.array(sure)
+    bins = np.minimum((sure * 10).astype(int), 9)
+    gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
+    return {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
+
+
+def held_out_record(summary: dict) -> dict:
+    """What judge.json says of an evaluation: step, accuracy, and by kind accuracy and counts of
+    verdicts."""
+    kinds = {}
+    for kind, rows in summary["confusion"].items():
+        verdicts = {right: sum(said.values()) for right, said in rows.items()}
+        kinds[kind] = {"accuracy": summary["accuracy_per_kind"][kind], "verdicts": verdicts}
+    return {
+        "step": summary["step"],
+        "accuracy": summary.get("accuracy"),
+        "kinds": kinds,
+        "counts": summary["counts"],
+    }
+
+
+def doubtful_accuracy(judge: dict, kind: str) -> str:
+    """Describe a recorded held-out accuracy on questions of this kind that is not above chance, or
+    return "".
+
+    Chance is the share of the most frequent right verdict: always giving that verdict scores as
+    much. Above chance means by more than two standard errors. Raises ValueError: not such a record.
+    """
+    held_out = judge.get("held_out") or {}
+    try:
+        entry = held_out.get("kinds", {}).get(kind)
+        if entry is None:
+            return ""
+        accuracy, right, step = float(entry["accuracy"]), entry["verdicts"], int(held_out["step"])
+        total = sum(right.values())
+        chance = max(right.values()) / total
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"judge.json: not the record of an evaluation: {held_out!r:.200}"
+        ) from error
+    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / total):
+        return ""
+    return (
+        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {total}, step {step}) is not"
+        f" above chance ({chance:.3f} by always saying {max(right, key=right.get)})"
+    )
+
+
+def chance_warnings(judge: dict, last: int) -> list[str]:
+    """Of judge.json's recorded evaluation, if at least a tenth of the run's ``last`` steps were done
+    by then: one for each kind of question that is answered at chance."""
+    if 10 * judge["held_out"]["step"] < last:
+        return []
+    doubts = [doubtful_accuracy(judge, kind) for kind in judge["held_out"]["kinds"]]
+    advice = (
+        "Pairs are learned after a plateau; otherwise raise --lr, or look for rows whose verdict "
+        "cannot be seen in them"
+    )
+    return [f"warning: {doubt}. {advice}" for doubt in doubts if doubt]

@@ -1,0 +1,124 @@
+"""Talk to a model: an export of a run, or any checkpoint of a family that the trainers know.
+
+    python launch/chat.py runs/NAME/export/latest picture.png "How many triangles are there?"
+    python launch/chat.py runs/NAME/export/latest "And without a picture?"
+    python launch/chat.py runs/NAME/export/latest picture.png    asks for questions, until an empty one
+
+Arguments that name a file are pictures, in the order in which they are shown; the other one is the
+question. Prompts are those of the trainers, answers are transformers' own `generate`, greedy unless
+a temperature is given. A GPU is used where there is one.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import distributed  # before torch: it limits the threads of this process
+
+import torch
+import transformers
+
+from common.settings import DataArgs
+from common.vlm.data import Processor, load_pixels
+from common.vlm.rows import Asked, make_prompt
+from common.vlm.weights import resolve_folder
+
+
+class Chat:
+    """A model and the conversation so far."""
+
+    def __init__(self, folder: str, device: torch.device, system_prompt: str = ""):
+        """Raises ValueError: no such checkpoint, or of a family that is not known."""
+        path = resolve_folder(folder)
+        self.processor = Processor(path, DataArgs())
+        self.family = self.processor.family
+        kind = transformers.AutoModelForCausalLM
+        if self.family.has_pictures:
+            kind = transformers.AutoModelForImageTextToText
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
+        self.system_prompt = system_prompt
+        self.messages: list[dict] = []
+        self.pictures: list[str] = []
+
+    @torch.no_grad()
+    def ask(
+        self, question: str, pictures: list[str], max_new_tokens: int, temperature: float
+    ) -> str:
+        """The answer to a question about new pictures and everything said before.
+
+        Raises ValueError: a picture that cannot be read, or a family without pictures.
+        """
+        parts = [{"type": "image"} for _ in pictures]
+        content = [*parts, {"type": "text", "text": question}]
+        turns = [*self.messages, {"role": "user", "content": content}]
+        shown = [*self.pictures, *(str(Path(path).absolute()) for path in pictures)]
+        asked = Asked(turns, shown, source="the question", system_prompt=self.system_prompt)
+        prompt = make_prompt(self.processor, asked)
+        tokens = self.model.generate(
+            **self.inputs(prompt),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(self.processor.stop_ids),
+            pad_token_id=self.processor.stop_ids[0],
+            suppress_tokens=list(self.processor.banned_ids),
+            do_sample=temperature > 0,
+            **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
+        )
+        answer = self.processor.decode([tokens[0, len(prompt.input_ids) :]])[0].strip()
+        said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        self.messages, self.pictures = [*turns, said], shown
+        return answer
+
+    def inputs(self, prompt) -> dict[str, torch.Tensor]:
+        """What the model's own forward takes."""
+        ids = prompt.input_ids[None]  # (1, P)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        inputs |= self.family.token_types(ids)
+        pixels = load_pixels(prompt, self.processor)
+        if pixels is not None:
+            inputs |= self.family.vision_inputs(*pixels, prompt.grids)
+        return {name: value.to(self.model.device) for name, value in inputs.items()}
+
+
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
+    summary = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
+    parser.add_argument("folder", help="checkpoint in Hugging Face format, or <out>/export/latest")
+    parser.add_argument("words", nargs="*", metavar="picture or question")
+    parser.add_argument("--max_new_tokens", type=int, default=512)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
+    parser.add_argument("--system_prompt", default="")
+    args = parser.parse_args(argv)
+    args.pictures = [word for word in args.words if Path(word).is_file()]
+    questions = [word for word in args.words if not Path(word).is_file()]
+    if len(questions) > 1:
+        parser.error(f"one question, please; no file has the name of any of {questions}")
+    args.question = questions[0] if questions else ""
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Answer the question, or questions from the terminal. What is wrong exits with 2."""
+    args = parse_args(argv)
+    transformers.logging.disable_progress_bar()
+    options = (args.max_new_tokens, args.temperature)
+    try:
+        chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)
+        if args.question:
+            print(chat.ask(args.question, args.pictures, *options))
+            return
+        pictures = args.pictures
+        while question := input("> ").strip():
+            print(chat.ask(question, pictures, *options))
+            pictures = []  # they are part of the conversation now
+    except EOFError:
+        print()
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

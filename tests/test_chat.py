@@ -1,0 +1,64 @@
+"""launch/chat.py says what the trainers' own rollout says."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import start, take
+
+import chat as program
+import train_ppo_vl as ppo
+
+LENGTH = 12  # tokens, as in conftest's start
+
+
+@pytest.fixture(scope="module")
+def greedy(qwen25, picture_rows):
+    """Prompts with 0, 1, 2 and 1 pictures, and the greedy answers of the rollout engine."""
+    env = start(qwen25, picture_rows, "--advantage", "grpo")
+    batch = ppo.rollout(env.actor, take(env), replace(env.sampling, greedy=True), 1)
+    answers = env.processor.decode(batch.split(batch.tokens))
+    return [(prompt, answers[i]) for i, prompt in zip(batch.group.tolist(), batch.prompts)]
+
+
+def test_one_question_is_answered_as_in_a_rollout(qwen25, greedy, capsys):
+    for prompt, answer in greedy:
+        words = [*prompt.images, prompt.row["prompt"]]
+        program.main([str(qwen25), *words, "--max_new_tokens", str(LENGTH)])
+        assert capsys.readouterr().out == answer.strip() + "\n"
+    assert len({answer for _, answer in greedy}) > 1
+
+
+def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys):
+    """The second question has the first picture and answer before it: the same ids as those of such a row."""
+    picture = greedy[1][0].images[0]
+    talk = program.Chat(str(qwen25), torch.device("cpu"), "be brief")
+    seen = []
+    generate = talk.model.generate
+    talk.model.generate = lambda **inputs: seen.append(inputs["input_ids"]) or generate(**inputs)
+    first = talk.ask("what is this?", [picture], LENGTH, 0.0)
+    talk.ask("and now?", [], LENGTH, 0.0)
+    chat = [{"role": "system", "content": [{"type": "text", "text": "be brief"}]},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": first}]},
+            {"role": "user", "content": [{"type": "text", "text": "and now?"}]}]
+    text = talk.processor.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    pad = talk.processor.config.image_token_id
+    expected = [token for token in talk.processor.tokenizer.encode(text) if token != pad]
+    assert [token for token in seen[1][0].tolist() if token != pad] == expected and (seen[1] == pad).sum() > 1
+
+    lines = iter(["how many?", "and now?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    program.main([str(qwen25), picture, "--max_new_tokens", "3"])
+    assert len(capsys.readouterr().out.splitlines()) >= 2
+
+
+@pytest.mark.parametrize("words, told", [
+    (["no such folder"], "no such folder"),
+    (["MODEL", "two", "questions"], "one question"),
+    (["MODEL", __file__, "what is this?"], "test_chat.py"),
+])
+def test_what_is_wrong_is_said(qwen25, words, told, capsys):
+    with pytest.raises(SystemExit) as error:
+        program.main([str(qwen25) if word == "MODEL" else word for word in words] + ["hello"] * (len(words) == 1))
+    assert error.value.code == 2 and told in capsys.readouterr().err
