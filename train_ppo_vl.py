@@ -28,6 +28,7 @@ import json
 import math
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
@@ -48,11 +49,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
+    envs = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
-    reward.check_rows(rows.train + rows.held_out)
+    check_rows(rows, reward, envs)
     actor, critic, reference = build_models(args, rows.processor, ranks)
     build_reward_models(args, reward, rows, actor, ranks)
 
@@ -66,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return checkpoints.export_now(trained["actor"], rows.processor)
     fsdp.put_away(trained)
     log = open_log(args, rows, state.step)
-    sampling = Sampling.of(args, rows.processor, ranks.device)
+    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environments=envs)
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
@@ -422,6 +424,7 @@ class Args:
     data: settings.DataArgs
     rows: RowArgs
     rollout: RolloutArgs
+    env: settings.EnvArgs
     reward: settings.RewardArgs
     algorithm: AlgorithmArgs
     update: UpdateArgs
@@ -434,9 +437,15 @@ class Args:
         return self.data.prompts_per_step // self.rollout.rollouts_per_step
 
     @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response with the longest replies of an environment."""
+        replies = self.env.max_reply_tokens if self.env.env else 0
+        return self.rollout.max_new_tokens + replies
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest response."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return self.data.max_prompt_tokens + self.longest_response
 
     @property
     def whiten(self) -> bool:
@@ -497,7 +506,8 @@ def check_args(args: Args) -> None:
     refuse(
         pack < args.longest,
         f"--max_tokens_per_pack {pack} must hold one prompt and one response: "
-        f"--max_prompt_tokens + --max_new_tokens = {args.longest}",
+        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if args.env.env else ''} = "
+        f"{args.longest}",
     )
     refuse(
         args.rows.row_kind != "prompts" and args.rows.system_prompt,
@@ -622,6 +632,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
     checkpoint,
+    environments,
     fsdp,
     judge,
     logging,
@@ -632,6 +643,7 @@ from common import (
     rewards,
 )
 from common.buffers import Batch, Row
+from common.dialogue import Dialogue, Response
 from common.records import sample_pictures, sample_records, summarise
 from common.vlm import attention, data, weights
 from common.vlm import model as vlm
@@ -691,6 +703,17 @@ def load_rows(args: Args) -> Rows:
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
+
+
+def check_rows(
+    rows: Rows, reward: rewards.RewardMix, envs: environments.Environments | None
+) -> None:
+    """Raises UserError: rows that cannot be scored, or whose environment cannot speak."""
+    everything = rows.train + rows.held_out
+    reward.check_rows(everything)
+    if envs is not None:
+        asked = any(source.kind == "env" for source in reward.sources)
+        envs.check_rows(everything, rows.processor, rewarded=asked)
 
 
 def load_text(args: Args, processor: data.Processor) -> TextRows | None:
@@ -792,6 +815,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
         listed[name] = weights.absolute_model(listed[name])
     listed["data"] = data.absolute_datasets(args.data.data)
     listed["eval_data"] = data.absolute_datasets(args.data.eval_data)
+    listed["env"] = environments.absolute_env(args.env.env)
     for name in ("ptx_data", "image_root"):
         listed[name] = flags.absolute(listed[name])
     return listed | rewards.absolute_sources(args.reward)
@@ -818,6 +842,7 @@ class Sampling:
     seed: int = 0
     stream: int = TRAIN
     greedy: bool = False
+    environments: Any = None  # what answers the policy; None: nothing, responses have one turn
     slots: int = 0  # how many sequences decode together; 0: as many as fit
     cuda_graphs: str = "auto"
 
@@ -1159,11 +1184,22 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     The actor is unsharded once; then no collective runs, so ranks may finish at different times.
     """
     actor.eval()
-    own = batch.own_groups()
+    own, dialogue = batch.own_groups(), None
+    if sampling.environments is not None:
+        dialogue = Dialogue(
+            sampling.environments,
+            actor.model,
+            actor.processor,
+            sampling.max_new_tokens,
+            seed=(sampling.seed, sampling.stream),
+        )
+        batch = dialogue.open(batch, own, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt)
-        with torch.inference_mode(), fsdp.bare_forwards(vlm.decoder(actor.model)):
+        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt, dialogue)
+        failing = nullcontext() if dialogue is None else distributed.raise_on_all_ranks("--env ")
+        bare = fsdp.bare_forwards(vlm.decoder(actor.model))
+        with failing, torch.inference_mode(), bare:
             results = engine.generate()
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for group in own:
@@ -1173,6 +1209,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     local.logprobs = torch.cat([torch.zeros(0), *(response.logprobs for response in found)])
     local.truncated = torch.tensor([response.truncated for response in found], dtype=torch.bool)
     local.sampling = sampling
+    if dialogue is not None:
+        dialogue.fill(local, [(group, k) for group in own for k in range(samples_per_prompt)])
     return local.gathered()
 
 
@@ -1272,6 +1310,14 @@ def shape_scores(scores: Tensor, lengths: Tensor, state: TrainState, args: Args)
     return scores
 
 
+def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
+    """(N,) what was earned at the end of a turn, on the scale of `shape_scores`; the last token
+    earns whatever is left of the score."""
+    if batch.early_scores is None or not args.algorithm.reward_norm:
+        return batch.early_scores
+    return batch.early_scores / losses.deviation(state.moments)
+
+
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
     """Fill advantages and returns, the whole step at once, the same on every rank. Returns the
     rollout's metrics."""
@@ -1284,6 +1330,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
         kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         group=batch.group,
+        early=early_scores(batch, state, args),
         values=batch.values,
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
@@ -1803,14 +1850,6 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 
 
-class Response(NamedTuple):
-    """One finished sample."""
-
-    tokens: Tensor  # (n,)
-    logprobs: Tensor  # (n,)
-    truncated: bool  # ended by the token limit
-
-
 class RolloutEngine:
     """Continuous batching over KV slots, with the model's own layers.
 
@@ -1828,15 +1867,18 @@ class RolloutEngine:
         sampling: Sampling,
         groups: list[int],
         samples_per_prompt: int,
+        dialogue: Dialogue | None = None,
     ):
         self.actor, self.batch, self.sampling = actor, batch, sampling
-        self.groups, self.count = groups, samples_per_prompt
+        self.groups, self.count, self.dialogue = groups, samples_per_prompt, dialogue
         self.compute = actor.model.compute
         device = self.compute.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
         longest = max((batch.prompt_lengths[g] for g in groups), default=1)
         capacity = longest + sampling.max_new_tokens
+        if dialogue is not None:
+            capacity += dialogue.extra_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * samples_per_prompt))
         self.cache = attention.SlotCache(
             actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
@@ -1880,6 +1922,7 @@ class RolloutEngine:
         self.owner: list[tuple[int, int] | None] = [None] * slots
         self.stored = [0] * slots  # upper bound of the cached tokens
         self.searched = [0] * slots  # tokens already searched for stop strings
+        self.begun = [0] * slots  # response tokens before this turn
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or as many, up to 256, as fit into 90 % of the memory that a prefill leaves
@@ -1904,21 +1947,31 @@ class RolloutEngine:
             for first in range(0, self.count, self.cache.slots):
                 waiting.append((group, range(first, min(first + self.cache.slots, self.count))))
         results: dict[tuple[int, int], Response] = {}
-        bar = logging.progress(range(len(self.groups) * self.count), "own samples")
+        self.bar = logging.progress(range(len(self.groups) * self.count), "own samples")
         while waiting or any(self.owner):
-            bar.update(len(results) - bar.n)
+            self.bar.update(len(results) - self.bar.n)
             while self.admit(waiting):
                 pass
             self.harvest(results)  # one-token responses end with the prefill
+            if self.dialogue is not None:
+                self.dialogue.listen(self, results)
             active = [slot for slot, owner in enumerate(self.owner) if owner]
             if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
                 active = self.compact(active)
+            active = [slot for slot in active if self.speaks(slot)]
             if active:
                 for _ in range(self.poll):
                     self.decode(max(active) + 1)
                 self.harvest(results)
-        bar.close()
+        self.bar.close()
+        if self.dialogue is not None:
+            self.dialogue.finish()
         return results
+
+    def speaks(self, slot: int) -> bool:
+        """Whether a slot has a sample, and that does not wait for its environment."""
+        owner = self.owner[slot]
+        return owner is not None and not (self.dialogue and self.dialogue.is_waiting(owner))
 
     def admit(self, waiting: deque) -> bool:
         """Prefill as many waiting prompts as the free slots and a packed row hold. Returns whether
@@ -1956,20 +2009,26 @@ class RolloutEngine:
                 state.append((slot, length, following, batch.draws[group], number))
                 self.owner[slot] = group, number
                 self.stored[slot] = length
-                self.searched[slot] = 0
+                self.searched[slot] = self.begun[slot] = 0
             size += length
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
         row = vlm.prompt_row(model, batch, [group for group, _ in members], self.cache, plan)
         hidden = vlm.hidden_states(model, row)  # (L, H)
 
         slot, length, following, draw, number = torch.tensor(state, device=device).T  # (b,) each
-        self.length[slot], self.rope[slot], self.count_done[slot] = length, following, 0
-        self.done[slot] = False
+        self.restart(slot, length, following, 0)
         self.keys[slot] = logprobs.sequence_keys(
             self.sampling.seed, self.sampling.stream, draw, number
         )
         self.sample(hidden[last_rows], slot)
         self.count_done[slot] = 1
+        if self.dialogue is not None:
+            self.dialogue.begin(self, state)
+
+    def restart(self, slot: Tensor, length: Tensor, following: Tensor, own: Tensor | int) -> None:
+        """Let slots (b,) sample their token number ``own``, after so many cached tokens."""
+        self.length[slot], self.rope[slot], self.count_done[slot] = length, following, own
+        self.done[slot] = False
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Finished slots compute too, but what they
@@ -2038,7 +2097,7 @@ class RolloutEngine:
     def harvest(self, results: dict[tuple[int, int], Response]) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the
         device."""
-        active = [slot for slot, owner in enumerate(self.owner) if owner]
+        active = [slot for slot in range(len(self.owner)) if self.speaks(slot)]
         done = self.done.tolist() if active else []
         ready = [slot for slot in active if done[slot] or self.sampling.stop_strings]
         if not ready:
@@ -2054,11 +2113,19 @@ class RolloutEngine:
                 continue
             n = end or counts[k]
             truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
-            results[self.owner[slot]] = Response(
-                tokens[k, :n].clone(), logps[k, :n].clone(), truncated
-            )
-            self.owner[slot], self.stored[slot] = None, 0
+            response = Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
+            owner = self.owner[slot]
+            if self.dialogue and self.dialogue.end_turn(owner, response, by_string=end is not None):
+                self.done[slot] = True
+                continue
+            results[owner] = response
             freed.append(slot)
+        self.release(freed)
+
+    def release(self, freed: list[int]) -> None:
+        """Free the slots of finished samples."""
+        for slot in freed:
+            self.owner[slot], self.stored[slot] = None, 0
         self.done[freed] = True
         # a free slot still decodes; with length 0 it does not read its old sequence
         self.length[freed] = 0
@@ -2071,7 +2138,7 @@ class RolloutEngine:
             return None
         # tokens that surely hold a stop string: each holds at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
-        first = max(0, self.searched[slot] + 1 - window)
+        first = max(self.begun[slot], self.searched[slot] + 1 - window)
         recent = tokens[first:].tolist()  # not all of them at every look
         if self.shows_stop_string(recent):
             for n in range(self.searched[slot] + 1, len(tokens) + 1):
@@ -2099,7 +2166,7 @@ class RolloutEngine:
             for s, t in zip(source, target):
                 self.owner[t], self.owner[s] = self.owner[s], None
                 self.stored[t] = self.stored[s]
-                self.searched[t] = self.searched[s]
+                self.searched[t], self.begun[t] = self.searched[s], self.begun[s]
             self.done[source] = True
         return list(range(len(active)))
 

@@ -206,6 +206,10 @@ class RewardMix:
             add_components(components, columns, torch.tensor(used), size, source.name, several)
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
+            if source.kind == "env" and self.combiner is None:
+                shares = torch.zeros(size, dtype=torch.float64)  # (S,)
+                shares[used] = own
+                batch.early_scores = shares.repeat_interleave(batch.lengths) * batch.turn_rewards
         if self.combiner is not None:
             scores = self.combine(rewards)
         components |= {name: rewards[name] for name in several}
@@ -232,6 +236,9 @@ class RewardMix:
         said of each."""
         if source.ask is not None:
             return source.ask(batch, texts, used)
+        if source.kind == "env":
+            earned = batch.per_sample_sum(batch.turn_rewards)[used]  # (n,)
+            return {"reward": earned, "accuracy": (earned >= 1).double()}, []
         groups, rank = batch.group[used].tolist(), dist.get_rank()
         own = [k for k, group in enumerate(groups) if batch.owners[group] == rank]
         columns: dict[str, list[float]] = {}

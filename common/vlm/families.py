@@ -48,6 +48,7 @@ class Family:
 
     model_types: tuple = ()
     has_pictures = True
+    replies_show_pictures = True  # whether replies of environments may hold them
     takes_videos = False
     # Those that may prepare the pictures; the first one where the files do not say.
     image_processors: tuple = ()
@@ -331,6 +332,8 @@ class Qwen(Family):
 class Gemma3(Family):
     """Square pictures, whose tokens see each other in the decoder."""
 
+    # They would have to see each other behind a prefix, as no segment does.
+    replies_show_pictures = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
 
