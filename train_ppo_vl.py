@@ -82,8 +82,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stopping and step < last:
                 break
             if evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                metrics, records = evaluate(trained["actor"], reward, rows, sampling, args)
-                report_evaluation(log, metrics, records, state, args)
+                metrics, *answers = evaluate(trained["actor"], reward, rows, sampling, args)
+                report_evaluation(log, metrics, *answers, state)
                 checkpoints.check_quality(metrics)
             checkpoints.export_if_due(step, last, trained["actor"], rows.processor)
             if step == last or args.run.eval_only:
@@ -627,6 +627,7 @@ from common import distributed  # before torch: it limits the threads of this pr
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from PIL import Image
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -641,6 +642,7 @@ from common import (
     memory,
     reward_models,
     rewards,
+    transcripts,
 )
 from common.buffers import Batch, Row
 from common.dialogue import Dialogue, Response
@@ -711,9 +713,13 @@ def check_rows(
     """Raises UserError: rows that cannot be scored, or whose environment cannot speak."""
     everything = rows.train + rows.held_out
     reward.check_rows(everything)
+    kinds = {source.kind for source in reward.sources}
+    if envs is None and "env" in kinds:
+        raise UserError("--reward env: rewards of an environment need one: --env file.py:Class")
+    if envs is not None and "rm" in kinds:
+        raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
     if envs is not None:
-        asked = any(source.kind == "env" for source in reward.sources)
-        envs.check_rows(everything, rows.processor, rewarded=asked)
+        envs.check_rows(everything, rows.processor, rewarded="env" in kinds)
 
 
 def load_text(args: Args, processor: data.Processor) -> TextRows | None:
@@ -1147,7 +1153,7 @@ def collect(
         fillers = (without + batch.dropped)[:missing]  # prompts that have no samples come last
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.group]  # (S,)
-    metrics["rollout/total_length"] = float((prompt_lengths + batch.lengths).double().mean())
+    metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
     return batch, metrics
 
 
@@ -1382,6 +1388,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
         metrics["train/explained_variance"] = losses.explained_variance(batch.values, batch.returns)
+    labels = [batch.prompts[group].label for group in batch.group.tolist()]
+    metrics |= transcripts.conversation_metrics(batch.conversations, labels, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1663,32 +1671,49 @@ def evaluation_due(step: int, args: Args, rows: Rows) -> bool:
 
 def evaluate(
     trained: fsdp.Trained, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
-) -> tuple[dict[str, float], list[dict]]:
-    """Answer every held-out prompt, spread over the ranks. Returns metrics, and a record of each
-    answer. With --ema_beta the averaged weights answer."""
+) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
+    """Answer every held-out prompt, spread over the ranks. Returns metrics, a record of each answer
+    and, on rank 0, pictures of the first. With --ema_beta the averaged weights answer."""
     actor, count = trained.module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
+    pictures: list[Image.Image] = []
+    conversations, labels = [], []
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             batch = rollout(actor, loader.take(least=0), sampling, count)
             reward.score(batch, actor.processor)
-            records += sample_records(batch, actor.processor)
+            found = sample_records(batch, actor.processor)
+            picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
+            pictures += shown_samples(batch, found, picks)
+            records += found
+            conversations += batch.conversations
+            labels += [batch.prompts[group].label for group in batch.group.tolist()]
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
+    metrics |= transcripts.conversation_metrics(conversations, labels, "eval")
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
-    return metrics | {"eval/seconds": time.perf_counter() - started}, records
+    return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
+
+
+def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
+    """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
+    any."""
+    shown = transcripts.gather_pictures(batch, picks)
+    if not distributed.is_main():
+        return []
+    return sample_pictures([records[i] for i in picks], shown)
 
 
 def report_evaluation(
     log: logging.RunLogger,
     metrics: dict[str, float],
     records: list[dict],
+    pictures: list[Image.Image],
     state: TrainState,
-    args: Args,
 ) -> None:
     """Record an evaluation: metrics, one line, and the answers."""
     metrics |= {
@@ -1697,7 +1722,6 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
-    pictures = sample_pictures(records[: args.run.log_samples]) if distributed.is_main() else []
     log.samples(state.step, records, pictures, stem="eval")
     log.evaluation(state.step, metrics)  # last: without this record a resumed run evaluates again
 
@@ -1796,15 +1820,19 @@ def report(
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.optim.steps):
+        # pictures of different prompts
+        picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
             records = sample_records(batch, reward.processor)
-        different = records[:: args.rollout.samples_per_prompt]  # pictures of different prompts
-        log.samples(step, records, sample_pictures(different[: args.run.log_samples]))
+        log.samples(step, records, shown_samples(batch, records, picks))
     shown = {name: f"{metrics[key]:.3f}" for name, key in SHOWN.items() if key in metrics}
     log.step(step, metrics | checkpoints.metrics(), shown)
     for record in records[:1]:
         said = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
         log.line(f"  {said}  reward {record['reward']:.3f}")
+    failed = [said.error for said in batch.conversations if said.error]
+    if failed:
+        log.line(f"warning: step {step}: {len(failed)} environments failed, the first: {failed[0]}")
     largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
     if largest > 10:
         log.line(
@@ -1829,7 +1857,7 @@ def performance(
         length for group, length in enumerate(batch.prompt_lengths) if group not in batch.dropped
     ]
     response = len(batch.tokens)
-    both = response + sum(prompts)
+    both = int(batch.sizes.sum()) + sum(prompts)
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
     critic_passes = args.update.epochs if critic is not None else 0

@@ -70,7 +70,8 @@ FLOORS = (
         "common.losses": (),
         "common.logprobs": (),
         "common.distributed": ("common.process",),
-        "common.buffers": ("common.distributed",),
+        "common.conversations": ("common.distributed",),
+        "common.buffers": ("common.distributed", "common.conversations"),
         "common.logging": (
             "common.files", "common.process", "common.settings", "common.cards", "common.distributed",
         ),
@@ -93,6 +94,9 @@ FLOORS = (
         ),
         "common.storage": ("common.vlm.weights", "common.fsdp"),
         "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.vlm.replies": (
+            "common.vlm.images", "common.vlm.rows", "common.vlm.data", "common.vlm.attention", "common.vlm.model",
+        ),
         "common.memory": ("common.vlm.attention", "common.vlm.model"),
     },
     {
@@ -100,9 +104,12 @@ FLOORS = (
         "common.rules": ("common.judge",),
         "common.remote": (),
         "common.reward_functions": ("common.remote", "common.rules"),
-        "common.reward_models": ("common.judge",),
-        "common.rewards": ("common.reward_functions",),
-        "common.records": (),
+        "common.transcripts": (),
+        "common.reward_models": ("common.judge", "common.transcripts"),
+        "common.rewards": ("common.reward_functions", "common.transcripts"),
+        "common.environments": ("common.reward_functions",),
+        "common.dialogue": ("common.environments",),
+        "common.records": ("common.transcripts",),
     },
     {
         "train_ppo_vl": (),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import computing, start, take, with_flags
+from conftest import ROOT, computing, start, take, with_flags
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from transformers import AutoModelForImageTextToText
@@ -22,96 +22,14 @@ from common.environments import Workers
 from common.vlm import replies
 from common.vlm.model import image_features
 
-# Every second sample of a prompt sees something first; replies have no, one or two pictures, by the seed and the number.
-ENVIRONMENTS = '''
-import random
-import threading
-import time
-
-from PIL import Image
-
-def picture(rng):
-    return Image.new("RGB", (28 * rng.randint(1, 3), 56), tuple(rng.randint(0, 255) for _ in range(3)))
-
-class Talk:
-    pictures = True
-
-    def reset(self, row):
-        self.rng, self.turn, self.row = random.Random(100 * row["seed"] + row["number"]), 0, row
-        return ["seen first", *self.shown(1), "and now?"] if row["number"] % 2 else None
-
-    def shown(self, most):
-        return [picture(self.rng) for _ in range(self.rng.randint(0, most) if self.pictures else 0)]
-
-    def step(self, text):
-        self.turn += 1
-        if self.turn == 4:
-            return None, 1.0, True
-        return ["red " * self.turn, *self.shown(2), f"turn {self.turn}?"], 0.25 * self.turn, False
-
-class Words(Talk):
-    pictures = False
-
-class Tool(Talk):
-    role = "tool"
-
-class Same(Talk):
-    shared = True
-
-    def reset(self, row):
-        super().reset(row)
-        return ["the board", picture(random.Random(row["seed"]))]
-
-class Bad(Talk):
-    def reset(self, row):
-        self.number = row["number"]
-        if self.number == 1:
-            raise KeyError("no board")
-
-    def step(self, text):
-        if self.number == 0:
-            return ["more"], 1.0, self.number > 9 or bool(setattr(self, "number", 2))
-        if self.number == 2:
-            raise ZeroDivisionError("no rule for this")
-        if self.number == 3:
-            return "a text", "much", False
-        if self.number == 4:
-            time.sleep(3)
-        return [3.5], 0.0, False
-
-class Slow(Words):
-    running = most = 0
-    lock = threading.Lock()
-
-    def step(self, text):
-        with Slow.lock:
-            Slow.running += 1
-            Slow.most = max(Slow.most, Slow.running)
-        time.sleep(0.01 * self.rng.random())
-        with Slow.lock:
-            Slow.running -= 1
-        return super().step(text)
-
-class Closing(Words):
-    closed = []
-
-    def close(self):
-        Closing.closed.append(self.turn)
-'''
+PROGRAMS = ROOT / "tests" / "talkers.py"
 
 
-@pytest.fixture(scope="module")
-def programs(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("environments") / "programs.py"
-    path.write_text(ENVIRONMENTS)
-    return path
-
-
-def talk(env, name: str, count: int, programs: Path, batch=None, **changes):
+def talk(env, name: str, count: int, batch=None, **changes):
     """``count`` samples of each prompt, in conversation with an environment; ``changes`` of flags and of sampling."""
     own = {part.name for part in dataclasses.fields(environments.EnvArgs)}
     args = dataclasses.replace(
-        env.args.env, **{"env": f"{programs}:{name}", "env_workers": 0, "max_turns": 4, "max_reply_tokens": 400}
+        env.args.env, **{"env": f"{PROGRAMS}:{name}", "env_workers": 0, "max_turns": 4, "max_reply_tokens": 400}
         | {key: value for key, value in changes.items() if key in own})
     answering = environments.load(args, 512)
     sampling = dataclasses.replace(
@@ -191,13 +109,13 @@ def as_rendered(env, batch, i: int) -> str:
 
 # ------------------------------------------------------------------------------------------------ exactness
 @pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
-def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, programs, name, stop):
+def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
     """Qwen2.5-VL and Qwen3-VL, pictures in prompts, first observations and replies; turns that end by a token or a string;
     and the text of the tokens is what the template writes of the whole conversation."""
     env = start(checkpoint, picture_rows, "--max_new_tokens", "48", "--stop_strings", stop)
     if not stop:
         end_often(env)
-    batch = talk(env, name, 3, programs)
+    batch = talk(env, name, 3)
     assert max(len(said.replies) for said in batch.conversations) == 3
     assert sum(len(said.grids) for said in batch.conversations) > 5
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
@@ -208,7 +126,7 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint,
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("qwen2_vl")])
-def test_every_family_talks_exactly(kind, tmp_path, picture_rows, programs):
+def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     try:
         model = write_family(kind, tmp_path, picture_rows)
     except ImportError:
@@ -217,6 +135,6 @@ def test_every_family_talks_exactly(kind, tmp_path, picture_rows, programs):
     if kind in ("llava", "qwen2"):
         end_often(env)
     name = "Words" if kind in (*TEXT_ONLY, "gemma3") else "Talk"
-    batch = talk(env, name, 2, programs)
+    batch = talk(env, name, 2)
     assert sum(len(said.replies) for said in batch.conversations) >= 4
     check_exact(env, model.from_pretrained(tmp_path, attn_implementation="eager").eval(), batch)
