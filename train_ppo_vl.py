@@ -719,7 +719,8 @@ def check_rows(
     if envs is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
     if envs is not None:
-        envs.check_rows(everything, rows.processor, rewarded="env" in kinds)
+        rewarded = [row for row in everything if reward.asks("env", row.label)]
+        envs.check_rows(everything, rewarded, rows.processor)
 
 
 def load_text(args: Args, processor: data.Processor) -> TextRows | None:

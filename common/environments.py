@@ -62,20 +62,21 @@ class Environments:
         """That of a row; None: its label has none, and its samples have one turn."""
         return self.by_label.get(row.label or "", self.by_label.get("*"))
 
-    def check_rows(self, rows: list[Prompt], processor: Processor, rewarded: bool) -> None:
+    def check_rows(
+        self, rows: list[Prompt], rewarded: list[Prompt], processor: Processor
+    ) -> None:
         """Raises UserError: a row whose environment cannot speak in the checkpoint's template, or
-        that has none although environments give rewards."""
-        seen = set()
+        one of the ``rewarded`` rows that has none."""
+        for row in rewarded:
+            if self.of(row) is None:
+                raise UserError(
+                    f"{row.source}: --reward env: label {row.label!r} has no environment in "
+                    f"--env {self.args.env}"
+                )
+        seen: set[str] = set()
         for row in rows:
             environment = self.of(row)
-            if environment is None:
-                if rewarded:
-                    raise UserError(
-                        f"{row.source}: --reward env: label {row.label!r} has no environment in "
-                        f"--env {self.args.env}"
-                    )
-                continue
-            if environment.spec in seen:
+            if environment is None or environment.spec in seen:
                 continue
             seen.add(environment.spec)
             try:

@@ -150,6 +150,11 @@ class RewardMix:
         """Name of a source -> weight. Raises KeyError: a label that the recipe does not have."""
         return self.recipe[label if label in self.recipe else "*"]
 
+    def asks(self, kind: str, label: str | None) -> bool:
+        """Whether a source of that kind scores rows of that label."""
+        chosen = self.weights(label)
+        return any(source.kind == kind and source.name in chosen for source in self.sources)
+
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises UserError: rows that cannot be scored, with their lines."""
         compare = set()

@@ -45,25 +45,34 @@ class Same(Talk):
         return ["the board", picture(random.Random(row["seed"]))]
 
 
-class Bad(Talk):
+class Bad(Words):
+    """Sample 0 is well; the others fail, each in another way."""
+
     def reset(self, row):
         self.number = row["number"]
         if self.number == 1:
             raise KeyError("no board")
+        return super().reset(row)
 
     def step(self, text):
-        if self.number == 0:
-            return ["more"], 1.0, self.number > 9 or bool(setattr(self, "number", 2))
+        if self.turn == 0:
+            return super().step(text)
         if self.number == 2:
             raise ZeroDivisionError("no rule for this")
         if self.number == 3:
             return "a text", "much", False
         if self.number == 4:
-            time.sleep(3)
-        return [3.5], 0.0, False
+            time.sleep(1.5)
+        if self.number == 5:
+            return 3.5, 0.0, False
+        if self.number == 6:
+            return None, 0.0, False
+        if self.number == 7:
+            return "<|im_end|>", 0.0, False
+        return super().step(text)
 
 
-class Slow(Words):
+class Slow(Talk):
     running = most = 0
     lock = threading.Lock()
 
@@ -71,7 +80,7 @@ class Slow(Words):
         with Slow.lock:
             Slow.running += 1
             Slow.most = max(Slow.most, Slow.running)
-        time.sleep(0.01 * self.rng.random())
+        time.sleep(0.02 * self.rng.random())
         with Slow.lock:
             Slow.running -= 1
         return super().step(text)
