@@ -265,6 +265,12 @@ class RolloutArgs:
         choices=("auto", "on", "off"),
         neutral=True,
     )
+    vision_audit: bool = flag(
+        True,
+        "score the answers of evaluations with blank pictures too, and with those of another row "
+        "(eval/vision_gap_*): two packed forwards",
+        neutral=True,
+    )
     eval_samples: int = flag(
         1,
         "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
@@ -632,6 +638,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
+    audit,
     checkpoint,
     environments,
     fsdp,
@@ -1250,6 +1257,11 @@ def score_tokens(
     return result if outputs > 1 else result[0]
 
 
+def score_sampled(policy: Policy, batch: Batch) -> Tensor:
+    """(N,) log-probs of samples as they were drawn."""
+    return score_tokens(policy, batch, lambda row: policy(row, batch.sampling))
+
+
 def score_plainly(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs under the model as it is: no temperature, nothing banned."""
     return score_tokens(policy, batch, lambda row: policy(row, None))
@@ -1496,7 +1508,7 @@ def update_actor(
                 stats.append(backward_text(actor, text, text_batch, args))
             if updates:  # after an update the policy is no longer the one that sampled
                 stats = [
-                    {name: value for name, value in row.items() if name != "sampler_gap"}
+                    {name: value for name, value in row.items() if not name.startswith("sampler_")}
                     for row in stats
                 ]
             norm, applied = trained.update(step)
@@ -1505,7 +1517,10 @@ def update_actor(
     metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
-    return sums.reduce() | metrics
+    metrics |= sums.reduce()
+    if "train/sampler_kl" in metrics:
+        metrics["rollout/train_kl"] = metrics.pop("train/sampler_kl")
+    return metrics
 
 
 def actor_loss(
@@ -1537,7 +1552,9 @@ def actor_loss(
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(ratios, found))
     stats["policy_loss"] = loss.detach()
     stats["entropy"] = logging.Mean(entropy.detach().sum(), tokens)
-    stats["sampler_gap"] = logging.Mean((logp.detach() - sampled).abs().sum(), tokens)
+    apart = logp.detach() - sampled  # (T,) 0 but for rounding, before a step's first update
+    stats["sampler_gap"] = logging.Mean(apart.abs().sum(), tokens)
+    stats["sampler_kl"] = logging.Mean((apart.expm1() - apart).sum(), tokens)  # k3
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
@@ -1681,11 +1698,15 @@ def evaluate(
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations, labels = [], []
+    conversations, labels, seen = [], [], audit.Audit(actor.processor.family)
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
-            batch = rollout(actor, loader.take(least=0), sampling, count)
+            prompts = loader.take(least=0)
+            pixels = dict(prompts.patches)
+            batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
+            if args.rollout.vision_audit:
+                seen.add(actor.model, batch, pixels, functools.partial(score_sampled, actor))
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)
@@ -1695,7 +1716,7 @@ def evaluate(
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
-    metrics |= transcripts.conversation_metrics(conversations, labels, "eval")
+    metrics |= transcripts.conversation_metrics(conversations, labels, "eval") | seen.metrics()
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
 
@@ -1724,6 +1745,9 @@ def report_evaluation(
     }
     state.metrics |= metrics
     log.samples(state.step, records, pictures, stem="eval")
+    doubt = audit.warning(metrics) if state.step == 0 else ""
+    if doubt:
+        log.line(f"warning: {doubt}")
     log.evaluation(state.step, metrics)  # last: without this record a resumed run evaluates again
 
 

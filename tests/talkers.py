@@ -62,7 +62,7 @@ class Bad(Words):
         if self.number == 3:
             return "a text", "much", False
         if self.number == 4:
-            time.sleep(1.5)
+            time.sleep(4)
         if self.number == 5:
             return 3.5, 0.0, False
         if self.number == 6:

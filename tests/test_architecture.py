@@ -110,6 +110,7 @@ FLOORS = (
         "common.environments": ("common.reward_functions",),
         "common.dialogue": ("common.environments",),
         "common.records": ("common.transcripts",),
+        "common.audit": (),
     },
     {
         "train_ppo_vl": (),

@@ -242,7 +242,7 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
 
 
 WRONG = {1: "KeyError: 'no board'", 2: "ZeroDivisionError: no rule for this (talkers.py:", 3: "reward 'much'",
-         4: "took longer than 0.5 s", 5: "expected a text, a picture", 6: "no reply, and is not done", 7: "special token"}
+         4: "took longer than 1.5 s", 5: "expected a text, a picture", 6: "no reply, and is not done", 7: "special token"}
 
 
 def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeypatch):
@@ -250,8 +250,8 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
     env = start(qwen25, picture_rows, "--max_new_tokens", "60", "--stop_strings", '["a", "e", "r", "o"]')
     for workers in (0, 1):
         began = time.monotonic()
-        batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=0.5)
-        assert time.monotonic() - began < 30
+        batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=1.5)
+        assert time.monotonic() - began < 60
         for number, said in zip(batch.number.tolist(), batch.conversations):
             assert (said.ended, bool(said.error)) == (("error", True) if number else ("answered", False))
             if number:
