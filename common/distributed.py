@@ -88,7 +88,7 @@ def choose_device() -> torch.device:
 
 
 def restarts_would_fail() -> bool:
-    """Whether torchrun was told to restart workers and shares its store with them."""
+    """Whether torchrun restarts workers and shares its store with them."""
     restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
     return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 

@@ -185,8 +185,10 @@ def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
     """
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: {error}") from error
+    except OSError as error:
+        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"--config {path}: no valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"--config {path}: no JSON object")
     known = list_fields(args_class)
@@ -379,7 +381,7 @@ def suggestions(unknown: str, known: list[str]) -> list[str]:
 
 
 class Refusals:
-    """What is wrong with a script's Args, told at once. Begins with the bounds of single flags and
+    """What is wrong with a script's Args, reported together. Begins with the bounds of single flags and
     the rules of both scripts; a script adds its own: ``refuse(condition, message)``."""
 
     def __init__(self, groups: Any):

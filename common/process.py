@@ -184,5 +184,6 @@ def describe(error: BaseException, own_file: str = __file__) -> str:
         for frame in frames
         if frame.filename != own_file and not frame.filename.startswith("<")
     ]
-    where = f" ({' < '.join(lines)})" if lines else ""
+    once = dict.fromkeys(lines)  # an error that is raised again at its own line has it twice
+    where = f" ({' < '.join(once)})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"

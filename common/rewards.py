@@ -403,7 +403,7 @@ class Streak:
             return None
         zero, total = self.zeros["reward"]
         last = self.first + self.steps - 1
-        span = f"steps {self.first} to {last}"
+        span = f"steps {self.first} to {last}" if last > self.first else f"step {last}"
         if zero == total:
             problem = f"all {total:,} rewards of {span} are 0"
             look_at = (
