@@ -252,8 +252,10 @@ class Dialogue:
         """Take what environments have answered. If all samples wait, so does this."""
         slots = {owner: slot for slot, owner in enumerate(engine.owner) if owner}
         waiting = {key: self.talks[key] for key in slots if self.is_waiting(key)}
-        if waiting and len(waiting) == len(slots):
-            engine.bar.set_postfix_str(f"{len(waiting)} wait for their environments")
+        all_wait = bool(waiting) and len(waiting) == len(slots)
+        text = f"{len(waiting)} wait for their environments" if all_wait else ""
+        engine.bar.set_postfix_str(text, refresh=all_wait)
+        if all_wait:
             self.workers.wait([talk.call for talk in waiting.values()])
         going_on, freed = [], []
         for key, talk in waiting.items():

@@ -225,7 +225,7 @@ class StepMemory:
     def phases(self, longest: int, checkpointing: bool) -> Phases:
         """For prompts of at most ``longest`` tokens."""
         args, algorithm = self.args, self.args.algorithm
-        longest += args.rollout.max_new_tokens
+        longest += args.longest_response
         phases = {"rollout": self.decoding("actor", longest, self.resident())}
         scores_actor = (
             algorithm.importance_cap

@@ -56,7 +56,12 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (49_142, 36_000),
+    "product: expressions": (56_623, 36_000),
+    "train_ppo_vl.py: expressions": (8_551, 8_000),
+    "file: expressions": (2_513, 2_300),
+    "script: imported names": (51, 45),
+    "script: names imported from common": (30, 25),
+    "train_ppo_vl.py: flags": (120, 115),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
