@@ -70,7 +70,7 @@ def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tenso
             inputs |= family.vision_inputs(torch.cat(patches), torch.tensor(grids))
         with torch.set_grad_enabled(gradient):
             logits = oracle(**inputs, use_cache=False).logits[0, :-1].float()
-        logits = logits.index_fill(1, torch.tensor(env.processor.banned_ids), -torch.inf)
+        logits = logits.index_fill(1, torch.tensor(env.processor.banned_ids, dtype=torch.int64), -torch.inf)
         targets = torch.cat([torch.zeros(ids.shape[1] - len(own), dtype=torch.bool), own])[1:]
         found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][targets])
     return torch.cat(found)
