@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     args = count_steps(args, len(rows.train))
-    judge = build_judge(args, rows.processor, ranks)
+    judge = build_judge(args, rows, ranks)
 
     trained = fsdp.Trained(judge, args.optim, args.update.lr)
     roles = {"judge": trained}
@@ -260,11 +260,11 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from common import checkpoint, fsdp, logging, logprobs, memory
+from common import budget, checkpoint, fsdp, logging, logprobs, memory
 from common import judge as judgements
 from common.buffers import Batch, Row
 from common.cards import sample_card
-from common.vlm import data, images, weights
+from common.vlm import data, images, self_check, weights
 from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
@@ -466,16 +466,43 @@ class Judge(nn.Module):
         )[0]
 
 
-def build_judge(args: Args, processor: data.Processor, ranks: distributed.Ranks) -> Judge:
-    """The model, sharded, with its weights."""
-    longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens
+def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
+    """The model, sharded, with its weights. Raises UserError on every rank alike: bad files, or too
+    little memory."""
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, processor, ranks.device, longest)
-        judge = shard(Judge(builder.actor()), ranks)
+        builder = weights.Builder(args.model, rows.processor, ranks.device, longest_sequence(args))
+        judge = Judge(builder.actor())
+    plan = memory_plan(args, judge, rows, ranks.world)
+    if not args.run.export_only and budget.check(
+        plan, args.model, "none", args.data.max_prompt_tokens, ranks
+    ):
+        weights.recompute_layers(judge.model)
+    with distributed.raise_on_all_ranks():
+        shard(judge, ranks)
         weights.materialize(judge, ranks.device)
         weights.init_adapters(judge.model, args.run.seed)
         weights.load(judge.model, builder.folder)
+    self_check.settle([judge.model], args.model)
     return judge
+
+
+def longest_sequence(args: Args) -> int:
+    """Tokens of a question with its judgement."""
+    return args.data.max_prompt_tokens + args.eval.eval_max_new_tokens
+
+
+def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.JudgeMemory:
+    """What the memory of a GPU depends on."""
+    prompts = [example.prompt for example in rows.held_out]
+    prompts += [question.prompt for question in rows.train]
+    return budget.JudgeMemory(
+        judge,
+        shards=args.run.hsdp or ranks,
+        longest=max(len(prompt.input_ids) for prompt in prompts),
+        batch=args.eval.eval_batch,
+        new_tokens=args.eval.eval_max_new_tokens,
+        saves=args.checkpoint.save_every != 0 and not args.run.eval_only,
+    )
 
 
 def shard(judge: Judge, ranks: distributed.Ranks) -> Judge:

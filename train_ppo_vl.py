@@ -25,12 +25,10 @@ Invariants, each with a test:
 
 import functools
 import json
-import math
 import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Callable, Iterator, NamedTuple
 
 from common import flags, settings
@@ -42,7 +40,7 @@ TRAIN, EVAL, JUDGE = 0, 1, 2
 # batch sizes of CUDA graphs; the number of slots is one too
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
-GRAPH_PAYS = 16
+GRAPH_PAYS = 2
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -55,8 +53,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     check_rows(rows, reward, envs)
-    actor, critic, reference = build_models(args, rows.processor, ranks)
-    build_reward_models(args, reward, rows, actor, ranks)
+    models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
+    models |= build_reward_models(args, reward, rows, models["actor"])
+    fit_memory(args, models, rows, ranks)
+    actor, critic, reference = load_models(args, models, ranks)
+    load_reward_models(args, reward, models, ranks)
 
     trained = make_trained(args, actor, critic, reference)
     state = TrainState.fresh(args)
@@ -72,9 +73,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
-    last = args.optim.steps
+    begun, last = state.step, args.optim.steps
     with checkpoints, open_stream(args, rows, state) as stream:
-        for step in range(state.step, max(state.step, last) + 1):  # steps done so far
+        for step in range(begun, max(begun, last) + 1):  # steps done so far
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
@@ -113,6 +114,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, reward, checkpoints, args)  # recorded before it is saved
             checkpoints.check_skipped(state, trained, args.optim.max_skipped_steps)
+            check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
 
@@ -405,6 +407,13 @@ class UpdateArgs:
         "costs one more forward per update",
         low=0,
     )
+    sampler_gap_limit: float = flag(
+        -1.0,
+        "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
+        "sampler and training, is above this, and warn later; -1: 0.1, in float32 0.001; 0: off",
+        low=-1,
+        neutral=True,
+    )
     ema_beta: float = flag(
         0.0,
         "decay of a running average of the actor's weights, updated after each applied update "
@@ -639,9 +648,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
     audit,
+    budget,
     checkpoint,
     environments,
     fsdp,
+    graphs,
     judge,
     logging,
     logprobs,
@@ -654,7 +665,7 @@ from common import (
 from common.buffers import Batch, Row
 from common.dialogue import Dialogue, Response
 from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, weights
+from common.vlm import attention, data, self_check, weights
 from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
@@ -946,42 +957,111 @@ class Critic(nn.Module):
 
 
 def build_models(
-    args: Args, processor: data.Processor, ranks: distributed.Ranks
-) -> tuple[Policy, Critic | None, Policy | None]:
-    """Build, shard and load the actor, the critic (gae only) and the reference (only if a KL is
-    used)."""
-    critic = reference = None
-    if args.rollout.cuda_graphs == "on" and ranks.device.type != "cuda":
+    args: Args, processor: data.Processor, device: torch.device
+) -> dict[str, nn.Module]:
+    """Actor, critic (gae only) and reference (only if a KL is used) by role, on meta; they will
+    compute on ``device``. With adapters the reference is the actor without them.
+
+    Raises:
+        UserError: on every rank alike: a checkpoint that is not there, or cannot have this role.
+    """
+    algorithm = args.algorithm
+    if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, processor, ranks.device, args.longest)
+        builder = weights.Builder(args.model, processor, device, args.longest)
         actor = Policy(builder.actor(), processor)
+        models: dict[str, nn.Module] = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):
             raise ValueError(
                 f"--aux_loss_coef {args.update.aux_loss_coef}: {builder.folder} has no experts "
                 "to balance"
             )
-        load(actor, builder.folder, args, ranks)
-        if args.algorithm.advantage == "gae":
-            body, folder = builder.role(args.algorithm.critic_model, head=False)
-            critic = Critic(body)
-            load(critic, folder, args, ranks)
-        if args.algorithm.kl_coef and args.model.lora_rank and not args.algorithm.reference_model:
-            reference = actor  # without its adapters
-        elif args.algorithm.kl_coef:
-            body, folder = builder.role(args.algorithm.reference_model, frozen=True)
+        if algorithm.advantage == "gae":
+            models["critic"] = Critic(builder.role(algorithm.critic_model, head=False))
+        if algorithm.kl_coef and (algorithm.reference_model or not args.model.lora_rank):
+            body = builder.role(algorithm.reference_model, frozen=True)
             reference = Policy(body, processor).requires_grad_(False).eval()
-            if args.algorithm.reference_every and not fsdp.same_shapes(reference, actor):
+            models["reference"] = reference
+            if algorithm.reference_every and not fsdp.same_shapes(reference, actor):
                 raise ValueError(
-                    f"--reference_every: the reference {folder} and the actor {builder.folder} have weights "
-                    "of different names or shapes; leave out --reference_model"
+                    f"--reference_every: the reference {body.folder} and the actor "
+                    f"{builder.folder} have weights of different names or shapes; leave out "
+                    "--reference_model"
                 )
-            load(reference, folder, args, ranks)
-            fsdp.offload(reference, args.update.offload)
-    return actor, critic, reference
+    return models
 
 
-def load(module: nn.Module, folder: Path, args: Args, ranks: distributed.Ranks) -> set[str]:
+def fit_memory(
+    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: distributed.Ranks
+) -> None:
+    """Hold the run against the memory of a GPU, and decide --gradient_checkpointing auto. Raises
+    UserError on every rank alike: it does not fit."""
+    if args.run.export_only:
+        return
+    plan = memory_plan(args, models, rows, ranks.world)
+    if budget.check(plan, args.model, args.update.offload, args.longest, ranks):
+        for role in models.keys() & {"actor", "critic"}:
+            weights.recompute_layers(models[role].model)
+
+
+def memory_plan(
+    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: int
+) -> budget.PolicyMemory:
+    """What the memory of a GPU depends on."""
+    algorithm, rollout = args.algorithm, args.rollout
+    prompts = -(-args.prompts_per_rollout // ranks)
+    longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
+    if args.env.env:  # a first observation may fill the prompt
+        longest = args.data.max_prompt_tokens
+    demand = budget.Demand(
+        shards=args.run.hsdp or ranks,
+        longest=longest,
+        max_new_tokens=args.longest_response,
+        sequences=prompts * max(rollout.samples_per_prompt, rollout.eval_samples),
+        slots=rollout.slots,
+        offload=args.update.offload,
+        average=args.update.ema_beta > 0,
+        scores_actor=algorithm.importance_cap > 0
+        or algorithm.high_entropy_ratio < 1
+        or algorithm.kl_estimator == "full",
+        exact_kl=args.exact_kl_in_loss,
+        critique_tokens=args.reward.grm_max_new_tokens
+        if args.reward.grm_mode == "critique"
+        else 0,
+        trains=not args.run.eval_only,
+        saved=saved_roles(args),
+    )
+    return budget.PolicyMemory(models, demand)
+
+
+def saved_roles(args: Args) -> tuple[str, ...]:
+    """The roles whose weights are in a checkpoint."""
+    if args.run.eval_only or args.checkpoint.save_every == 0:
+        return ()
+    moving = ("reference",) if args.algorithm.reference_every else ()
+    return ("actor", "critic", *moving)
+
+
+def load_models(
+    args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
+) -> tuple[Policy, Critic | None, Policy | None]:
+    """Shard and load actor, critic and reference; check on the actor that this machine computes
+    right."""
+    with distributed.raise_on_all_ranks():
+        for role in ("actor", "critic", "reference"):
+            if role in models:
+                load(models[role], args, ranks)
+    self_check.settle([module.model for module in models.values()], args.model)
+    actor, reference = models["actor"], models.get("reference")
+    if reference is not None:
+        fsdp.offload(reference, args.update.offload)
+    elif args.algorithm.kl_coef:
+        reference = actor  # without its adapters
+    return actor, models.get("critic"), reference
+
+
+def load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
     """Shard a module that is on meta, allocate the shards and stream the weights into them. Returns
     the names of the weights in the files that were read."""
     shard(module, ranks)
@@ -990,7 +1070,7 @@ def load(module: nn.Module, folder: Path, args: Args, ranks: distributed.Ranks) 
     head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    return weights.load(module.model, folder, value_head=head)
+    return weights.load(module.model, module.model.folder, value_head=head)
 
 
 def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
@@ -1042,20 +1122,22 @@ def make_trained(
 
 
 def build_reward_models(
-    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy, ranks: distributed.Ranks
-) -> None:
-    """Load the judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of
-    rewards; all are frozen.
+    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
+) -> dict[str, nn.Module]:
+    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
+    name, on meta; all are frozen.
 
     Raises:
-        UserError: on every rank alike: no such folder, no judge.json, no value head, a question the
-            judge was not trained on, rows with pictures or videos that its family cannot see.
+        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
+            trained on, rows with pictures or videos that its family cannot see.
     """
+    models: dict[str, nn.Module] = {}
     if args.run.export_only:
-        return
+        return models
+    planned = actor.model.compute.device.type == "meta"
     for source in reward.model_sources():
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            folder = weights.resolve_folder(source.folder)
+            folder = weights.resolve_folder(source.folder, weights=not planned)
             # A reward model sees pictures at the size that it was trained on.
             processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
             reward.check_media(source, processor, rows.train + rows.held_out)
@@ -1067,15 +1149,29 @@ def build_reward_models(
                 vision=not shares_tower,
                 head=source.kind == "grm",
             )
+            model.folder = folder
             module = Policy(model, processor) if source.kind == "grm" else Critic(model)
-            module.requires_grad_(False)
-            found = load(module, folder, args, ranks)
+            models[source.name] = module.requires_grad_(False)
+            if not planned:
+                source.ask = asker(source, module, processor, shares_tower, args)
+    return models
+
+
+def load_reward_models(
+    args: Args, reward: rewards.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
+) -> None:
+    """Shard and load them. Raises UserError on every rank alike: no value head."""
+    for source in reward.model_sources():
+        if source.name not in models:  # of a run that only exports
+            continue
+        module = models[source.name]
+        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
+            found = load(module, args, ranks)
             if source.kind == "rm" and not found & weights.VALUE_HEADS:
                 raise ValueError(
                     f"no value head: none of the weights {', '.join(sorted(weights.VALUE_HEADS))}"
                 )
-            source.ask = asker(source, module, processor, shares_tower, args)
-            fsdp.offload(module, args.update.offload)
+        fsdp.offload(module, args.update.offload)
 
 
 def asker(
@@ -1215,6 +1311,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with failing, torch.inference_mode(), bare:
             results = engine.generate()
+    del engine  # its slots and graphs
+    memory.release()
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for group in own:
         responses[group] = [results[group, number].tokens for number in range(samples_per_prompt)]
@@ -1870,6 +1968,33 @@ def report(
     log.settle(args.checkpoint.max_failed_saves)
 
 
+def check_sampler(
+    log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
+) -> None:
+    """Compare the log-probs of the sampler with those of training, by value. A gap that rounding
+    does not explain raises a UserError after the first update of this process, on every rank alike,
+    and is warned of later.
+
+    Args:
+        begun: the step at which this process began.
+    """
+    limit = args.update.sampler_gap_limit
+    if limit < 0:
+        limit = logprobs.gap_limit(actor.model.compute.dtype)
+    gap = state.metrics.get("train/sampler_gap", 0.0)
+    if not limit or gap <= limit:
+        return
+    problem = (
+        f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
+        "sampler recorded are not those that the update finds for the same tokens, so it is not "
+        "the policy that sampled which is trained. Try --attention sdpa, or --cuda_graphs off; "
+        "--sampler_gap_limit moves the limit (0: none)"
+    )
+    if state.step == 1 + max(begun, args.update.critic_warmup_steps):
+        raise UserError(problem)
+    log.line(f"warning: {problem}")
+
+
 def performance(
     batch: Batch, actor: Policy, critic: Critic | None, metrics: dict[str, float], args: Args
 ) -> dict[str, float]:
@@ -1938,14 +2063,10 @@ class RolloutEngine:
         )
 
         self.make_slots(slots)
-        # Weights are gathered to new addresses, so graphs live for one rollout: one per batch size,
-        # all in one memory pool.
-        self.steps_by_size: dict[int, int] = {}
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self.eager_steps = math.inf
-        if self.pool is not None and sampling.cuda_graphs != "off":
-            self.eager_steps = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+        self.graphs: graphs.StepGraphs | None = None
+        if device.type == "cuda" and sampling.cuda_graphs != "off":
+            eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
+            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype)
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
@@ -1961,16 +2082,8 @@ class RolloutEngine:
         # One spare column: a finished slot keeps computing, and writes past its end.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        self.state = [
-            self.length,
-            self.rope,
-            self.count_done,
-            self.last,
-            self.keys,
-            self.done,
-            self.out_tokens,
-            self.out_logprobs,
-        ]
+        names = ("length", "rope", "count_done", "last", "keys", "done")
+        self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
         # On the host: (group, sample number), None where the slot is free.
         self.owner: list[tuple[int, int] | None] = [None] * slots
         self.stored = [0] * slots  # upper bound of the cached tokens
@@ -1978,19 +2091,18 @@ class RolloutEngine:
         self.begun = [0] * slots  # response tokens before this turn
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to 256, as fit into 90 % of the memory that a prefill leaves
-        free."""
+        """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
         wanted = min(wanted, self.sampling.slots or 256)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        room = free - memory.rollout_work(self.actor, self.sampling.slots)
+        work = memory.rollout_work(self.actor, self.sampling.slots)
+        room = memory.without_margin(free) - work
         slot = capacity * attention.cache_bytes(
             self.actor.model.config.get_text_config(), self.compute.dtype.itemsize
         )
-        fits = int(0.9 * room) // slot
-        return max(1, min(wanted, fits))
+        return max(1, min(wanted, int(room // slot)))
 
     def generate(self) -> dict[tuple[int, int], Response]:
         """All samples, by (group, sample number)."""
@@ -2089,26 +2201,10 @@ class RolloutEngine:
         capacity = self.cache.capacity
         longest = min(max(self.stored[:size]) + 1, capacity)
         self.stored[:size] = [min(n + 1, capacity - 1) for n in self.stored[:size]]
-        if self.eager_steps == math.inf:
+        if self.graphs is None:
             return self.step(size, longest)
         size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
-        self.steps_by_size[size] = steps = self.steps_by_size.get(size, 0) + 1
-        # the first eager step also sets up what a capture needs: workspaces, kernels
-        if steps <= self.eager_steps:
-            return self.step(size, capacity)
-        if size not in self.graphs:
-            self.graphs[size] = self.capture(size)
-        self.graphs[size].replay()
-
-    def capture(self, size: int) -> torch.cuda.CUDAGraph:
-        """A CUDA graph of `step`. Its inputs are device state: only addresses, batch size and
-        capacity are baked in."""
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
-        # written) must not invalidate the capture.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            self.step(size, self.cache.capacity)
-        return graph
+        self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest`` bounds the
@@ -2214,7 +2310,7 @@ class RolloutEngine:
         source = [slot for slot in active if slot >= len(active)]
         if source:
             self.cache.move(source, target, max(self.stored[slot] for slot in source))
-            for state in self.state:
+            for state in self.state.values():
                 state[target] = state[source]
             for s, t in zip(source, target):
                 self.owner[t], self.owner[s] = self.owner[s], None

@@ -39,6 +39,7 @@ from common.fsdp import Trained, shard_of
 from common.logging import due, read_records
 from common.process import UserError
 from common.settings import CheckpointArgs
+from common.staging import Staging
 from common.storage import (
     CheckpointWriter,
     Roles,
@@ -83,6 +84,7 @@ class Checkpoints:
         self.failed = 0  # saves in a row
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
         self.pending: Save | None = None
+        self.staging = Staging()
         self.damaged: list[Path] = []  # found by resume()
         self.group = self.new_group()
         self.hosts = gather_json(socket.gethostname())  # of the ranks
@@ -308,11 +310,12 @@ class Checkpoints:
             self.finish()
 
     def save(self, step: int, trained: Roles, scalars: dict[str, Any]) -> None:
-        """Start saving; the tensors are copied before this returns, so training may change them."""
+        """Start saving; training may change the tensors at once, which it does after their copy."""
         started = time.perf_counter()
         self.finish()
         aside = self.folder / f".tmp-step-{step}"
-        writer = CheckpointWriter(aside, self.args.save_strategy, self.group)
+        strategy = self.args.save_strategy
+        writer = CheckpointWriter(aside, strategy, self.group, self.staging.wait)
         training = training_state(trained)
         tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}
         problem = None
@@ -330,7 +333,9 @@ class Checkpoints:
             self.count_failure(step, aside, problem)
             return
         kill_point("before-write")
-        done = dcp.async_save(tensors, storage_writer=writer, process_group=self.group)
+        done = dcp.async_save(
+            tensors, storage_writer=writer, process_group=self.group, async_stager=self.staging
+        )
         self.pending = Save(step, scalars["skipped_steps"], aside, writer, done)
         if self.args.save_blocking:
             self.finish()

@@ -1,6 +1,7 @@
 """Ranks: joining the process group, gathering, failing and stopping together.
 
     start                          join the process group -> Ranks: where this process stands in it
+    warm_up                        the first collectives, while memory is still free
     gather_ragged, gather_json     what every rank has, on every rank
     from_main                      what rank 0 has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
@@ -60,8 +61,13 @@ def start(timeout: float, hsdp: int) -> Ranks:
             raise UserError(f"--hsdp {hsdp} must divide the number of ranks, {world}")
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
-        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backends, timeout=timedelta(seconds=timeout))
+        options: dict[str, Any] = {"backend": "gloo"}
+        if device.type == "cuda":
+            options["backend"] = "cpu:gloo,cuda:nccl"
+            # NCCL connects now. Not with two dimensions: torch would then make their groups by
+            # splitting the communicators of both back-ends, which not every version can.
+            options["device_id"] = None if hsdp else device
+        dist.init_process_group(**options, timeout=timedelta(seconds=timeout))
     if is_main() and restarts_would_fail():
         print(
             "warning: restarted workers cannot connect through torchrun's own store; for "
@@ -85,6 +91,22 @@ def choose_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def warm_up(ranks: Ranks, size: int) -> None:
+    """Run every collective of FSDP2 once on ``size`` bytes, in each group of ranks.
+
+    NCCL connects and allocates its buffers at the first call of each kind. Left to the first
+    update, that would be beside a cache that torch has filled.
+    """
+    for group in ranks.mesh.get_all_groups():
+        members = dist.get_world_size(group)
+        count = -(-size // 4 // members)
+        shard = torch.zeros(count, device=ranks.device)
+        whole = torch.zeros(count * members, device=ranks.device)
+        dist.all_gather_into_tensor(whole, shard, group=group)
+        dist.reduce_scatter_tensor(shard, whole, group=group)
+        dist.all_reduce(shard, group=group)
 
 
 def restarts_would_fail() -> bool:

@@ -144,6 +144,8 @@ def build_parser(args_class: type, description: str) -> "Parser":
                 options = {"action": argparse.BooleanOptionalAction}
             elif choices:
                 options["choices"] = choices
+                if "on" in choices:  # the bare flag switches it on
+                    options |= {"nargs": "?", "const": "on"}
             else:
                 options["metavar"] = field.type.__name__.upper()
             section.add_argument(f"--{field.name}", help=text, **options)
@@ -197,6 +199,8 @@ def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
         raise UserError(f"--config {path}: unknown flags: {unknown}{did_you_mean(unknown, known)}")
     for name, value in config.items():
         kind, choices = known[name].type, known[name].metadata["choices"]
+        if "on" in choices and isinstance(value, bool):  # written when it was on or off only
+            value = "on" if value else "off"
         if not has_kind(value, kind):
             raise UserError(f"--config {path}: {name} = {value!r} is not of type {kind.__name__}")
         if choices and value not in choices:
@@ -265,7 +269,7 @@ FOREIGN_NAMES = {
     "reference_model": "ref_model",
     "dtype": "torch_dtype bf16 fp16 param_dtype",
     "attention": "attn_implementation flash_attn",
-    "gradient_checkpointing": "enable_gradient_checkpointing",
+    "gradient_checkpointing": "enable_gradient_checkpointing no_gradient_checkpointing",
     "lora_rank": "lora_r use_peft target_modules lora_target_modules lora_targets",
     "train_vision": "freeze_vision_tower",
     # data

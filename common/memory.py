@@ -6,6 +6,7 @@ up.
 
 import resource
 import sys
+from pathlib import Path
 from typing import Iterable
 
 import torch
@@ -15,6 +16,7 @@ from common import distributed
 from common.vlm.attention import head_dim
 from common.vlm.model import decoder, routers, tower_parameters
 
+MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
 # dense bfloat16, from data sheets
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
@@ -61,6 +63,12 @@ def utilisation(operations: float, seconds: float) -> dict[str, float]:
     return {}
 
 
+def release() -> None:
+    """Give cached memory of the GPU back: NCCL and the libraries allocate beside torch's cache."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def peak() -> dict[str, float]:
     """The metric perf/peak_memory_gib: of the GPU since its counter was reset, or of this
     process."""
@@ -70,6 +78,36 @@ def peak() -> dict[str, float]:
         unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"perf/peak_memory_gib": used / 2**30}
+
+
+# -------------------------------------------------------------------------------------------------
+# What is free
+# -------------------------------------------------------------------------------------------------
+
+
+def without_margin(free: float) -> float:
+    """Bytes that the slots of a rollout may take of those that are free: a tenth of them, and at
+    least 2 GiB, stay for fragments of torch's cache, NCCL's buffers and CUDA graphs."""
+    return free - max(0.1 * free, MARGIN)
+
+
+def free_on_host(root: Path = Path("/")) -> float | None:
+    """Bytes of host memory that this machine, and the container of this process, have left; None
+    where that cannot be read (it is read as Linux tells it)."""
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":") for line in meminfo.splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = root / "sys/fs/cgroup"  # of version 2; a container has it as its own
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit, or "max": none
+        return free
+    return min(free, limit - used + int(stat["file"]))  # files are dropped from memory when needed
 
 
 # -------------------------------------------------------------------------------------------------

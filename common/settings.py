@@ -26,9 +26,19 @@ class ModelArgs:
         choices=("auto", "flash_attn", "varlen", "sdpa"),
         neutral=True,
     )
-    gradient_checkpointing: bool = flag(
-        False,
-        "recompute layers in the backward pass: less memory, about 30 % more time",
+    self_check: str = flag(
+        "auto",
+        "compare this machine's kernels with references at the start, on the model's own first "
+        "layers (seconds); with --attention auto the next back-end is taken where one fails. auto: "
+        "on a GPU",
+        choices=("auto", "on", "off"),
+        neutral=True,
+    )
+    gradient_checkpointing: str = flag(
+        "auto",
+        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU "
+        "if the run would not fit otherwise, never on a CPU",
+        choices=("auto", "on", "off"),
         neutral=True,
     )
     train_vision: bool = flag(
@@ -51,7 +61,7 @@ class ModelArgs:
     )
     head_chunk: int = flag(
         0,
-        "tokens whose logits exist at the same time; 0: 1024 on a GPU, 256 on a CPU",
+        "tokens whose logits exist at the same time; 0: 4096 on a GPU, 256 on a CPU",
         low=0,
         neutral=True,
     )

@@ -11,16 +11,18 @@ read with pickle.
 """
 
 import hashlib
+import json
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -36,6 +38,7 @@ from common.distributed import from_main, gather_json, is_main, raise_on_all_ran
 from common.files import read_json
 from common.fsdp import Trained
 from common.process import UserError
+from common.staging import write_safetensors
 from common.vlm.weights import is_finite
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
@@ -127,19 +130,29 @@ class HashedStream:
         return getattr(self.stream, name)
 
 
+class WrittenFile(NamedTuple):
+    """Where a tensor has been written: the name of the file."""
+
+    relative_path: str
+
+
 class CheckpointWriter(HuggingFaceStorageWriter):
     """Writes this rank's tensors to a safetensors file if all are finite, in the background, from
-    copies in host memory.
+    copies in host memory. What is read back is torch's own format, by its HuggingFaceStorageReader.
 
     Args:
         strategy: --save_strategy. All ranks write at a time, or those of one node, or one, which
             take turns by barriers of the ``group``.
+        wait: returns when the copies are complete.
     Attributes:
         digests: sha256 of the files that this rank has written.
     """
 
-    def __init__(self, folder: Path, strategy: str, group: dist.ProcessGroup):
+    def __init__(
+        self, folder: Path, strategy: str, group: dist.ProcessGroup, wait: Callable[[], None]
+    ):
         super().__init__(str(folder), save_distributed=True)
+        self.wait = wait
         self.fs = HashedFiles()
         self.digests = self.fs.digests
         self.turns_group = group
@@ -153,14 +166,33 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     def write_data(self, plan, planner):
         for _ in range(self.turn):
             dist.barrier(self.turns_group)
+        done: torch.futures.Future = torch.futures.Future()
         try:
-            for item in plan.items:
-                if not is_finite(planner.resolve_data(item)):
-                    raise ValueError(f"{item.index.fqn} is not finite")
-            return super().write_data(plan, planner)
+            self.wait()
+            done.set_result(self.write_file(plan, planner))
         finally:  # also after an error, or the others would hang
             for _ in range(self.turns - self.turn):
                 dist.barrier(self.turns_group)
+        return done
+
+    def write_file(self, plan, planner) -> list[WriteResult]:
+        """One file of all tensors of the plan; none if it is empty. Raises ValueError or OSError.
+        """
+        tensors, places = {}, {}
+        for item in plan.items:
+            name, tensor = item.index.fqn, planner.resolve_data(item)
+            if not is_finite(tensor):
+                raise ValueError(f"{name} is not finite")
+            tensors[name] = tensor
+            places[name] = {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)}
+        file = WrittenFile(f"shard-{plan.storage_data['shard_index']:05d}.safetensors")
+        if tensors:
+            metadata = {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"}
+            with self.fs.create_stream(Path(self.path) / file.relative_path, "wb") as stream:
+                write_safetensors(stream, tensors, metadata)
+                stream.flush()
+                os.fsync(stream.fileno())
+        return [WriteResult(item.index, tensors[item.index.fqn].nbytes, file) for item in plan.items]
 
     def finish(self, metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0. Raises OSError if a file that some rank has written is not in the folder that

@@ -9,21 +9,14 @@ files are fetched. The data of the first step stand for all. Exit code 2: it doe
 
 import argparse
 import dataclasses
-import functools
 import sys
 from pathlib import Path
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.flags import Parser
 from common.process import UserError, run_main
-
-# of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
-RESERVED_GIB = 2.0
-GIB = 2**30
-
-Phases = dict[str, dict[str, float]]  # bytes on a GPU by phase and part
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -50,28 +43,21 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Print the plan. Returns its peak. Raises UserError: too little memory."""
     own, flags = parse_args(argv)
     plan = plan_ppo if own.script == "ppo" else plan_grm
-    args, lines, phases = plan(flags, own)
+    args, lines, needed = plan(flags, own)
     lines.append(
         f"{own.gpus} GPUs, {args.run.hsdp or own.gpus} shards, rows of "
         f"{args.model.max_tokens_per_pack} tokens:"
     )
-    checkpointing = args.model.gradient_checkpointing
-    table, peak = memory_table(phases(checkpointing), own.gib)
-    _, otherwise = memory_table(phases(not checkpointing), own.gib)
-    what = "without" if checkpointing else "with"
-    print(
-        *lines,
-        *table,
-        f"{what} --gradient_checkpointing the peak is {otherwise:.1f} GiB",
-        sep="\n",
-        flush=True,
-    )
-    if peak > own.gib:
-        raise UserError(
-            f"{table[-1]}; lower the largest parts of that phase (--gradient_checkpointing, a "
-            "smaller --max_tokens_per_pack, --offload, more GPUs)"
-        )
-    return {"plan/peak_gib": peak}
+    offload = getattr(args.update, "offload", "none")
+    longest = getattr(args, "longest", args.data.max_prompt_tokens)
+    fit = budget.decide(needed, args.model, offload, longest, own.gib)
+    host = needed.host_bytes() * own.gpus / budget.GIB
+    lines += [*budget.memory_table(fit.phases), *fit.lines]
+    lines.append(f"host memory that saves and --offload need, all ranks: {host:.1f} GiB")
+    print(*lines, sep="\n", flush=True)
+    if fit.problem:
+        raise UserError(fit.problem)
+    return {"plan/peak_gib": fit.peak}
 
 
 if __name__ == "__main__":
@@ -82,10 +68,10 @@ import torch.nn as nn
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import memory, rewards
+from common import budget, memory, rewards
 from common.buffers import Batch, make_blocks, make_packs
 from common.distributed import raise_on_all_ranks
-from common.vlm import attention, data, weights
+from common.vlm import data, weights
 
 META = torch.device("meta")
 
@@ -96,11 +82,11 @@ META = torch.device("meta")
 
 
 class Plan(NamedTuple):
-    """The flags of a run, lines about it, and its phases with or without gradient checkpointing."""
+    """The flags of a run, lines about it, and what its steps need."""
 
     args: Any
     lines: list[str]
-    phases: Callable[[bool], Phases]
+    needed: budget.Plan
 
 
 def plan_ppo(flags: list[str], own: argparse.Namespace) -> Plan:
@@ -108,7 +94,8 @@ def plan_ppo(flags: list[str], own: argparse.Namespace) -> Plan:
     reward = rewards.load(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
-    models = build_ppo_models(args, reward, rows)
+    models = ppo.build_models(args, rows.processor, META)
+    models |= ppo.build_reward_models(args, reward, rows, models["actor"])
 
     lengths = [len(row.input_ids) for row in rows.train]
     pictures = [row.image_tokens for row in rows.train]
@@ -141,8 +128,7 @@ def plan_ppo(flags: list[str], own: argparse.Namespace) -> Plan:
         )
     for name, module in models.items():
         lines.append(f"{name}, million parameters: {describe_parameters(module)}")
-    needed = StepMemory(args, models, own)
-    return Plan(args, lines, functools.partial(needed.phases, max(lengths)))
+    return Plan(args, lines, ppo.memory_plan(args, models, rows, own.gpus))
 
 
 def with_small_files(args: Any, gpus: int) -> Any:
@@ -168,129 +154,6 @@ def with_small_files(args: Any, gpus: int) -> Any:
     return dataclasses.replace(args, **replaced)
 
 
-def build_ppo_models(
-    args: ppo.Args, reward: rewards.RewardMix, rows: ppo.Rows
-) -> dict[str, nn.Module]:
-    """Every model of a run, by role, on meta. Raises UserError: one cannot be built, or cannot see
-    the rows."""
-    algorithm, processor = args.algorithm, rows.processor
-    with raise_on_all_ranks():
-        builder = weights.Builder(args.model, processor, META, args.longest)
-        models: dict[str, nn.Module] = {"actor": ppo.Policy(builder.actor(), processor)}
-        if algorithm.advantage == "gae":
-            models["critic"] = ppo.Critic(builder.role(algorithm.critic_model, head=False)[0])
-        if algorithm.kl_coef and (algorithm.reference_model or not args.model.lora_rank):
-            body, _ = builder.role(algorithm.reference_model, frozen=True)
-            models["reference"] = ppo.Policy(body, processor)
-    for source in reward.model_sources():
-        with raise_on_all_ranks(f"--reward {source.spec}: "):
-            models[source.name] = build_reward_model(args, reward, source, rows, models["actor"])
-    return models
-
-
-def build_reward_model(
-    args: ppo.Args,
-    reward: rewards.RewardMix,
-    source: rewards.Source,
-    rows: ppo.Rows,
-    actor: nn.Module,
-) -> nn.Module:
-    folder = weights.resolve_folder(source.folder, weights=False)
-    processor = data.Processor(folder, dataclasses.replace(args.data, min_pixels=0, max_pixels=0))
-    reward.check_media(source, processor, rows.train + rows.held_out)
-    shares_tower = weights.same_tower(folder, processor, actor.model, rows.processor)
-    writes = source.kind == "grm"
-    compute = actor.model.compute
-    model = weights.build_frozen(
-        processor.config, compute, args.longest, vision=not shares_tower, head=writes
-    )
-    module = ppo.Policy(model, processor) if writes else ppo.Critic(model)
-    return module.requires_grad_(False)
-
-
-class StepMemory:
-    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same
-    time."""
-
-    def __init__(self, args: ppo.Args, models: dict[str, nn.Module], own: argparse.Namespace):
-        self.args, self.models, self.gpus, self.gib = args, models, own.gpus, own.gib
-        self.held: dict[tuple[str, str], float] = {}  # (role, part)
-        for role, module in models.items():
-            for part, size in memory.resident_bytes(module, args.run.hsdp or own.gpus).items():
-                if size:
-                    self.held[role, part] = size
-        if args.update.ema_beta:
-            self.held["actor", "average"] = self.held["actor", "Adam"] // 2
-
-    def phases(self, longest: int, checkpointing: bool) -> Phases:
-        """For prompts of at most ``longest`` tokens."""
-        args, algorithm = self.args, self.args.algorithm
-        longest += args.longest_response
-        phases = {"rollout": self.decoding("actor", longest, self.resident())}
-        scores_actor = (
-            algorithm.importance_cap
-            or algorithm.high_entropy_ratio < 1
-            or algorithm.kl_estimator == "full"
-        )
-        scored = [self.scoring(role) for role in self.models if role != "actor" or scores_actor]
-        if scored:
-            phases["score"] = max(scored, key=lambda parts: sum(parts.values()))
-        for role in self.models:
-            if role.startswith("grm") and args.reward.grm_mode == "critique":
-                written = longest + args.reward.grm_max_new_tokens
-                phases[f"{role} writes"] = self.decoding(role, written, self.resident(role))
-        for role in ("critic", "actor"):
-            if role in self.models:
-                phases[f"update {role}"] = self.update(role, checkpointing)
-        return phases
-
-    def resident(self, *busy: str) -> dict[str, float]:
-        """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
-        training, or frozen and asked."""
-        offload, found = self.args.update.offload, {}
-        for (role, part), size in self.held.items():
-            away = offload == "all" and role not in ("actor", "critic")
-            if part in ("Adam", "average"):
-                away = offload != "none"
-            if not away or role in busy:
-                found[f"{role} {part}"] = size
-        return found
-
-    def decoding(self, role: str, length: int, stay: dict[str, float]) -> dict[str, float]:
-        """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
-        module, rollout = self.models[role], self.args.rollout
-        root, _, layers = memory.gathered_bytes(module)
-        work = memory.rollout_work(module, rollout.slots)
-        text, width = module.model.config.get_text_config(), memory.itemsize(module)
-        slot = length * attention.cache_bytes(text, width)
-        prompts = -(-self.args.prompts_per_rollout // self.gpus)
-        slots = min(rollout.slots or 256, prompts * rollout.samples_per_prompt)
-        if not rollout.slots:
-            room = (self.gib - RESERVED_GIB) * GIB - sum(stay.values()) - root - layers - work
-            slots = max(1, min(slots, int(0.9 * room // slot)))
-        return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
-
-    def scoring(self, role: str) -> dict[str, float]:
-        root, layer, _ = memory.gathered_bytes(self.models[role])
-        stay = self.resident()
-        if role not in ("actor", "critic"):  # they need no optimizer here
-            stay = self.resident(role)
-        forward = memory.scoring_work(self.models[role])
-        return stay | {"gathered weights": root + 2 * layer, "forward": forward}
-
-    def update(self, role: str, checkpointing: bool) -> dict[str, float]:
-        module = self.models[role]
-        root, layer, _ = memory.gathered_bytes(module)
-        exact = self.args.exact_kl_in_loss and role == "actor"
-        stay = self.resident(role, "reference") if exact else self.resident(role)
-        tokens = module.model.compute.max_tokens_per_pack
-        parts = {
-            "gathered weights": root + 2 * layer,
-            "gradient shards": self.held[role, "Adam"] / 2,
-        }
-        return stay | parts | memory.backward_bytes(module, tokens, checkpointing)
-
-
 # -------------------------------------------------------------------------------------------------
 # train_grm_vl.py
 # -------------------------------------------------------------------------------------------------
@@ -300,7 +163,7 @@ def plan_grm(flags: list[str], own: argparse.Namespace) -> Plan:
     args = with_small_files(grm.parse_args(flags), own.gpus)
     rows = grm.load_rows(args)
     args = grm.count_steps(args, len(rows.train))
-    longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens
+    longest = grm.longest_sequence(args)
     with raise_on_all_ranks():
         judge = grm.Judge(weights.Builder(args.model, rows.processor, META, longest).actor())
 
@@ -316,32 +179,11 @@ def plan_grm(flags: list[str], own: argparse.Namespace) -> Plan:
         f"first step: {tokens} tokens, {count_packs(judge, batch, own.gpus)} packs per GPU",
         f"million parameters: {describe_parameters(judge)}",
     ]
-    phases = functools.partial(judge_phases, args, judge, max(lengths), own.gpus)
-    return Plan(args, lines, phases)
-
-
-def judge_phases(
-    args: grm.Args, judge: grm.Judge, longest: int, gpus: int, checkpointing: bool
-) -> Phases:
-    """Bytes on a GPU by phase and part. Evaluations are assumed to ask what training shows: prompts
-    of at most ``longest`` tokens."""
-    held = memory.resident_bytes(judge, args.run.hsdp or gpus)
-    root, layer, layers = memory.gathered_bytes(judge)
-    parts = {"gathered weights": root + 2 * layer, "gradient shards": held["Adam"] / 2}
-    parts |= memory.backward_bytes(judge, args.model.max_tokens_per_pack, checkpointing)
-    asked = args.eval.eval_batch * longest
-    cached = asked + args.eval.eval_batch * args.eval.eval_max_new_tokens
-    text = judge.model.config.get_text_config()
-    evaluation = {
-        "gathered weights": root + layers,
-        "KV cache": cached * attention.cache_bytes(text, memory.itemsize(judge)),
-        "forward": asked * memory.layer_activations(judge),
-    }
-    return {"update": held | parts, "evaluate": held | evaluation}
+    return Plan(args, lines, grm.memory_plan(args, judge, rows, own.gpus))
 
 
 # -------------------------------------------------------------------------------------------------
-# Tables
+# Lines about a run
 # -------------------------------------------------------------------------------------------------
 
 
@@ -372,31 +214,6 @@ def describe_steps(args: Any, rows: int) -> str:
 def describe_parameters(module: nn.Module) -> str:
     counts = memory.count_parameters(module).items()
     return "  ".join(f"{part} {number / 1e6:.3f}" for part, number in counts if number)
-
-
-def memory_table(phases: Phases, gib: float) -> tuple[list[str], float]:
-    """Lines of a table of the GiB of each part (rows) in each phase (columns), and the peak with
-    what is reserved."""
-    columns = {}
-    for name, parts in phases.items():
-        columns[name] = {part: size / GIB for part, size in parts.items()}
-        columns[name]["reserved"] = RESERVED_GIB
-        columns[name]["total"] = sum(columns[name].values())
-    rows = [part for parts in phases.values() for part in parts]
-    rows = [*dict.fromkeys(rows), "reserved", "total"]
-    width = max(map(len, ["GiB per GPU", *rows]))
-    lines = ["GiB per GPU".ljust(width) + "".join(f"{name:>15}" for name in phases)]
-    for row in rows:
-        cells = [f"{parts[row]:.2f}" if row in parts else "" for parts in columns.values()]
-        lines.append(row.ljust(width) + "".join(f"{cell:>15}" for cell in cells))
-
-    where = max(columns, key=lambda name: columns[name]["total"])
-    peak = columns[where]["total"]
-    verdict = f"fits, {gib - peak:.1f} GiB to spare"
-    if peak > gib:
-        verdict = f"does not fit by {peak - gib:.1f} GiB"
-    lines.append(f"peak: {peak:.1f} of {gib:g} GiB, in {where}: {verdict}")
-    return lines, peak
 
 
 if __name__ == "__main__":

@@ -10,13 +10,19 @@ find_python() {
     echo "error: no Python 3.11 or 3.12 on the PATH" >&2
     return 1
 }
+# Without an NVIDIA GPU: the newest build of torch for CPUs, a tenth of the size, if pip is offered one (by an index or a folder of wheels).
+find_cpu_build() {
+    command -v nvidia-smi >/dev/null && return
+    .venv/bin/python -m pip index versions torch 2>/dev/null | grep -o '[0-9.]*+cpu' | head -1 || true
+}
 # The stamp holds what was installed, so a second run installs nothing and a changed requirements.txt is noticed.
 wanted="$(cat requirements.txt) $*"
 if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then    # further packages of another run do no harm
     python="$(find_python)" || exit 1
     echo "installing into .venv with $($python --version): once, some minutes"
     [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; exit 1; }
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt "$@" || exit 1
+    build="$(find_cpu_build)"
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ${build:+"torch==$build"} "$@" || exit 1
     echo "$wanted" > .venv/installed
 fi
 source .venv/bin/activate

@@ -68,7 +68,8 @@ def start(checkpoint: Path, data: str | None = None, *flags: str):
     args = ppo.parse_args(line)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
-    actor, critic, reference = ppo.build_models(args, rows.processor, ranks)
+    models = ppo.build_models(args, rows.processor, ranks.device)
+    actor, critic, reference = ppo.load_models(args, models, ranks)
     return SimpleNamespace(
         args=args,
         ranks=ranks,
@@ -80,6 +81,14 @@ def start(checkpoint: Path, data: str | None = None, *flags: str):
         critic=critic,
         reference=reference,
     )
+
+
+def build_rewards(args, reward, rows, actor, ranks) -> None:
+    """Build and load the reward models of a run, as its start does."""
+    import train_ppo_vl as ppo
+
+    models = ppo.build_reward_models(args, reward, rows, actor)
+    ppo.load_reward_models(args, reward, models, ranks)
 
 
 def take(env, count: int | None = None):

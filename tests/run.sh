@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them, in two halves at the same time. Arguments go to pytest, which runs once then.
+# With --versions: half of them, with the oldest and the newest torch and transformers (tests/versions.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+[ "${1:-}" != --versions ] || exec bash tests/versions.sh
 arguments=("$@")
 set --    # a sourced file without arguments of its own sees ours
 source launch/setup.sh pytest

@@ -409,8 +409,8 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
 def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
     builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
-    reference = ppo.Policy(builder.role("", frozen=True)[0], env.processor)
-    ppo.load(reference, qwen25, env.args, env.ranks)
+    reference = ppo.Policy(builder.role("", frozen=True), env.processor)
+    ppo.load(reference, env.args, env.ranks)
     with torch.no_grad():
         for parameter in reference.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03

@@ -56,12 +56,14 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (56_623, 36_000),
-    "train_ppo_vl.py: expressions": (8_551, 8_000),
+    "product: expressions": (60_883, 36_000),
+    "train_ppo_vl.py: expressions": (8_911, 8_000),
+    "train_grm_vl.py: expressions": (3_286, 3_200),
     "file: expressions": (2_513, 2_300),
-    "script: imported names": (51, 45),
-    "script: names imported from common": (30, 25),
-    "train_ppo_vl.py: flags": (120, 115),
+    "script: imported names": (52, 45),
+    "script: names imported from common": (33, 25),
+    "train_ppo_vl.py: flags": (122, 115),
+    "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.
@@ -73,7 +75,8 @@ FLOORS = (
         "common.settings": ("common.flags",),
         "common.cards": (),
         "common.losses": (),
-        "common.logprobs": (),
+        "common.fused": (),
+        "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
         "common.conversations": ("common.distributed",),
         "common.buffers": ("common.distributed", "common.conversations"),
@@ -92,17 +95,27 @@ FLOORS = (
         ),
         "common.vlm.attention": ("common.vlm.families",),
         "common.vlm.model": ("common.vlm.attention",),
+        "common.vlm.layers": (),
+        "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.model", "common.fsdp",
+            "common.vlm.model", "common.vlm.layers", "common.fsdp",
         ),
-        "common.storage": ("common.vlm.weights", "common.fsdp"),
-        "common.checkpoint": ("common.vlm.weights", "common.fsdp", "common.storage"),
+        "common.vlm.self_check": (
+            "common.vlm.families", "common.vlm.attention", "common.vlm.model", "common.fsdp",
+            "common.vlm.weights",
+        ),
+        "common.staging": ("common.fsdp",),
+        "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
+        "common.checkpoint": (
+            "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
+        ),
         "common.vlm.replies": (
             "common.vlm.images", "common.vlm.rows", "common.vlm.data", "common.vlm.attention", "common.vlm.model",
         ),
         "common.memory": ("common.vlm.attention", "common.vlm.model"),
+        "common.budget": ("common.vlm.attention", "common.memory"),
     },
     {
         "common.judge": (),

@@ -100,7 +100,7 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
     """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
-    original, calls = storage.HuggingFaceStorageWriter.write_data, []
+    original, calls = storage.CheckpointWriter.write_file, []
 
     def write(self, plan, planner):
         calls.append(plan)
@@ -119,7 +119,7 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
                 file.write(json.dumps([int(os.environ["RANK"]), started, time.time()]) + "\n")
         return result
 
-    storage.HuggingFaceStorageWriter.write_data = write
+    storage.CheckpointWriter.write_file = write
 
 
 def name_hosts() -> None:
@@ -132,7 +132,7 @@ def other_disk(rank: int, folder: str, call: int = 0) -> None:
     if call == 0:
         os.chdir(folder) if int(os.environ["RANK"]) == rank else None
         return
-    original, calls = storage.HuggingFaceStorageWriter.write_data, []
+    original, calls = storage.CheckpointWriter.write_file, []
 
     def write(self, plan, planner):
         calls.append(plan)
@@ -140,7 +140,7 @@ def other_disk(rank: int, folder: str, call: int = 0) -> None:
             self.path = folder
         return original(self, plan, planner)
 
-    storage.HuggingFaceStorageWriter.write_data = write
+    storage.CheckpointWriter.write_file = write
 
 
 def hang(call: int, rank: int) -> None:

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +16,13 @@ from conftest import ROOT, computing, start, take, with_flags
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
+from test_rollout import graphs_of  # noqa: F401
 from test_training import records, samples_of, signal_handlers, write_samples  # noqa: F401
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import dialogue, environments, judge as judgements, losses, process, rewards
+from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
 from common.environments import Workers
 from common.vlm import replies
 from common.vlm.data import Processor
@@ -181,39 +181,31 @@ def same(one, other, bits: bool = False) -> None:
     assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < 1e-5
 
 
-def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture_rows, monkeypatch):
+def test_conversations_do_not_depend_on_slots_threads_or_polling(
+        qwen25, picture_rows, monkeypatch, graphs_of, capsys):  # noqa: F811
     """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound back; threads that
-    answer in any order, several at once; small prefills; a graph of a batch size that decodes over waiting slots."""
-    poll, init, graphs = [1], ppo.RolloutEngine.__init__, [False]
+    answer in any order, several at once; small prefills; graphs of a batch size, which decode over waiting slots."""
+    poll, init = [1], ppo.RolloutEngine.__init__
 
     def init_with_poll(engine, *args):
         init(engine, *args)
         engine.poll = poll[0]
-        if graphs[0]:
-            engine.eager_steps = 1
-
-    def capture(engine, size):
-        addresses = [tensor.data_ptr() for tensor in (*engine.state, engine.cache.keys, engine.cache.values)]
-
-        def replay():
-            assert addresses == [tensor.data_ptr() for tensor in (*engine.state, engine.cache.keys, engine.cache.values)]
-            engine.step(size, engine.cache.capacity)
-
-        return SimpleNamespace(replay=replay)
 
     monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
-    monkeypatch.setattr(ppo.RolloutEngine, "capture", capture)
     env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]')
     expected = talk(env, "Slow", 4)
     assert {said.ended for said in expected.conversations} >= {"answered", "token_limit"}
     same(talk(env, "Slow", 4), expected, bits=True)
-    for slots, workers, poll[0], tokens, graphs[0] in ((0, 6, 8, 600, False), (3, 4, 1, 90, False), (7, 0, 4, 600, True)):
+    for slots, workers, poll[0], tokens in ((0, 6, 8, 600), (3, 4, 1, 90)):
         with computing(env.actor, max_tokens_per_pack=tokens):
             same(talk(env, "Slow", 4, slots=slots, env_workers=workers), expected)
     batch = take(env)
     for group in range(4):
         part = talk(env, "Slow", 4, batch=batch.select_prompts([group]))
         assert torch.equal(part.tokens, expected.select_prompts([group]).tokens)
+    captured = graphs_of()
+    same(talk(env, "Slow", 4, slots=7, env_workers=2), expected)
+    assert len(captured) > 1 and not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
 
 
 def test_environments_run_side_by_side(qwen25, picture_rows):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import computing, start, take, with_flags
+from conftest import build_rewards, computing, start, take, with_flags
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import random_responses
@@ -28,7 +28,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed, fsdp, process, rewards
 from common.buffers import Batch
-from common.vlm import attention as vlm_attention, data as vlm_data, model as vlm, weights as vlm_weights
+from common.vlm import attention as vlm_attention, data as vlm_data, model as vlm, self_check, weights as vlm_weights
 from common.vlm.data import Processor
 from common.vlm.families import FAMILIES, family_of
 
@@ -303,7 +303,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
         ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
          "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags])
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
-    judge, processor = grm.build_judge(args, rows.processor, ranks), rows.processor
+    judge, processor = grm.build_judge(args, rows, ranks), rows.processor
     with vlm_data.PromptLoader(processor, args.data, vlm_data.InOrder(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
@@ -317,6 +317,13 @@ def test_packed_logprobs_equal_one_forward_per_sample(family):
 
 def test_greedy_rollouts_equal_generate(family):
     check_rollouts(family, hf_inputs)
+
+
+def test_the_self_check_passes(family):
+    """Of experts, windows, norms of other formulas and towers that it does not know."""
+    check = self_check.SelfCheck(family.env.actor.model)
+    parts = check.parts("sdpa")
+    assert len(parts) >= 10 and not any(part.fails for part in parts), parts
 
 
 def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
@@ -430,7 +437,7 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
     env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
     with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        ppo.build_reward_models(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
+        build_rewards(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
 
 
 def test_what_our_attention_is_not_is_refused():

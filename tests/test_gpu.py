@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from test_training import score
 
 import toy
 import train_ppo_vl as ppo
-from common import distributed, logprobs, process
+from common import distributed, graphs, logprobs, process
 from common.fsdp import bare_forwards, unsharded
-from common.vlm import model as vlm
+from common.settings import ModelArgs
+from common.vlm import model as vlm, self_check, weights
 from common.vlm.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -111,16 +113,28 @@ def test_backends_on_a_gpu(backend, segments, window):
     assert decode_error(backend, CUDA, torch.bfloat16, window) < 0.02
 
 
-def test_a_flash_attn_that_does_not_load_is_refused(monkeypatch, tmp_path):
-    """Built for another torch: found out at the start, not at the first picture after all weights are loaded."""
-    (tmp_path / "flash_attn").mkdir()
-    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3c10')")
+BROKEN = {
+    "built for another torch": ("raise ImportError('undefined symbol: _ZN3c10')", "cannot be used: undefined symbol"),
+    "flash-attn-4 alone, a namespace package": (None, "only a part is installed"),
+}
+
+
+@pytest.mark.parametrize("text, why", BROKEN.values(), ids=BROKEN)
+def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, why):
+    """Found out at the start, not at the first picture after all weights are loaded: refused if it was asked for, otherwise
+    varlen is taken, which says why."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    if text:
+        (tmp_path / "flash_attn" / "__init__.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    for requested in ("auto", "flash_attn"):
-        with pytest.raises(ValueError, match="installed, but cannot be used: undefined symbol.*--attention varlen"):
-            choose_backend(requested, CUDA)
+    with pytest.raises(ValueError, match=f"{why}.*--attention varlen"):
+        choose_backend("flash_attn", CUDA)
     assert choose_backend("varlen", CUDA) == "varlen" and choose_backend("auto", CPU) == "sdpa"
+    monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
+    assert weights.choose_compute(ModelArgs(), CPU).backend == "varlen"
+    assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
 
 
 def test_more_processes_than_gpus_are_refused(monkeypatch):
@@ -205,6 +219,24 @@ def float32_gap(checkpoint, picture_rows, backend: str) -> float:
 
 def test_float32_says_the_same(checkpoint, picture_rows):
     assert float32_gap(checkpoint, picture_rows, "sdpa") < 0.03
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash_attn"])
+def test_the_self_check_passes_on_a_gpu(checkpoint, picture_rows, backend):
+    if not usable(backend):
+        pytest.skip(f"{backend} is not installed")
+    env = start(checkpoint, picture_rows, "--dtype", "bfloat16", "--attention", backend, "--self_check", "off")
+    parts = self_check.SelfCheck(env.actor.model).parts(backend)
+    assert len(parts) == 13 and not any(part.fails for part in parts), parts
+
+
+@needs_gpu
+def test_graphs_and_the_compiled_draw_are_used(checkpoint, picture_rows):
+    """Neither was given up in the rollouts above or in this one."""
+    env = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7")
+    ppo.rollout(env.actor, take(env), env.sampling, 5)
+    assert not graphs.PROBLEMS and not logprobs._race.problem and logprobs._race.compiled is not None
 
 
 @needs_gpu

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import start, take, write_checkpoint
+from conftest import build_rewards, start, take, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_families import write_family
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
@@ -49,7 +49,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
 
 def build(env, reward: rewards.RewardMix, rows: list[data.Prompt] = []) -> None:
     """Load the models of a reward that shall score ``rows``."""
-    ppo.build_reward_models(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
+    build_rewards(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
 
 
 def prepare(qwen25, picture_rows, *flags: str):

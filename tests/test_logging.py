@@ -111,7 +111,7 @@ def test_environment(tmp_path, monkeypatch):
     for path, commit in ((f"{tmp_path}:{os.environ['PATH']}", "abc123-dirty"), ("/nonexistent", "unknown")):
         monkeypatch.setenv("PATH", path)
         found = environment()
-        assert found["git_commit"] == commit and found["torch"] == torch.__version__ and found["world_size"] >= 1
+        assert found["git_commit"] == commit and torch.__version__.startswith(found["torch"]) and found["world_size"] >= 1
         assert json.loads(json.dumps(found)) == found and {"transformers", "flash_attn", "cuda", "gpu"} <= found.keys()
 
 

@@ -6,6 +6,7 @@ Every script is run by bash with a torchrun, srun and sbatch that only note thei
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,7 @@ def parsed(call: list[str], monkeypatch, folder: Path):
     return script, script.parse_args(call[place + 1:])
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name != "setup.sh"])
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh")])
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {"DATA": "pairs.jsonl:2,more.jsonl:1", "EVAL_DATA": "held.jsonl", "JUDGE": "judge"} if name.startswith("grm") else {}
     *before, call = launch(name, "--seed", "7", "--out", "two words", **environment)
@@ -136,6 +137,30 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
 
 
+@pytest.mark.parametrize("gpu, offered, wanted", [(False, "2.15.0, 2.13.0+cpu, 2.12.0+cpu", ["torch==2.13.0+cpu"]),
+                                                  (True, "2.15.0, 2.13.0+cpu", []), (False, "2.15.0, 2.13.0", [])])
+def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, gpu, offered, wanted):
+    for folder in ("bin", ".venv/bin", "launch"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "launch" / "setup.sh").write_text((ROOT / "launch" / "setup.sh").read_text())
+    (tmp_path / "requirements.txt").write_text("torch>=2.11,<2.16\n")
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    for tool in ("bash", "cat", "grep", "head"):
+        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
+    (tmp_path / "bin" / "python3").symlink_to(sys.executable)
+    pip = tmp_path / ".venv" / "bin" / "python"
+    pip.write_text(f'#!/bin/sh\n[ "$3" = index ] && echo "Available versions: {offered}" || echo "$@" >> noted\n')
+    programs = [pip, tmp_path / "bin" / "nvidia-smi"][:1 + gpu]
+    for program in programs:
+        program.touch()
+        program.chmod(0o755)
+    done = subprocess.run(["bash", "-c", "set -euo pipefail; source launch/setup.sh pytest"], cwd=tmp_path,
+                          env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    words = (tmp_path / "noted").read_text().split()
+    assert words[-1] == "pytest" and [word for word in words if word.startswith("torch")] == wanted
+
+
 READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
 
 
@@ -143,7 +168,7 @@ def test_the_readmes_name_what_is_there():
     """Every file, every flag but those of other programs, and in the table of parity every test."""
     text = "\n".join((ROOT / name).read_text() for name in READMES)
     known = {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    known |= {"gpus", "gib"}                                                                                    # launch/plan.py
+    known |= {"gpus", "gib", "versions"}                                                                                    # launch/plan.py
     for script in (ppo, grm):
         for group in script.Args.__dataclass_fields__.values():
             known |= group.type.__dataclass_fields__.keys()

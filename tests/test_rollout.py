@@ -1,6 +1,7 @@
 """The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
 
 import dataclasses
+import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ from conftest import computing, start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import fsdp, logprobs, process
+from common import fsdp, graphs, logprobs, process
 from common.vlm import attention as vlm_attention
 from common.vlm import data
 from common.vlm import model as vlm
@@ -240,36 +241,107 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
 
 
-def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, monkeypatch):
-    """What `decode` does around a captured graph, with a replay that runs the step again where a GPU would: batches are padded
-    to few sizes, the cache's capacity stands for its length, and the state that a graph has seen never moves."""
-    env = start(checkpoint, picture_rows, "--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
+@pytest.fixture
+def graphs_of(monkeypatch):
+    """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
+    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes."""
+    init = ppo.RolloutEngine.__init__
+    monkeypatch.setattr(graphs, "PROBLEMS", [])
+
+    def use(replay=lambda step, size, capacity: step(size, capacity)):
+        captured = []
+
+        def init_with_graphs(engine, *args):
+            init(engine, *args)
+            engine.graphs = graphs.StepGraphs(engine.state, 1, engine.compute.dtype)
+
+        def capture(step, size, capacity, pool):
+            engine = step.__self__
+
+            def addresses():
+                held = (*engine.state.values(), engine.cache.keys, engine.cache.values)
+                return [tensor.data_ptr() for tensor in held]
+
+            seen = addresses()
+            captured.append(size)
+
+            def replay_at_the_same_addresses():
+                assert addresses() == seen
+                replay(step, size, capacity)
+
+            return SimpleNamespace(replay=replay_at_the_same_addresses), pool
+
+        monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
+        monkeypatch.setattr(graphs, "capture", capture)
+        return captured
+
+    return use
+
+
+STOPPING = ("--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
+
+
+def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of, capsys):
+    """What surrounds a captured graph: batches are padded to few sizes, the cache's capacity stands for its length, the
+    state that a graph has seen never moves, and the comparison with an eager step leaves no trace."""
+    env = start(checkpoint, picture_rows, *STOPPING)
     expected = generate(env, take(env), 5)
-    captured, init = [], ppo.RolloutEngine.__init__
-
-    def init_with_graphs(engine, *args):
-        init(engine, *args)
-        engine.eager_steps = 1
-
-    def capture(engine, size):
-        def addresses():
-            held = (*engine.state, engine.cache.keys, engine.cache.values)
-            return [tensor.data_ptr() for tensor in held]
-
-        seen = addresses()
-        captured.append(size)
-
-        def replay():
-            assert addresses() == seen
-            engine.step(size, engine.cache.capacity)
-
-        return SimpleNamespace(replay=replay)
-
-    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_graphs)
-    monkeypatch.setattr(ppo.RolloutEngine, "capture", capture)
+    captured = graphs_of()
     samples, tokens = generate(env, take(env), 5)
     assert tokens == expected[1] and (samples.logprobs - expected[0].logprobs).abs().max() < 1e-5
     assert len(captured) == len(set(captured)) > 1 and set(captured) <= {1, 2, 4, 7}
+    assert not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
+
+
+def nothing(step, size, capacity):
+    """A graph that replays into the void."""
+
+
+def other_tokens(step, size, capacity):
+    step(size, capacity)
+    engine = step.__self__
+    engine.last[:size] = (engine.last[:size] + 1) % 100
+
+
+def other_logprobs(step, size, capacity):
+    engine = step.__self__
+    before = engine.out_logprobs.clone()
+    step(size, capacity)
+    engine.out_logprobs += 0.01 * (engine.out_logprobs != before)
+
+
+WRONG = {nothing: "tokens are others", other_tokens: "tokens are others",
+         other_logprobs: "log-probs differ by 0.01 on average, at most 0.001"}
+
+
+@pytest.mark.parametrize("replay", WRONG)
+def test_a_graph_that_does_something_else_is_found(qwen25, picture_rows, graphs_of, capsys, replay):
+    """At its first replay, by an eager step from the same state; that rollout and all later ones go on without graphs."""
+    env = start(qwen25, picture_rows, *STOPPING)
+    _, expected = generate(env, take(env), 5)
+    captured = graphs_of(replay)
+    assert generate(env, take(env), 5)[1] == expected and len(captured) == 1
+    assert generate(env, take(env), 5)[1] == expected and len(captured) == 1
+    said = capsys.readouterr().out
+    assert said.count("warning: rank 0: the CUDA graph of") == 1 and re.search(WRONG[replay], said)
+    assert said.count("decoding goes on without graphs") == 1
+
+
+def test_a_capture_that_fails_is_said_once(qwen25, picture_rows, graphs_of, capsys, monkeypatch):
+    env = start(qwen25, picture_rows, *STOPPING)
+    _, expected = generate(env, take(env), 5)
+    graphs_of()
+    tried = []
+
+    def fail(step, size, capacity, pool):
+        tried.append(size)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs, "capture", fail)
+    for _ in range(2):
+        assert generate(env, take(env), 5)[1] == expected
+    assert len(tried) == 1
+    assert capsys.readouterr().out.count("could not be captured: operation not permitted when stream is capturing") == 1
 
 
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):

@@ -1097,6 +1097,7 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
 FAILURES = {
     "picture": ("qwen2_5_vl", "--data bad.jsonl"),
     "reward": ("qwen2_5_vl", "--reward reward.py:fails --prompts_per_step 8"),
+    "gap": ("qwen2_5_vl", "--sampler_gap_limit 1e-12 --advantage grpo --steps 2"),
 }
 
 
@@ -1232,9 +1233,11 @@ def test_sampled_is_trained(two_ranks):
 
 def test_failures_are_told_on_every_rank(two_ranks):
     told = [json.loads((two_ranks[1] / f"errors-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1] and len(told[0]) == 2
+    assert told[0] == told[1] and len(told[0]) == 3
     assert "bad.jsonl:2" in told[0][0] and "damaged.png" in told[0][0]
     assert "the reward of row 2" in told[0][1] and "response" in told[0][1]
+    assert "step 1: train/sampler_gap" in told[0][2] and "is above 1e-12" in told[0][2]
+    assert [record["step"] for record in records(two_ranks[1] / "gap") if "train/policy_loss" in record] == [1]
 
 
 def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
@@ -1244,7 +1247,7 @@ def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
     eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
-                         "--eval_every", "1", "--eval_data", str(task / "eval-3.jsonl"))
+                         "--eval_every", "1", "--eval_data", str(task / "eval-3.jsonl"), "--self_check", "on")
                   for name in ("eight", "one"))
     (tmp_path / "plan.json").write_text(json.dumps([eight]))
     launch(8, tmp_path / "plan.json")

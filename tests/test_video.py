@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import start, take, write_checkpoint
+from conftest import build_rewards, start, take, write_checkpoint
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -191,7 +191,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
                 "--video_fps", "3")
     reward = rewards.load(env.args.reward)
-    ppo.build_reward_models(env.args, reward, env.rows, env.actor, env.ranks)
+    build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     said = ["3", "a <video>", "3", "square"]
     batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])
     batch.truncated = torch.zeros(4, dtype=torch.bool)

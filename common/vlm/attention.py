@@ -31,17 +31,16 @@ FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
 def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> str:
-    """Resolve ``--attention auto`` to a back-end that runs here.
+    """Resolve ``--attention auto`` to a back-end that runs here; `flash_attn_problem` says why that
+    is not flash_attn.
 
     Raises:
-        ValueError: the requested back-end cannot run here, or flash_attn is installed but does not
-            load.
+        ValueError: the requested back-end cannot run here.
     """
-    installed = importlib.util.find_spec("flash_attn") is not None
     if requested == "auto":
         if device.type != "cuda" or dtype == torch.float32:
             return "sdpa"
-        requested = "flash_attn" if installed else "varlen"
+        return "varlen" if flash_attn_problem() else "flash_attn"
     if requested == "sdpa":
         return requested
     if device.type != "cuda":
@@ -53,20 +52,28 @@ def choose_backend(
         raise ValueError(
             f"--attention {requested} computes in bfloat16 only, and --dtype is float32; use sdpa"
         )
-    if requested == "flash_attn" and not installed:
+    problem = flash_attn_problem() if requested == "flash_attn" else ""
+    if problem:
         raise ValueError(
-            "--attention flash_attn: the package is not installed; build it with: "
-            f"{FLASH_ATTN_INSTALL}"
+            f"--attention flash_attn: {problem}; to build it: {FLASH_ATTN_INSTALL}, or choose "
+            "--attention varlen"
         )
-    if requested == "flash_attn":
-        try:  # now, not after minutes of loading weights: a wheel fits one version of torch only
-            importlib.import_module("flash_attn").flash_attn_with_kvcache
-        except (ImportError, OSError, AttributeError) as error:
-            raise ValueError(
-                f"--attention flash_attn: the package is installed, but cannot be used: {error}; "
-                f"build it anew with: {FLASH_ATTN_INSTALL}, or choose --attention varlen"
-            ) from error
     return requested
+
+
+def flash_attn_problem() -> str:
+    """Why flash_attn cannot be used here; "" if it can. Asked at the start, not after minutes of
+    loading weights: a wheel fits one version of torch only."""
+    spec = importlib.util.find_spec("flash_attn")
+    if spec is None:
+        return "flash-attn is not installed"
+    if spec.origin is None:  # flash-attn-4 is only a part of this package: flash_attn.cute
+        return "of flash-attn only a part is installed (flash-attn-4?), without its decoding kernel"
+    try:
+        importlib.import_module("flash_attn").flash_attn_with_kvcache
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash-attn is installed, but cannot be used: {error}"
+    return ""
 
 
 def head_dim(text_config) -> int:
@@ -392,8 +399,15 @@ class DecodeAttention:
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
         self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
+        # What all layers share is computed here, once: on a GPU each line is a launch.
         self.slots = torch.arange(len(lengths), device=lengths.device)
         self.masks: dict[int | None, Tensor] = {}  # by window, made for the first layer that has it
+        if backend != "sdpa":
+            self.stored = (lengths + 1).int()  # (B,) with the new token
+            self.q_bounds = torch.arange(
+                len(lengths) + 1, dtype=torch.int32, device=lengths.device
+            )
+            self.k_bounds = self.q_bounds * cache.capacity  # (B + 1,) where each slot begins
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
@@ -418,10 +432,9 @@ class DecodeAttention:
         from flash_attn import flash_attn_with_kvcache
 
         left = -1 if window is None else window - 1
-        stored = (self.lengths + 1).int()
         options = {
             "softmax_scale": scale,
-            "cache_seqlens": stored,
+            "cache_seqlens": self.stored,
             "causal": True,
             "window_size": (left, -1),
         }
@@ -432,23 +445,21 @@ class DecodeAttention:
     ) -> Tensor:
         """By the aten operator, which takes seqused_k in every supported torch; varlen_attn does
         not."""
-        capacity = self.cache.capacity
-        bounds = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
         out, *_ = torch.ops.aten._flash_attention_forward(
             q,
             keys.flatten(0, 1),
             values.flatten(0, 1),
-            bounds,
-            bounds * capacity,
+            self.q_bounds,
+            self.k_bounds,
             1,
-            capacity,
+            self.cache.capacity,
             0.0,
             False,
             False,
             scale=scale,
             window_size_left=-1 if window is None else window - 1,
             window_size_right=-1,
-            seqused_k=(self.lengths + 1).int(),
+            seqused_k=self.stored,
         )
         return out
 

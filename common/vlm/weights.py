@@ -40,10 +40,12 @@ from common.vlm.attention import (
     FLASH_ATTN_INSTALL,
     VISION_ATTENTION_NAME,
     choose_backend,
+    flash_attn_problem,
 )
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
+from common.vlm.layers import use_fewer_kernels
 from common.vlm.model import decoder, tower_parameters, trained_parts, vision_parts
 
 # Hub files and modules spell the same weights differently; tried in this order.
@@ -184,14 +186,15 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     if name == "auto":
         name = "float32" if small else "bfloat16"
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
-    chunk = args.head_chunk or (256 if small else 1024)
+    chunk = args.head_chunk or (256 if small else 4096)
     if device.type == "meta":
         return Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
     backend = choose_backend(args.attention, device, dtype)
     if distributed.is_main():
         install = ""
-        if backend == "varlen":
-            install = f" (flash-attn is not installed; to build it: {FLASH_ATTN_INSTALL})"
+        problem = flash_attn_problem() if backend == "varlen" else ""
+        if problem:
+            install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
         ranks = f"{distributed.world_size()} x {device.type}"
         print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
     return Compute(backend, dtype, device, args.max_tokens_per_pack, chunk)
@@ -215,9 +218,9 @@ class Builder:
         self.prepare(model)
         return model
 
-    def role(self, name: str, head: bool = True, frozen: bool = False) -> tuple[nn.Module, Path]:
-        """The model of a checkpoint, or the actor's if ``name`` is empty; and its folder. It reads
-        the actor's image features, but has a tower of its own where towers are trained.
+    def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
+        """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
+        image features, but has a tower of its own where towers are trained.
 
         Raises:
             ValueError: the checkpoint has another vocabulary, or another tower, so that its
@@ -233,7 +236,7 @@ class Builder:
             model.requires_grad_(False)
         else:
             self.prepare(model)
-        return model, folder
+        return model
 
     def check_role(self, folder: Path, config) -> None:
         size, tokens = config.get_text_config().vocab_size, self.config.get_text_config().vocab_size
@@ -262,9 +265,14 @@ class Builder:
             add_adapters(
                 model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
             )
-        if self.args.gradient_checkpointing:
-            for part in trained_parts(model):
-                part.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.args.gradient_checkpointing == "on":
+            recompute_layers(model)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Gradient checkpointing: the backward pass computes the activations of each layer again."""
+    for part in trained_parts(model):
+        part.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def build_frozen(config, compute: Compute, longest: int, vision: bool, head: bool) -> nn.Module:
@@ -332,6 +340,7 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
         raise ValueError(
             f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
         ) from error
+    use_fewer_kernels(model)
     language = decoder(model)
     check_positions(language, text, longest)
     # EOS may serve as padding, and learns like any token

@@ -100,7 +100,8 @@ def main() -> None:
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     loaded = ppo.load_rows(args)
     rows, processor = loaded.train, loaded.processor
-    actor, _, _ = ppo.build_models(args, processor, ranks)
+    models = ppo.build_models(args, processor, ranks.device)
+    actor, _, _ = ppo.load_models(args, models, ranks)
     sampling = ppo.Sampling.of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))

@@ -1,4 +1,5 @@
-"""The tables of scale.md: bytes moved per step, memory per GPU and the time of both, from the shapes of public checkpoints.
+"""The tables of scale.md: bytes moved per step, memory per GPU, the time of both, and the seconds of a step by stage, from
+the shapes of public checkpoints.
 
     python tests/benchmarks/scale.py            # prints the tables; nothing is measured, everything is computed
     python tests/benchmarks/scale.py --write    # puts them into scale.md, between its marks
@@ -9,6 +10,7 @@ rollouts on bfloat16 weights that every GPU gathers whole, a critic of the actor
 replicated. """
 
 import argparse
+import math
 from pathlib import Path
 
 GIB, GB = 2**30, 1e9
@@ -31,6 +33,23 @@ PORT = 0.8 * 50e9                   # of one 400 Gbit InfiniBand port of a node;
 STORAGE = 20e9                      # bytes per second that a parallel file system takes from all nodes together
 FLOPS = 0.4 * 989e12                # of a dense bfloat16 H100, per GPU, at a utilisation of 40 %
 MEMORY = 80e9 * 0.95                # bytes of a GPU that tensors may use
+
+# Seconds of a PPO step by stage, on one node of 8 H100: shares of the peaks that kernels of this kind reach elsewhere.
+HBM = 3.35e12                       # bytes per second
+PEAK = 989e12                       # dense bfloat16
+READS = {"weights": 0.85, "cache": 0.55, "logits": 0.85}     # share of HBM
+REACHED = {"forward": 0.45, "update": 0.40, "prefill": 0.40, "tower": 0.35}      # share of PEAK
+LAUNCHES = 1370                     # kernels of a decoding step of 7B, counted in a trace (28 layers)
+SMALL_KERNEL = 2.2e-6               # seconds of one of them inside a CUDA graph
+NOISE_PASSES = 29                   # over the logits of a step, in float32
+CAPTURE, EAGER_STEP, EAGER_STEPS = 0.08, 0.024, 2            # seconds of a graph's capture and of a step without, and how many
+HEAD_BACKWARD = 0.018               # seconds per 1,024 response tokens
+GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+# What is run: name -> prompts, samples, prompt tokens, image tokens, mean and longest response, and what others report for it.
+TASKS = {
+    "Geometry3k, 7B, GRPO with KL": (512, 5, 450, 350, 500, 2048, "EasyR1 v0.3.0: 170 to 190; v0.3.2: 120"),
+    "the same, responses of 800": (512, 5, 600, 450, 800, 2048, ""),
+}
 
 
 def parameters(name: str) -> dict[str, int]:
@@ -104,6 +123,48 @@ def memory(name: str, gpus: int) -> dict[str, float]:
         "gathered": gathered,
         "cache": cache,
     }
+
+
+def decode_seconds(name: str, batch: float, context: float) -> float:
+    """One decoding step of ``batch`` sequences: weights and caches once through the memory, noise, and small kernels."""
+    size = parameters(name)
+    _, _, layers, _, kv_heads, vocabulary, *_ = MODELS[name]
+    cache = batch * context * layers * 2 * kv_heads * HEAD_DIM * 2
+    reads = 2 * (size["layers"] + size["head"]) / READS["weights"] + cache / READS["cache"]
+    noise = batch * vocabulary * 4 * NOISE_PASSES / READS["logits"]
+    return (reads + noise) / HBM + LAUNCHES * layers / MODELS["7B"][2] * SMALL_KERNEL
+
+
+def rollout_seconds(name: str, samples: float, prompt: int, mean: int, longest: int, slots: int) -> float:
+    """Decoding on one GPU: full slots while prompts wait, then a tail in which response lengths fall off exponentially,
+    at the batch sizes of the graphs, each captured once."""
+    sizes = sorted({size for size in GRAPHS if size < slots} | {slots})
+    full = max(0.0, samples - slots) * mean / slots * decode_seconds(name, slots, prompt + mean / 2)
+    tail, used = 0.0, set()
+    for step in range(longest):
+        alive = max(1.0, slots * math.exp(-step / mean))
+        batch = next(size for size in sizes if size >= min(slots, alive))
+        used.add(batch)
+        tail += decode_seconds(name, batch, prompt + min(step, mean))
+    eager = sum(EAGER_STEPS * max(0.0, EAGER_STEP - decode_seconds(name, batch, prompt + mean)) for batch in used)
+    return full + tail + eager + len(used) * CAPTURE
+
+
+def step_seconds(name: str, task: tuple, gpus: int = NODE, slots: int = 166) -> dict[str, float]:
+    """Seconds of a PPO step by stage, with gradient checkpointing; rewards, packing and logging 2 s."""
+    prompts, count, prompt, image, mean, longest, _ = task
+    own, samples = prompts / gpus, prompts * count / gpus
+    size = parameters(name)
+    hidden, _, layers, heads, *_ = MODELS[name]
+    attention = 4 * layers * heads * HEAD_DIM * own * (prompt**2 / 2 + count * mean * (prompt + mean / 2))
+    forward = 2 * size["layers"] * (own * prompt + samples * mean) + attention
+    tower = 2 * size["tower"] * own * image * 4
+    head = samples * mean / 1024 * HEAD_BACKWARD
+    update = 4 * forward / (PEAK * REACHED["update"]) + 0.5
+    return {"rollout": rollout_seconds(name, samples, prompt, mean, longest, slots)
+            + 2 * size["layers"] * own * prompt / (PEAK * REACHED["prefill"]) + tower / (PEAK * REACHED["tower"]) + 0.2,
+            "score, each model": forward / (PEAK * REACHED["forward"]) + 0.4,
+            "update critic": update, "update actor": update + head, "rest": 2.0}
 
 
 def checkpoint_bytes(name: str) -> float:
@@ -188,6 +249,15 @@ def tables() -> dict[str, str]:
                     "yes" if not fits else "no: " + ", ".join(fits),
                 ]
             )
+    steps = []
+    for task, numbers in TASKS.items():
+        seconds = step_seconds("7B", numbers)
+        scored, critic, actor = (seconds[key] for key in ("score, each model", "update critic", "update actor"))
+        shared = seconds["rollout"] + actor + seconds["rest"]
+        steps.append([task, *(f"{value:.0f}" for value in seconds.values()), f"{shared + scored:.0f}",
+                      f"{shared + 2 * scored + critic:.0f}", numbers[-1]])
+    names = step_seconds("7B", next(iter(TASKS.values())))
+    found["step"] = table(["computed, s", *names, "GRPO with KL", "PPO with critic and KL", "reported by others, s"], steps)
     found["memory"] = table(
         ["model", "GPUs", "states (GB)", "rollout weights", "rollout cache", "rollout in all", "update in all", "fits 80 GB?"],
         rows,

@@ -1,0 +1,372 @@
+"""Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
+
+    PolicyMemory, JudgeMemory   what the steps of either script need: `phases`
+    decide                      gradient checkpointing; or why the run does not fit
+    check                       the same on a GPU, before a weight is read; and the host's memory
+    memory_table                a plan as a table, for launch/plan.py
+
+The formulas of each part are in `common.memory`.
+"""
+
+import bisect
+import functools
+import os
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+import torch
+import torch.nn as nn
+
+from common import distributed, memory
+from common.process import UserError
+from common.settings import ModelArgs
+from common.vlm.attention import cache_bytes
+
+# of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
+RESERVED_GIB = 2.0
+GIB = 2**30
+PACK_UNIT = 256  # tokens; the sizes of packs that are suggested are multiples of it
+
+Phases = dict[str, dict[str, float]]  # bytes on a GPU by phase and part
+
+
+class Choice(NamedTuple):
+    """What decides the memory that a run takes, but not its result."""
+
+    checkpointing: bool
+    tokens: int  # of a packed row
+    offload: str = "none"
+
+
+# -------------------------------------------------------------------------------------------------
+# What a step needs
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The numbers of a PPO run that its memory depends on.
+
+    Attributes:
+        shards: ranks that share one copy of the weights.
+        longest: tokens of the longest prompt.
+        sequences: of a rollout, on one rank.
+        slots: sequences that decode together; 0: as many as fit, at most 256.
+        critique_tokens: that a judge may write; 0: it writes none.
+    """
+
+    shards: int
+    longest: int
+    max_new_tokens: int
+    sequences: int
+    slots: int
+    offload: str
+    average: bool
+    scores_actor: bool
+    exact_kl: bool
+    critique_tokens: int
+    trains: bool
+    saved: tuple[str, ...]  # roles in checkpoints
+
+
+class PolicyMemory:
+    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same
+    time."""
+
+    offloads: tuple[str, ...] = ("optimizer", "all")
+
+    def __init__(self, models: dict[str, nn.Module], demand: Demand):
+        self.models, self.demand = models, demand
+        self.modules = list(models.values())
+        self.held: dict[tuple[str, str], float] = {}  # (role, part)
+        for role, module in models.items():
+            for part, size in memory.resident_bytes(module, demand.shards).items():
+                if size:
+                    self.held[role, part] = size
+        if demand.average:
+            self.held["actor", "average"] = self.held["actor", "Adam"] // 2
+
+    def phases(self, choice: Choice, room: float) -> Phases:
+        """With ``room`` bytes on the GPU, of which a rollout takes what is left for its slots."""
+        demand, offload = self.demand, choice.offload
+        longest = demand.longest + demand.max_new_tokens
+        phases = {"rollout": self.decoding("actor", longest, self.resident(offload), room)}
+        scored = [role for role in self.models if role != "actor" or demand.scores_actor]
+        if not demand.trains:
+            scored = [role for role in scored if role not in ("actor", "critic", "reference")]
+        if scored:
+            parts = [self.scoring(role, offload) for role in scored]
+            phases["score"] = max(parts, key=total)
+        for role in self.models:
+            if role.startswith("grm") and demand.critique_tokens:
+                written = longest + demand.critique_tokens
+                stay = self.resident(offload, role)
+                phases[f"{role} writes"] = self.decoding(role, written, stay, room)
+        for role in ("critic", "actor"):
+            if role in self.models and demand.trains:
+                phases[f"update {role}"] = self.update(role, choice)
+        return phases
+
+    def resident(self, offload: str, *busy: str) -> dict[str, float]:
+        """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
+        training, or frozen and asked."""
+        found = {}
+        for (role, part), size in self.held.items():
+            if role in busy or not is_offloaded(role, part, offload):
+                found[f"{role} {part}"] = size
+        return found
+
+    def decoding(
+        self, role: str, length: int, stay: dict[str, float], room: float
+    ) -> dict[str, float]:
+        """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
+        module, demand = self.models[role], self.demand
+        root, _, layers = memory.gathered_bytes(module)
+        work = memory.rollout_work(module, demand.slots)
+        text = module.model.config.get_text_config()
+        slot = length * cache_bytes(text, memory.itemsize(module))
+        slots = min(demand.slots or 256, demand.sequences)
+        if not demand.slots:
+            free = room - RESERVED_GIB * GIB - total(stay) - root - layers
+            slots = max(1, min(slots, int((memory.without_margin(free) - work) // slot)))
+        return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
+
+    def scoring(self, role: str, offload: str) -> dict[str, float]:
+        root, layer, _ = memory.gathered_bytes(self.models[role])
+        stay = self.resident(offload)
+        if role not in ("actor", "critic"):  # they need no optimizer here
+            stay = self.resident(offload, role)
+        forward = memory.scoring_work(self.models[role])
+        return stay | {"gathered weights": root + 2 * layer, "forward": forward}
+
+    def update(self, role: str, choice: Choice) -> dict[str, float]:
+        module = self.models[role]
+        exact = self.demand.exact_kl and role == "actor"
+        busy = (role, "reference") if exact else (role,)
+        parts = update_bytes(module, self.held[role, "Adam"], choice)
+        return self.resident(choice.offload, *busy) | parts
+
+    def host_bytes(self) -> float:
+        """Of host memory per rank: the copy that a save makes, and what is offloaded."""
+        copied = kept = 0.0
+        for (role, part), size in self.held.items():
+            if role in self.demand.saved:
+                copied += staged_bytes(part, size, self.held.get((role, "Adam"), 0))
+            if is_offloaded(role, part, self.demand.offload):
+                kept += size
+        return copied + kept
+
+
+class JudgeMemory:
+    """The same for the reward model's step and its evaluation, whose questions are assumed to be
+    those of training.
+
+    Args:
+        longest: tokens of the longest prompt.
+        batch, new_tokens: of an evaluation.
+    """
+
+    offloads: tuple[str, ...] = ()
+
+    def __init__(
+        self, judge: nn.Module, shards: int, longest: int, batch: int, new_tokens: int, saves: bool
+    ):
+        self.judge, self.longest, self.batch, self.new_tokens = judge, longest, batch, new_tokens
+        self.modules = [judge]
+        self.held = memory.resident_bytes(judge, shards)
+        self.saves = saves
+
+    def phases(self, choice: Choice, room: float) -> Phases:
+        root, _, layers = memory.gathered_bytes(self.judge)
+        asked = self.batch * self.longest
+        cached = asked + self.batch * self.new_tokens
+        text = self.judge.model.config.get_text_config()
+        evaluation = {
+            "gathered weights": root + layers,
+            "KV cache": cached * cache_bytes(text, memory.itemsize(self.judge)),
+            "forward": asked * memory.layer_activations(self.judge),
+        }
+        update = update_bytes(self.judge, self.held["Adam"], choice)
+        return {"update": self.held | update, "evaluate": self.held | evaluation}
+
+    def host_bytes(self) -> float:
+        if not self.saves:
+            return 0.0
+        adam = self.held["Adam"]
+        return sum(staged_bytes(part, size, adam) for part, size in self.held.items())
+
+
+def total(parts: dict[str, float]) -> float:
+    return sum(parts.values())
+
+
+def update_bytes(module: nn.Module, adam: float, choice: Choice) -> dict[str, float]:
+    """Of an update, besides what is resident; ``adam``: bytes of the optimizer's two moments."""
+    root, layer, _ = memory.gathered_bytes(module)
+    parts = {"gathered weights": root + 2 * layer, "gradient shards": adam / 2}
+    return parts | memory.backward_bytes(module, choice.tokens, choice.checkpointing)
+
+
+def is_offloaded(role: str, part: str, offload: str) -> bool:
+    """Whether --offload keeps it in host memory while it is not in use."""
+    if part in ("Adam", "average"):
+        return offload != "none"
+    return offload == "all" and role not in ("actor", "critic")
+
+
+def staged_bytes(part: str, size: float, adam: float) -> float:
+    """What a checkpoint has of a part of a role: trained weights and their optimizer, or all
+    weights of a role without one; never the tower that is not trained."""
+    if part == "tower":
+        return 0.0
+    if part == "weights" and adam:
+        return min(size, adam / 2)
+    return size
+
+
+# -------------------------------------------------------------------------------------------------
+# Whether it fits
+# -------------------------------------------------------------------------------------------------
+
+
+class Fit(NamedTuple):
+    """What `decide` found: how layers are computed, the phases so, and what to say."""
+
+    choice: Choice
+    phases: Phases
+    peak: float  # GiB
+    lines: list[str]  # the peak and its phase, and what gradient checkpointing does to it
+    problem: str  # why the run does not fit, and what would help; "" if it does
+
+
+Plan = PolicyMemory | JudgeMemory
+
+
+def peak_of(plan: Plan, gib: float, choice: Choice) -> tuple[float, str]:
+    """GiB of the largest phase, with what is reserved, and its name."""
+    phases = plan.phases(choice, gib * GIB)
+    where = max(phases, key=lambda name: total(phases[name]))
+    return total(phases[where]) / GIB + RESERVED_GIB, where
+
+
+def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) -> Fit:
+    """Choose gradient checkpointing where it is left open, for GPUs with ``gib`` GiB.
+
+    Args:
+        longest: tokens that a packed row must hold.
+    """
+    peak = functools.partial(peak_of, plan, gib)
+    without = Choice(False, args.max_tokens_per_pack, offload)
+    choice = without._replace(checkpointing=args.gradient_checkpointing == "on")
+    if args.gradient_checkpointing == "auto" and peak(without)[0] > gib:
+        choice = choice._replace(checkpointing=True)
+    needed, where = peak(choice)
+    other = choice._replace(checkpointing=not choice.checkpointing)
+    said = f"gradient checkpointing: off; with it the peak is {peak(other)[0]:.1f} GiB"
+    if choice.checkpointing:
+        pack = largest_pack(peak, without, longest, gib)
+        fitting = f"; with --max_tokens_per_pack {pack} it would fit without" if pack else ""
+        said = f"gradient checkpointing: on; without it the peak is {peak(other)[0]:.1f} GiB{fitting}"
+    verdict, problem = f"fits, {gib - needed:.1f} GiB to spare", ""
+    if needed > gib:
+        verdict = f"does not fit by {needed - gib:.1f} GiB"
+    line = f"peak: {needed:.1f} of {gib:.4g} GiB, in {where}: {verdict}"
+    if needed > gib:
+        problem = f"{line}; {advise(plan, choice, longest, gib)}"
+    return Fit(choice, plan.phases(choice, gib * GIB), needed, [line, said], problem)
+
+
+def largest_pack(peak: Callable, choice: Choice, longest: int, gib: float) -> int:
+    """The largest --max_tokens_per_pack, not above the run's own, with which it fits; 0: none that
+    holds a sequence."""
+    sizes = range(-(-longest // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
+    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n))[0] > gib)
+    return sizes[fitting - 1] if fitting else 0
+
+
+def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
+    """Which flags would make a run fit that does not, each alone if one is enough."""
+    peak = functools.partial(peak_of, plan, gib)
+    options = {}
+    if not choice.checkpointing:
+        options["--gradient_checkpointing on"] = choice._replace(checkpointing=True)
+    for offload in plan.offloads:
+        if offload != choice.offload:
+            options[f"--offload {offload}"] = choice._replace(offload=offload)
+    pack = largest_pack(peak, choice, longest, gib)
+    if pack:
+        options[f"--max_tokens_per_pack {pack}"] = choice._replace(tokens=pack)
+    peaks = {flag: peak(option)[0] for flag, option in options.items()}
+    found = [f"{flag} ({needed:.1f} GiB)" for flag, needed in peaks.items() if needed <= gib]
+    if found:
+        return f"what would help: {', or '.join(found)}"
+    everything = choice._replace(checkpointing=True, offload=(choice.offload, *plan.offloads)[-1])
+    pack = largest_pack(peak, everything, longest, gib)
+    if not pack:
+        return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
+    flags = f"--gradient_checkpointing on --max_tokens_per_pack {pack}"
+    if plan.offloads:
+        flags += f" --offload {everything.offload}"
+    return f"what would help: {flags} together"
+
+
+def check(plan: Plan, args: ModelArgs, offload: str, longest: int, ranks) -> bool:
+    """Before weights are read on a GPU: hold the plan against the memory that is free on the
+    fullest of them, and a save against that of the host. Says the peak, and returns whether layers
+    are computed again in the backward pass.
+
+    Raises:
+        UserError: on all ranks: the run does not fit, and what would help.
+    """
+    if ranks.device.type != "cuda":
+        return args.gradient_checkpointing == "on"
+    layer = max(memory.gathered_bytes(module)[1] for module in plan.modules)
+    distributed.warm_up(ranks, layer)
+    memory.release()
+    free, _ = torch.cuda.mem_get_info()
+    gib = min(distributed.gather_json(free)) / GIB
+    fit = decide(plan, args, offload, longest, gib)
+    if fit.problem:
+        raise UserError(f"memory of the GPUs: {fit.problem}")
+    if distributed.is_main():
+        print("memory per GPU,", "; ".join(fit.lines), flush=True)
+    check_host(plan.host_bytes())
+    return fit.choice.checkpointing
+
+
+def check_host(needed: float) -> None:
+    """Raises UserError on all ranks if ``needed`` bytes for each of its ranks are more than some
+    machine has."""
+    processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), memory.free_on_host()
+    problem = None
+    if free is not None and needed * processes > free:
+        problem = (
+            f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for the "
+            f"{processes} ranks of a machine, and {free / GIB:.1f} GiB are free: more machines, "
+            "less in --offload, or --save_every 0"
+        )
+    problem = next(filter(None, distributed.gather_json(problem)), None)
+    if problem:
+        raise UserError(problem)
+
+
+# -------------------------------------------------------------------------------------------------
+# The table
+# -------------------------------------------------------------------------------------------------
+
+
+def memory_table(phases: Phases) -> list[str]:
+    """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
+    columns = {}
+    for name, parts in phases.items():
+        columns[name] = {part: size / GIB for part, size in parts.items()}
+        columns[name]["reserved"] = RESERVED_GIB
+        columns[name]["total"] = sum(columns[name].values())
+    rows = [part for parts in phases.values() for part in parts]
+    rows = [*dict.fromkeys(rows), "reserved", "total"]
+    width = max(map(len, ["GiB per GPU", *rows]))
+    lines = ["GiB per GPU".ljust(width) + "".join(f"{name:>15}" for name in phases)]
+    for row in rows:
+        cells = [f"{parts[row]:.2f}" if row in parts else "" for parts in columns.values()]
+        lines.append(row.ljust(width) + "".join(f"{cell:>15}" for cell in cells))
+    return lines

@@ -1,0 +1,37 @@
+"""Functions of many small kernels as one, by torch.compile, where that works."""
+
+import os
+from typing import Any, Callable
+
+import torch
+from torch import Tensor
+
+
+class Fused:
+    """A function of tensors that is compiled at its first call on a GPU, for any sizes. Where that
+    fails, it is said once and the function runs as it is written.
+
+    Args:
+        devices: types of device where it is compiled.
+    """
+
+    def __init__(self, function: Callable, devices: tuple[str, ...] = ("cuda",)):
+        self.function, self.devices = function, devices
+        self.compiled: Any = None
+        self.problem = ""
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self.problem or tensors[0].device.type not in self.devices:
+            return self.function(*tensors)
+        self.compiled = self.compiled or torch.compile(self.function, dynamic=True)
+        try:
+            return self.compiled(*tensors)
+        except Exception as error:  # compilers raise anything
+            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        rank, name = os.environ.get("RANK", "0"), self.function.__name__
+        print(
+            f"warning: rank {rank}: torch.compile of {name} failed, which costs only time: "
+            f"{self.problem}",
+            flush=True,
+        )
+        return self.function(*tensors)

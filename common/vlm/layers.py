@@ -1,0 +1,62 @@
+"""Layers that compute what transformers' own do, in fewer kernels: norms, and the patch embedding.
+
+Their weights keep their names, so checkpoints load and export as without them.
+
+Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch.
+"""
+
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019), by torch's one kernel
+    on a GPU, where transformers' own formula takes eight.
+
+    Both compute in float32. This one rounds to the compute type once, at the end; transformers'
+    rounds before the product with the weight as well. In float32 they are the same, bit for bit on
+    a CPU.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float):
+        super().__init__()
+        self.weight, self.eps = weight, eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class RMSNormPlusOne(RMSNorm):
+    """Gemma's: weights are stored as their difference from 1. The sum is taken in float32, since
+    bfloat16 would round it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + self.weight.float()  # (D,)
+        return F.rms_norm(x.float(), weight.shape, weight, self.eps).type_as(x)
+
+
+class PatchProjection(nn.Conv3d):
+    """The patch embedding of Qwen-VL as the matrix product that it is: its kernel covers exactly
+    one patch. cuDNN's convolution of so many tiny volumes is slow in some versions, and its
+    backward in bfloat16 fails in others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (P, 3, deep, side, side) -> (P, E)."""
+        return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)
+
+
+def use_fewer_kernels(model: nn.Module) -> None:
+    """Put these layers in the place of transformers' own."""
+    for name, module in list(model.named_modules()):
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            plus_one = kind.startswith("Gemma")
+            ours = RMSNormPlusOne if plus_one else RMSNorm
+            eps = module.eps if plus_one else module.variance_epsilon
+            model.set_submodule(name, ours(module.weight, eps))
+        elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
+            module.proj.__class__ = PatchProjection

@@ -1,0 +1,141 @@
+"""Reference kernels with FlashAttention's argument rules, for a CPU, in place of those that only a GPU has.
+
+They stand where our code calls `torch.nn.attention.varlen.varlen_attn`, the operator `aten::_flash_attention_forward`
+and the functions of the package flash_attn, so that whole rollouts, scorings and updates run through the very calls
+of a GPU. They show that the calls are right, not what the kernels make of them.
+"""
+
+import importlib.machinery
+import math
+import types
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+
+from common.vlm import weights
+
+OPERATOR = "_flash_attention_forward"
+
+
+class Call(NamedTuple):
+    """Of a kernel: its name, and the arguments as they were given, tensors as their types."""
+
+    name: str
+    positional: tuple
+    named: dict
+
+
+def check_rules(q, k, v, cu_q, cu_k, max_q: int, max_k: int) -> None:
+    """What FlashAttention-2 asks of its inputs."""
+    assert q.dtype == k.dtype == v.dtype and q.dtype in (torch.bfloat16, torch.float16), "half precision, all alike"
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "the last dimension lies side by side"
+    assert q.ndim == k.ndim == v.ndim == 3 and k.shape == v.shape, "(tokens, heads, dimension)"
+    assert q.shape[2] == k.shape[2] <= 256 and q.shape[2] % 8 == 0, "a multiple of 8, at most 256"
+    assert q.shape[1] % k.shape[1] == 0, "whole groups of query heads"
+    for bounds, tokens in ((cu_q, len(q)), (cu_k, len(k))):
+        assert bounds.dtype == torch.int32 and bounds.is_contiguous() and bounds.ndim == 1, "int32 bounds"
+        assert bounds[0] == 0 and bool((bounds.diff() >= 0).all()) and bounds[-1] <= tokens, "bounds within the tokens"
+    assert cu_q[-1] == len(q), "every query has a segment"
+    assert len(cu_q) == len(cu_k), "as many segments of keys as of queries"
+    assert type(max_q) is int and type(max_k) is int, "lengths known to the host"
+
+
+def attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, causal: bool, left: int, used=None):
+    """(tokens, Hq, D): softmax in float32, segment by segment; ``left``: keys seen before the own one, -1: all; ``used``:
+    how many keys of a segment are filled."""
+    check_rules(q, k, v, cu_q, cu_k, max_q, max_k)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    outputs = []
+    for i in range(len(bounds_q) - 1):
+        start, end = bounds_k[i], bounds_k[i + 1] if used is None else bounds_k[i] + int(used[i])
+        queries = q[bounds_q[i]:bounds_q[i + 1]].float().transpose(0, 1)  # (Hq, n, D)
+        keys, values = (x[start:end].float().transpose(0, 1).repeat_interleave(group, 0) for x in (k, v))
+        n, m = queries.shape[1], keys.shape[1]
+        assert n <= max_q and m <= max_k, "segments within the lengths that were promised"
+        age = torch.arange(n)[:, None] + (m - n) - torch.arange(m)[None]  # aligned at the bottom right
+        hidden = torch.zeros(n, m, dtype=torch.bool)
+        if causal:
+            hidden |= age < 0
+        if left >= 0:
+            hidden |= age > left
+        scores = (queries @ keys.transpose(1, 2) * scale).masked_fill(hidden, -math.inf)
+        outputs.append((scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype))
+    return torch.cat(outputs)
+
+
+class Kernels:
+    """Notes every call before it computes."""
+
+    def __init__(self, grouped: bool):
+        self.calls: list[Call] = []
+        self.grouped = grouped  # whether varlen_attn must be told of grouped query heads
+
+    def names(self) -> set[str]:
+        return {call.name for call in self.calls}
+
+    def note(self, name: str, positional: tuple, named: dict) -> None:
+        kinds = {key: type(value) for key, value in named.items()}
+        self.calls.append(Call(name, tuple(type(value) for value in positional), kinds))
+
+    def varlen_attn(self, q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), **more):
+        self.note("varlen_attn", (q, k, v, cu_q, cu_k, max_q, max_k), {"scale": scale, "window_size": window_size, **more})
+        assert q.shape[1] == k.shape[1] or not self.grouped or more["enable_gqa"]
+        assert window_size[1] in (-1, 0)
+        return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale, window_size[1] == 0, window_size[0])
+
+    def operator(self, q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, **named):
+        self.note(OPERATOR, (q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug), named)
+        used, left = named.get("seqused_k"), named.get("window_size_left")
+        assert used is None or (used.dtype == torch.int32 and len(used) == len(cu_k) - 1)
+        assert dropout == 0.0 and not debug and named.get("alibi_slopes") is None
+        out = attend(q, k, v, cu_q, cu_k, max_q, max_k, named.get("scale"), causal, -1 if left is None else left, used)
+        return out, *(torch.zeros(1) for _ in range(4))
+
+    def flash_attn_varlen_func(self, q, k, v, cu_q, cu_k, max_q, max_k, **named):
+        self.note("flash_attn_varlen_func", (q, k, v, cu_q, cu_k, max_q, max_k), named)
+        left, right = named["window_size"]
+        assert right == -1 or named["causal"]
+        return attend(q, k, v, cu_q, cu_k, max_q, max_k, named["softmax_scale"], named["causal"], left)
+
+    def flash_attn_with_kvcache(self, q, k_cache, v_cache, **named):
+        self.note("flash_attn_with_kvcache", (q, k_cache, v_cache), named)
+        slots, capacity = k_cache.shape[:2]
+        used = named["cache_seqlens"]
+        assert q.ndim == 4 and len(q) == slots and q.shape[1] == 1
+        assert used.dtype == torch.int32 and used.shape == (slots,) and int(used.max()) <= capacity
+        bounds = torch.arange(slots + 1, dtype=torch.int32)
+        keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+        out = attend(q[:, 0], keys, values, bounds, bounds * capacity, 1, capacity, named["softmax_scale"], False,
+                     named["window_size"][0], used)
+        return out[:, None]
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Inside, every back-end runs on a CPU, and the slots of a rollout lie in memory as on a GPU."""
+    found = Kernels(grouped="enable_gqa" in torch_varlen.varlen_attn.__kwdefaults__)
+    # which our code asks for the keywords of the installed torch
+    real = torch_varlen.varlen_attn.__kwdefaults__
+
+    def varlen_attn(*positional, **named):
+        assert named.keys() <= real.keys()
+        return found.varlen_attn(*positional, **named)
+
+    varlen_attn.__kwdefaults__ = real
+    monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
+    package = types.ModuleType("flash_attn")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    package.flash_attn_varlen_func = found.flash_attn_varlen_func
+    package.flash_attn_with_kvcache = found.flash_attn_with_kvcache
+    monkeypatch.setitem(__import__("sys").modules, "flash_attn", package)
+    monkeypatch.setattr(weights, "choose_backend", lambda requested, device, dtype: requested)
+    empty_permuted = torch.empty_permuted
+    monkeypatch.setattr(torch, "empty_permuted", lambda shape, order, **more: empty_permuted(shape, sorted(order), **more))
+    library = torch.library.Library("aten", "IMPL")
+    library.impl(OPERATOR, found.operator, "CPU")
+    yield found
+    library._destroy()

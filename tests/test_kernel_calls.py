@@ -1,0 +1,263 @@
+"""The calls of attention kernels, as on a GPU, without one: rollouts, scoring, updates and the judge through reference
+kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call bound to the signatures of torch 2.11 and
+newer and of flash-attn."""
+
+import inspect
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.attention.varlen as torch_varlen
+from conftest import build_rewards, start, take, write_checkpoint
+from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
+from test_families import write_family
+from test_training import score
+
+import train_ppo_vl as ppo
+from common import fsdp, judge as judgements, rewards
+from common.vlm import model as vlm
+
+BACKENDS = ("varlen", "flash_attn")
+DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}
+PACKED = {"varlen": "varlen_attn", "flash_attn": "flash_attn_varlen_func"}
+# family -> flags; gemma3 and mistral have sliding windows, gemma3 pictures whose tokens see each other
+CASES = {"qwen2_5_vl": (), "qwen3_vl": (), "qwen2_5_vl trained": ("--train_vision",),
+         "qwen3_vl trained": ("--train_vision",), "gemma3": (), "mistral": ()}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, picture_rows):
+    """kind -> checkpoint and rows, written when asked for."""
+    found = {}
+
+    def of(kind: str):
+        if kind not in found:
+            folder = tmp_path_factory.mktemp(kind)
+            if kind.startswith("qwen"):
+                found[kind] = write_checkpoint(folder, kind), picture_rows
+            else:
+                write_family(kind, folder, picture_rows)
+                found[kind] = folder, str(folder / "rows.jsonl")
+        return found[kind]
+
+    return of
+
+
+def env_of(folders, case: str, backend: str, *flags: str):
+    kind, *_ = case.split()
+    checkpoint, rows = folders(kind)
+    line = ("--advantage", "grpo", "--samples_per_prompt", "3", "--slots", "7", "--dtype", "bfloat16", "--min_new_tokens", "4")
+    return start(checkpoint, rows, *line, "--attention", backend, *CASES[case], *flags)
+
+
+def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
+    """(N,) of the same samples, by the reference back-end."""
+    env = env_of(folders, case, "sdpa")
+    targets = [[] for _ in batch.prompts]
+    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+        targets[group].append(tokens)
+    again = take(env).with_targets(targets)
+    again.sampling = batch.sampling
+    if not env.actor.model.trains_vision:
+        vlm.compute_features(env.actor.model, again)
+    return score(env.actor, again)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F811
+    """Sampled, scored and trained by the same calls; the log-probs are those of the reference back-end."""
+    env = env_of(folders, case, backend)
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
+    assert DECODING[backend] in kernels.names() and PACKED[backend] in kernels.names()
+    scored = score(env.actor, batch)
+    assert (scored - batch.logprobs).abs().mean() < 0.01
+    assert (scored - logprobs_by_sdpa(folders, case, batch)).abs().mean() < 0.02
+    batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
+    batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
+    kernels.calls.clear()
+    trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
+    metrics = ppo.update_actor(trained, batch, 1, 0.0, None, env.args)
+    assert metrics["train/actor_skipped"] == 0 and metrics["train/actor_grad_norm"] > 0
+    assert kernels.names() == {PACKED[backend]}
+    assert metrics["train/sampler_gap"] < 0.01
+
+
+def gradients(env, batch) -> dict[str, torch.Tensor]:
+    batch = replace(batch, old_logprobs=batch.logprobs, advantages=torch.linspace(-1, 1, len(batch.tokens)))
+    batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
+    weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
+    part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
+    trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
+    env.actor.train()
+    for row in vlm.packed_rows(env.actor.model, batch):
+        ppo.actor_loss(trained, row, batch, part, 0.0, env.args)[0].backward()
+    return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_are_those_of_the_reference(folders, kernels, backend):  # noqa: F811
+    """Also of the tower, whose windows are segments of the same call."""
+    case = "qwen2_5_vl trained"
+    env = env_of(folders, case, backend)
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
+    ours, theirs = gradients(env, batch), gradients(env_of(folders, case, "sdpa"), batch)
+    assert ours.keys() == theirs.keys() and any("visual" in name for name in ours)
+    difference = sum((ours[name] - theirs[name]).square().sum() for name in ours).sqrt()
+    assert difference < 0.05 * sum(g.square().sum() for g in theirs.values()).sqrt()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", ["probability", "critique"])
+def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode):  # noqa: F811
+    """Its verdicts' probabilities are a packed forward, its critiques a rollout."""
+    judge = write_checkpoint(tmp_path / "judge", "qwen2_5_vl")
+    settings = judgements.judge_settings({})
+    judgements.count_judgements(settings, [("correct", "yes", True), ("correct", "no", True)])
+    (judge / "judge.json").write_text(json.dumps(settings))
+    said = {}
+    for attention in (backend, "sdpa"):
+        env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode, "--grm_max_new_tokens",
+                     "6")
+        reward = rewards.load(env.args.reward)
+        build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
+        batch = take(env).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")])
+        batch.truncated = torch.zeros(4, dtype=torch.bool)
+        with torch.no_grad():
+            vlm.compute_features(env.actor.model, batch)
+        kernels.calls.clear()
+        reward.score(batch, env.processor)
+        said[attention] = batch.scores
+        if attention == "sdpa":
+            assert not kernels.calls
+        else:
+            assert PACKED[backend] in kernels.names() and (DECODING[backend] in kernels.names()) == (mode == "critique")
+    assert (said[backend] - said["sdpa"]).abs().max() < 0.05
+
+
+# ----------------------------------------------------------------------------- the kernels' rules
+def good(**changes) -> dict:
+    """Arguments of two segments, 3 and 2 queries over 4 and 2 keys."""
+    half = {"dtype": torch.bfloat16}
+    given = {"q": torch.ones(5, 4, 8, **half), "k": torch.ones(6, 2, 8, **half), "v": torch.ones(6, 2, 8, **half),
+             "cu_q": torch.tensor([0, 3, 5]).int(), "cu_k": torch.tensor([0, 4, 6]).int(), "max_q": 3, "max_k": 4}
+    return given | {"scale": None, "causal": True, "left": -1} | changes
+
+
+@pytest.mark.parametrize("changes, rule", [
+    ({"q": torch.ones(5, 4, 8)}, "half precision"), ({"cu_q": torch.tensor([0, 3, 5])}, "int32 bounds"),
+    ({"cu_q": torch.tensor([0, 3, 4]).int()}, "every query has a segment"), ({"max_k": 3}, "that were promised"),
+    ({"max_q": torch.tensor(3)}, "known to the host"), ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens"),
+    ({"q": torch.ones(5, 3, 8).bfloat16()}, "whole groups"), ({"q": torch.ones(5, 8, 4).bfloat16().transpose(1, 2)},
+                                                             "lies side by side")])
+def test_a_wrong_call_is_refused(changes, rule):
+    assert attend(**good()).shape == (5, 4, 8)
+    with pytest.raises(AssertionError, match=rule):
+        attend(**good(**changes))
+
+
+# ----------------------------------------------------------------------------- signatures
+# As `inspect.signature` and the operator's schema print them, less types that are no part of a call.
+VARLEN = {
+    "2.11": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)",
+    "2.13": "q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1), enable_gqa=False, "
+            "seqused_k=None, block_table=None, num_splits=None"}
+VARLEN["2.15"] = VARLEN["2.13"]
+SCHEMA = ("Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
+          "float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, SymInt? window_size_left=None, "
+          "SymInt? window_size_right=None, Tensor? seqused_k=None, Tensor? alibi_slopes=None")
+OPERATORS = {"2.11": SCHEMA, "2.13": f"{SCHEMA}, Tensor? block_table=None, int? num_splits=None"}
+OPERATORS["2.15"] = OPERATORS["2.13"]
+OPTIONS = ("softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0")
+FLASH_ATTN = {  # 2.8
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
+                              f"{OPTIONS}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None",
+    "flash_attn_with_kvcache": "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+                               f"cache_batch_idx=None, cache_leftpad=None, block_table=None, {OPTIONS}, "
+                               "rotary_interleaved=True, alibi_slopes=None, num_splits=0, return_softmax_lse=False"}
+
+
+def signature(parameters: str) -> inspect.Signature:
+    space: dict = {}
+    exec(f"def function({parameters}): pass", space)
+    return inspect.signature(space["function"])
+
+
+def of_schema(text: str) -> inspect.Signature:
+    """The signature of an operator: names without their types."""
+    return signature(re.sub(r"(?:Tensor|SymInt|float|bool|int)\?? (\w+)", r"\1", text))
+
+
+def schema_of_this_torch() -> str:
+    text = str(torch.ops.aten._flash_attention_forward.default._schema)
+    return text[text.index("(") + 1:text.index(") -> (")]
+
+
+def check(call: Call, to: inspect.Signature) -> None:
+    to.bind(*call.positional, **call.named)  # TypeError: an argument too many, too few, or of another name
+
+
+@pytest.fixture(scope="module")
+def our_calls(folders):
+    """Every form of call that a rollout and an update of a model with windows make, by both back-ends."""
+    with pytest.MonkeyPatch.context() as patch:
+        generator = kernels.__wrapped__(patch) if hasattr(kernels, "__wrapped__") else kernels._get_wrapped_function()(patch)
+        found = next(generator)
+        for backend in BACKENDS:
+            env = env_of(folders, "gemma3", backend)
+            batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
+            score(env.actor, batch)
+        next(generator, None)
+    return found.calls
+
+
+def test_our_calls_are_those_of_flash_attn(our_calls):
+    for name, parameters in FLASH_ATTN.items():
+        mine = [call for call in our_calls if call.name == name]
+        assert mine
+        for call in mine:
+            check(call, signature(parameters))
+
+
+@pytest.mark.parametrize("version", OPERATORS)
+def test_our_calls_of_the_operator_are_those_of_torch(our_calls, version):
+    mine = [call for call in our_calls if call.name == OPERATOR]
+    assert mine
+    for call in mine:
+        check(call, of_schema(OPERATORS[version]))
+
+
+@pytest.mark.parametrize("version", VARLEN)
+def test_our_calls_of_varlen_are_those_of_torch(our_calls, version):
+    """enable_gqa is given where it is known, which depends on the torch that is installed."""
+    mine = [call for call in our_calls if call.name == "varlen_attn"]
+    assert mine
+    for call in mine:
+        named = {name: kind for name, kind in call.named.items() if name != "enable_gqa" or version != "2.11"}
+        check(call._replace(named=named), signature(VARLEN[version]))
+
+
+def test_the_signatures_are_those_of_the_torch_that_is_installed(our_calls):
+    """What is stored as text says what torch says; a release that says something else is added above."""
+    installed = ".".join(torch.__version__.split(".")[:2])
+    names = [parameter.name for parameter in inspect.signature(torch_varlen.varlen_attn).parameters.values()]
+    assert schema_of_this_torch() in OPERATORS.values() and len(names) in {len(signature(x).parameters) for x in VARLEN.values()}
+    if installed in OPERATORS:
+        assert schema_of_this_torch() == OPERATORS[installed]
+        assert names[7:] == list(signature(VARLEN[installed]).parameters)[7:]
+    for call in our_calls:
+        if call.name == OPERATOR:
+            check(call, of_schema(schema_of_this_torch()))
+        if call.name == "varlen_attn":
+            check(call, inspect.signature(torch_varlen.varlen_attn))
+
+
+def test_a_call_that_torch_does_not_know_is_found():
+    call = Call("varlen_attn", (0,) * 7, {"block_table": 1})
+    check(call, signature(VARLEN["2.13"]))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
+        check(call, signature(VARLEN["2.11"]))
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        check(Call(OPERATOR, (0,) * 11, {}), of_schema(OPERATORS["2.11"]))

@@ -1,0 +1,138 @@
+"""What a decoding step would launch on a GPU, counted without one: operators that are no views, each a kernel.
+
+Where torch is built for CUDA, the step is traced on fake tensors of device cuda, which also shows that nothing in it waits
+for the device. Otherwise it runs on the CPU: the same Python, with one operator in place of each fused kernel of a GPU.
+"""
+
+import collections
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import write_checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_ppo_vl as ppo
+from common.vlm import layers, weights
+from common.vlm import model as vlm
+from common.vlm.folder import read_model_config
+
+HAS_CUDA = torch.version.cuda is not None
+DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")
+# Those that read a number of the device, or whose result has a size that only the device knows.
+WAITS = ("_local_scalar", "nonzero", "item", "unique", "masked_select", "bincount", "isin")
+SLOTS = 8
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators by name, and keeps those that would wait for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.waits = collections.Counter(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        if name.startswith("aten._flash_attention_forward"):
+            found = (torch.empty_like(args[0]), *[None] * 4)
+        else:
+            found = function(*args, **(kwargs or {}))
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
+        if any(x.device != DEVICE for x in tensors) or any(word in name for word in WAITS):
+            self.waits.append(name)
+        if not name.startswith("prim") and not function.is_view and "_unsafe_view" not in name:
+            self.count[name] += 1
+        return found
+
+
+def filled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A model on meta, with empty weights and buffers on the device."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                own = torch.zeros(parameter.shape, dtype=dtype, device=DEVICE)
+                module._parameters[name] = nn.Parameter(own, requires_grad=False)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)
+    return model
+
+
+def launches(folder, count_layers: int, **sampling) -> Launches:
+    """A second decoding step of a model with so many layers, in bfloat16 with varlen."""
+    model = weights.build_on_meta(read_model_config(folder), 64, vision=False).requires_grad_(False)
+    compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 256)
+    weights.set_up(model, compute, trains_vision=False)
+    decoder = vlm.decoder(model.eval())
+    decoder.layers = nn.ModuleList([*decoder.layers] * count_layers)[:count_layers]
+    decoder.config.num_hidden_layers = model.config.get_text_config().num_hidden_layers = count_layers
+    vocabulary = model.config.get_text_config().vocab_size
+    ppo.logprobs._id_hashes.cache_clear()                                           # fakes of another trace
+    # not inference_mode, in which casts and products are operators of several kernels
+    with (FakeTensorMode() if HAS_CUDA else nullcontext()), torch.no_grad():
+        settings = ppo.Sampling(
+            max_new_tokens=16,
+            banned=torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE),
+            stop_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+            slots=SLOTS,
+            cuda_graphs="off",
+            **sampling,
+        )
+        actor = SimpleNamespace(model=filled(model, torch.bfloat16))
+        batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
+        engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
+        cache = engine.cache
+        cache.keys, cache.values = cache.keys.contiguous(), cache.values.contiguous()  # as they lie on a GPU
+        with Launches() as found:
+            engine.step(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
+            found.count.clear(), found.waits.clear()
+            engine.step(SLOTS, engine.cache.capacity)
+    ppo.logprobs._id_hashes.cache_clear()
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled(monkeypatch):
+    """A trace cannot be; the draw of tokens counts as its many kernels."""
+    monkeypatch.setattr(ppo.logprobs, "_race", ppo.logprobs._eager_race)
+
+
+@pytest.fixture
+def kernels_of_a_gpu(monkeypatch):
+    """On a CPU, one operator for each fused kernel."""
+    if not HAS_CUDA:
+        monkeypatch.setattr(layers.F, "rms_norm", lambda x, *_: x.clone())
+        monkeypatch.setattr(ppo.logprobs, "_product", lambda a, b: (a @ b).float())
+
+
+# Projections 4, MLP 5, norms 2 (Qwen3: and 2 of queries and keys), rotary 10, keys and values 2, attention 1, sums 2.
+LAYER = {"qwen2_5_vl": 26, "qwen3_vl": 28}
+
+
+@pytest.mark.parametrize("kind", LAYER)
+def test_a_layer_of_a_decoding_step_launches_few_kernels(kind, tmp_path, kernels_of_a_gpu):
+    folder = write_checkpoint(tmp_path, kind)
+    one, two = (launches(folder, number) for number in (1, 2))
+    more = {name: count - one.count[name] for name, count in two.count.items() if count > one.count[name]}
+    assert sum(more.values()) <= LAYER[kind] <= 32, more
+
+
+def test_norms_of_transformers_would_be_found(tmp_path, monkeypatch):
+    """The same count, without our own layers."""
+    monkeypatch.setattr(weights, "use_fewer_kernels", lambda model: None)
+    folder = write_checkpoint(tmp_path, "qwen2_5_vl")
+    one, two = (launches(folder, number) for number in (1, 2))
+    assert sum(two.count.values()) - sum(one.count.values()) == LAYER["qwen2_5_vl"] - 2 + 2 * 8
+
+
+SAMPLING = {"plain": {}, "everything": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 3}, "greedy": {"greedy": True}}
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_nothing_in_a_decoding_step_waits_for_the_device(name, tmp_path, kernels_of_a_gpu):
+    """Or depends on its numbers: it could not be captured."""
+    found = launches(write_checkpoint(tmp_path, "qwen2_5_vl"), 1, **SAMPLING[name])
+    assert not found.waits

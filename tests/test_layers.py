@@ -1,0 +1,78 @@
+"""Our own norms and patch embedding against transformers', and that no model is left with another one."""
+
+import pytest
+import torch
+from conftest import write_checkpoint
+from torch import nn
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed, Qwen2_5_VLRMSNorm
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
+
+from common.vlm import layers, weights
+from common.vlm.folder import read_model_config
+
+NORMS = [Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, Gemma3RMSNorm]
+
+
+def with_gradients(module: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """The output of a module, and the gradients of its input and parameters."""
+    x = x.clone().requires_grad_()
+    out = module(x)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), (x, *module.parameters()))]
+
+
+def norms(kind, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """A norm of transformers and ours, on the same random weights."""
+    theirs, holder = kind(48, eps=1e-5), nn.Module()
+    nn.init.normal_(theirs.weight, mean=0.5)
+    holder.norm = theirs.to(dtype)
+    layers.use_fewer_kernels(holder)
+    assert isinstance(holder.norm, layers.RMSNorm) and holder.norm.weight is theirs.weight
+    return theirs, holder.norm
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_are_those_of_transformers_bit_for_bit_in_float32(kind):
+    theirs, ours = norms(kind, torch.float32)
+    x, weight = torch.randn(3, 5, 48) * 7, torch.randn(3, 5, 48)
+    for expected, found in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
+        assert torch.equal(expected, found)
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_norms_in_bfloat16_are_nearer_to_float64_than_those_of_transformers(kind):
+    """They round once instead of twice."""
+    theirs, ours = norms(kind, torch.bfloat16)
+    x, weight = torch.randn(200, 48).bfloat16() * 7, torch.randn(200, 48).bfloat16()
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    exact *= theirs.weight.double() + (1.0 if kind is Gemma3RMSNorm else 0.0)
+    before, now = ((module(x).double() - exact).norm() / exact.norm() for module in (theirs, ours))
+    assert now <= before and now < torch.finfo(torch.bfloat16).eps / 3
+    for expected, found in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
+        assert found.dtype == torch.bfloat16
+        assert (expected.float() - found.float()).norm() < 0.01 * expected.float().norm()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_patch_embedding_is_the_convolution(bias):
+    """Forward and all gradients, to rounding."""
+    theirs = Qwen2_5_VisionPatchEmbed(patch_size=14, embed_dim=64)
+    if bias:
+        theirs.proj.bias = nn.Parameter(torch.randn(64))
+    x, weight = torch.randn(30, 3 * 2 * 14 * 14), torch.randn(30, 64)
+    expected = with_gradients(theirs, x, weight)
+    holder = nn.Module()
+    holder.patch_embed = theirs
+    names = list(holder.state_dict())
+    layers.use_fewer_kernels(holder)
+    assert isinstance(theirs.proj, layers.PatchProjection) and list(holder.state_dict()) == names
+    for one, other in zip(expected, with_gradients(theirs, x, weight)):
+        assert (one - other).norm() < 1e-6 * one.norm()
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_model_that_is_built_has_them(kind, tmp_path):
+    model = weights.build_on_meta(read_model_config(write_checkpoint(tmp_path, kind)), 64)
+    found = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
+    convolutions = [type(module) for module in model.modules() if isinstance(module, nn.Conv3d)]
+    assert found == {"RMSNorm"} and convolutions == [layers.PatchProjection]

@@ -1,0 +1,69 @@
+"""A sampler that is not the policy in training is found by the value of train/sampler_gap: after the first update it stops the
+run, later it is warned of."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_training import flags, records, task  # noqa: F401
+
+import train_ppo_vl as ppo
+from common import process
+from common.vlm.attention import DecodeAttention
+
+QUIET = ("--advantage", "grpo", "--save_every", "0", "--export_every", "0")
+
+
+@pytest.fixture
+def sampler(monkeypatch):
+    """Decoding attends with its scores off by a factor."""
+    off_by, real = [1.0], DecodeAttention.__call__
+
+    def attend(step, layer, q, k, v, scale, window=None):
+        return real(step, layer, q, k, v, scale * off_by[0], window)
+
+    monkeypatch.setattr(DecodeAttention, "__call__", attend)
+    return off_by
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dtype):  # noqa: F811
+    sampler[0] = 2.5
+    limit = {"float32": "0.001", "bfloat16": "0.1"}[dtype]
+    with pytest.raises(process.UserError, match=f"step 1: train/sampler_gap 0.* is above {limit}.*--attention sdpa"):
+        ppo.main(flags(qwen25, task, tmp_path, *QUIET, "--steps", "2", "--dtype", dtype))
+    (record,) = (record for record in records(tmp_path) if "train/sampler_gap" in record)           # it is recorded first
+    assert record["step"] == 1 and record["train/sampler_gap"] > float(limit)
+
+
+@pytest.mark.parametrize("limit", ["0", "5"])
+def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):  # noqa: F811
+    sampler[0] = 2.5
+    ppo.main(flags(qwen25, task, tmp_path, *QUIET, "--steps", "2", "--sampler_gap_limit", limit))
+    assert len([record for record in records(tmp_path) if "train/sampler_gap" in record]) == 2
+    assert "sampler_gap" not in capsys.readouterr().out
+
+
+def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypatch):  # noqa: F811
+    """After --critic_warmup_steps steps without an update of the actor, the first of which is checked all the same."""
+    advance = ppo.advance
+
+    def then_off(state, *rest):
+        advance(state, *rest)
+        if state.step == 2:
+            sampler[0] = 2.5
+
+    monkeypatch.setattr(ppo, "advance", then_off)
+    line = flags(qwen25, task, tmp_path, "--save_every", "0", "--export_every", "0", "--steps", "3", "--critic_warmup_steps")
+    ppo.main([*line, "1"])
+    assert "warning: step 3: train/sampler_gap" in capsys.readouterr().out
+    with pytest.raises(process.UserError, match="step 3: train/sampler_gap"):
+        ppo.main([*line, "2", "--resume", "never", "--out", str(tmp_path / "other")])
+
+
+def test_nan_does_not_pass(qwen25, task, tmp_path):  # noqa: F811
+    args = ppo.parse_args(flags(qwen25, task, tmp_path))
+    state = SimpleNamespace(step=1, metrics={"train/sampler_gap": float("nan")})
+    actor = SimpleNamespace(model=SimpleNamespace(compute=SimpleNamespace(dtype=torch.bfloat16)))
+    with pytest.raises(process.UserError, match="sampler_gap nan is above 0.1"):
+        ppo.check_sampler(None, state, actor, 0, args)

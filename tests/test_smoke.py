@@ -1,0 +1,73 @@
+"""launch/smoke.sh: passes where everything works, fails with the reason where something does not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import ROOT
+
+import smoke
+
+
+def run_smoke(folder: Path, *flags: str) -> subprocess.CompletedProcess:
+    """The program as it is started, but for the installation."""
+    (folder / "launch").mkdir(parents=True)
+    (folder / "launch" / "smoke.sh").write_text((ROOT / "launch" / "smoke.sh").read_text())
+    (folder / "launch" / "setup.sh").write_text("# installs nothing here\n")
+    (folder / "launch" / "smoke.py").symlink_to(ROOT / "launch" / "smoke.py")
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    environment = {key: value for key, value in os.environ.items() if key not in own}
+    environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", str(folder / "launch" / "smoke.sh"), "--out", str(folder / "out"), *flags]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+
+
+def test_it_passes_here(tmp_path):
+    """One rank, two ranks that are killed and resumed, an export; a row of the table for each, and a report."""
+    done = run_smoke(tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "PASS after" in done.stdout and "FAIL" not in done.stdout
+    report = json.loads((tmp_path / "out" / "smoke.json").read_text())
+    assert [run["name"] for run in report["runs"]] == ["sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
+    assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None] and report["passed"]
+    for run in report["runs"][:3]:
+        assert run["metrics"]["train/sampler_gap"] < 1e-4 and run["metrics"]["perf/rollout_tokens_per_second"] > 0
+        assert any(line.startswith(run["name"]) and " ok " in line for line in done.stdout.splitlines())
+    assert report["machine"]["torch"] and report["machine"]["transformers"]
+    before, after = (run["metrics"]["step"] for run in report["runs"][1:3])
+    assert after > before >= 2 or after == before + 1
+
+
+def test_it_fails_with_the_reason(tmp_path):
+    done = run_smoke(tmp_path, "--min_new_tokens", "7")
+    assert done.returncode == 1 and "FAIL after" in done.stdout
+    assert "sdpa: exit code 2; see" in done.stdout and "no checkpoint was committed" in done.stdout
+    report = json.loads((tmp_path / "out" / "smoke.json").read_text())
+    assert not report["passed"] and "--min_new_tokens 7 exceeds --max_new_tokens 6" in report["runs"][0]["tail"]
+
+
+def test_what_speaks_against_a_run():
+    good = {"step": 1, "train/actor_skipped": 0, "train/sampler_gap": 0.004}
+    assert smoke.judge_steps([good], 0.05) == [] and smoke.judge_steps([], 0.05) == ["no step was recorded"]
+    assert smoke.judge_steps([good], 1e-4) == ["step 1: sampler gap 0.004, at most 0.0001 is rounding"]
+    nan = good | {"train/sampler_gap": float("nan"), "train/actor_skipped": 1.0}
+    assert len(smoke.judge_steps([nan], 0.05)) == 2
+
+
+def test_every_back_end_of_a_gpu_is_run(monkeypatch):
+    """Those that are there, with graphs and without."""
+    def choose(requested, device):
+        if requested == "flash_attn" and not installed:
+            raise ValueError("the package is not installed")
+
+    monkeypatch.setattr(smoke, "choose_backend", choose)
+    for installed, count in ((True, 4), (False, 2)):
+        runs = smoke.plan_runs(8, 8)
+        assert len(runs) == count and {ranks for _, ranks, _ in runs} == {1}
+        assert all(("on" if name.endswith("on") else "off") == flags[-1] for name, _, flags in runs)
+
+
+def test_an_export_that_does_not_load_is_said(tmp_path):
+    assert "from_pretrained" in smoke.load_export(tmp_path)["problems"][0]

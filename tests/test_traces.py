@@ -1,0 +1,91 @@
+"""The forward of an update as a GPU would run it, traced on fake tensors of device cuda, which need a build of torch for
+CUDA but no GPU: no operator has a tensor of the CPU or waits for a number of the device, and products are of bfloat16. (Not
+the backward: autograd's engine asks the driver.)
+
+    bash tests/run.sh --versions     runs this with such builds
+"""
+
+import pytest
+import torch
+from conftest import write_checkpoint
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train_ppo_vl as ppo
+from common.buffers import Row
+from common.vlm import attention as vlm_attention, weights
+from common.vlm.folder import read_model_config
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA"
+)
+DEVICE = torch.device("cuda", 0)
+# Those that read a number of the device, or whose result has a size that only the device knows.
+WAITS = ("_local_scalar", "nonzero", "item", "unique", "masked_select", "bincount", "isin")
+
+
+class Operators(TorchDispatchMode):
+    """Keeps the operators that a GPU would wait at, and the types of what matrix products give."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits, self.names, self.products = [], set(), set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        name = str(function)
+        self.names.add(name)
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs, found)) if torch.is_tensor(x)]
+        if any(x.device.type != "cuda" for x in tensors) or any(word in name for word in WAITS):
+            self.waits.append((name, [(x.device.type, tuple(x.shape)) for x in tensors]))
+        if name.startswith(("aten.mm", "aten.addmm")):
+            self.products.add(tuple(x.dtype for x in tensors[-2:]))
+        return found
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """A model on meta, with weights and buffers on the device."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                own = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=DEVICE)
+                module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
+    folder = write_checkpoint(tmp_path, kind)
+    model = weights.build_on_meta(read_model_config(folder), 64, vision=False)
+    weights.set_up(model, weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 8), trains_vision=False)
+    vocabulary = model.config.get_text_config().vocab_size
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        actor = ppo.Policy(filled(model).train(), None)
+        ids = torch.zeros(1, 40, dtype=torch.int64, device=DEVICE)
+        sampling = ppo.Sampling(
+            max_new_tokens=16,
+            banned=torch.zeros(vocabulary, dtype=torch.bool, device=DEVICE),
+            stop_ids=torch.zeros(2, dtype=torch.int64, device=DEVICE),
+            temperature=0.7,
+            min_new_tokens=3,
+        )
+        tokens = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+        row = Row(
+            input_ids=ids,
+            positions=torch.zeros(3, 1, 40, dtype=torch.int64, device=DEVICE),
+            attention=vlm_attention.PackedAttention([(0, 20, 0, 0), (20, 30, 0, 20), (30, 40, 0, 20)], "varlen", DEVICE),
+            predict=tokens,
+            targets=tokens,
+            step=tokens,
+        )
+        with Operators() as found:
+            logp, entropy, _ = actor(row, sampling, entropy=True)
+    assert not found.waits
+    assert any("varlen" in name or "_flash_attention" in name for name in found.names)
+    assert {types[0] for types in found.products} == {torch.bfloat16}  # no product of float32 by float32
+    assert logp.requires_grad and logp.shape == entropy.shape == (20,) and logp.dtype == torch.float32

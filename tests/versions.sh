@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# The fast half of the tests with the oldest torch and transformers that requirements.txt allows, and with the newest that
+# the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
+# (up to 6 GB, half an hour on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
+# import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+python="$(command -v python3.12 || command -v python3.11 || command -v python3)"
+oldest=($(sed -n 's/^\(torch\|transformers\)>=\([0-9.]*\),.*/\1==\2.0/p' requirements.txt))
+newest=(torch "$(grep '^transformers' requirements.txt)")
+others=($(grep -v '^#\|^torch\|^transformers' requirements.txt) pytest)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TOKENIZERS_PARALLELISM=false CUDA_VISIBLE_DEVICES=
+failed=0
+for which in oldest newest; do
+    place="$(mktemp -d)"
+    trap 'rm -rf "$place"' EXIT
+    declare -n wanted="$which"
+    "$python" -m venv "$place/venv"
+    "$place/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-cache-dir "${wanted[@]}" "${others[@]}"
+    "$place/venv/bin/python" -c 'import torch, transformers; print("torch", torch.__version__, "transformers", transformers.__version__)'
+    PATH="$place/venv/bin:$PATH" "$place/venv/bin/python" -m pytest -q -p no:cacheprovider tests \
+        --ignore tests/test_training.py --ignore tests/test_checkpoint.py --ignore tests/test_slurm.py || failed=1
+    rm -rf "$place"
+done
+exit $failed
