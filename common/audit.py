@@ -58,25 +58,24 @@ class Audit:
             self.other += [gap for gap, group in zip(gaps, groups) if group in partner]
 
     def blanked(self, model: nn.Module, batch: Batch, pixels: dict[int, Pixels]) -> Batch:
-        """The batch with pictures of one colour: the mean of all pixels of a prompt's own, and of each
-        picture that an environment has shown."""
-        family = self.family
-        changed = {group: (family.blank(patches), grids) for group, (patches, grids) in pixels.items()}
+        """The batch with pictures of one colour: the mean of all pixels of a prompt's own, and of
+        each picture that an environment has shown."""
+        blank = self.family.blank
+        changed = {group: (blank(patches), grids) for group, (patches, grids) in pixels.items()}
         conversations = []
-        done: set[int] = set()
-        for group, said in zip(batch.group.tolist(), batch.conversations):
+        for i, said in enumerate(batch.conversations):
+            group = int(batch.group[i])
             if batch.owners[group] == dist.get_rank() and said.pictures:
-                blanks = [family.patches(in_one_colour(picture)) for picture in said.pictures]
-                have = len(pixels[group][1]) if group in pixels else 0
+                found = [self.family.patches(in_one_colour(picture)) for picture in said.pictures]
                 # those of a first observation that all samples of the prompt share
+                have = len(pixels[group][1]) if group in pixels else 0
                 in_prompt = len(batch.prompts[group].grids) - have
-                if in_prompt and group not in done:
-                    done.add(group)
-                    patches, grids = zip(*blanks[:in_prompt])
-                    shared = torch.cat(patches), torch.tensor(grids)
+                if in_prompt and batch.number[i] == 0:
+                    patches, grids = zip(*found[:in_prompt])
                     before = [changed[group]] if group in pixels else []
-                    changed[group] = tuple(map(torch.cat, zip(*before, shared)))
-                said = with_pictures(model, said, [patches for patches, _ in blanks[in_prompt:]])
+                    parts = [*before, (torch.cat(patches), torch.tensor(grids))]
+                    changed[group] = tuple(map(torch.cat, zip(*parts)))
+                said = with_pictures(model, said, [patches for patches, _ in found[in_prompt:]])
             conversations.append(said)
         result = replace(batch, patches=changed, features={}, conversations=conversations)
         if not model.trains_vision:

@@ -11,7 +11,6 @@ its tokens, and of its cache only what the reply overwrites.
 
 import functools
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any, Iterable, NamedTuple
 
 import torch
@@ -49,8 +48,8 @@ class Talk:
     call: Call | None = None  # while it thinks
     opening: Reply | None = None  # a first observation that comes after the prompt
     response: Response | None = None  # the own tokens of all finished turns
+    # of each reply: own tokens before it, ids (E,), positions (3, E) from the prompt's end
     pieces: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
-    # (own tokens before it, ids (E,), positions (3, E) from the prompt's end) of each reply
     given: int = 0  # tokens of the prompt and of all replies
     origin: int = 0  # rotary position after the prompt
     following: int = 0  # rotary position of the turn's first token
@@ -141,23 +140,20 @@ class Dialogue:
             for talk in talks:
                 talk.opening = None
             return {"parts": first.parts, "grids": first.grids}
-        whole = {}  # token ids with the observation
+        whole = []  # the prompt of each sample with its own observation
         cut = len(row.input_ids)
         for talk in talks:
             opening = talk.opening or Reply(parts=[])
             _, ids, _ = self.encode_opening(row, opening)
-            whole[id(talk)] = ids, row.grids + opening.grids
+            whole.append(Reply([], grids=row.grids + opening.grids, input_ids=ids))
             cut = min(cut, common_prefix(row.input_ids, ids))
         image_ids = self.model.family.visual_token_ids()
         if int(torch.isin(row.input_ids[:cut], image_ids).sum()) != row.image_tokens:
             raise ValueError(f"{row.source}: the template puts the observation before a picture")
-        for talk in talks:
-            ids, grids = whole[id(talk)]
-            positions = vlm.prompt_positions(
-                self.model, SimpleNamespace(input_ids=ids, grids=grids)
-            )
+        for talk, begin in zip(talks, whole):
+            positions = vlm.prompt_positions(self.model, begin)  # (3, P)
             talk.opening = talk.opening or Reply(parts=[])
-            talk.opening.input_ids = ids[cut:]
+            talk.opening.input_ids = begin.input_ids[cut:]
             talk.opening.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
         return {"cut": cut}
 
@@ -199,9 +195,7 @@ class Dialogue:
             )
             if group in self.shared_patches:
                 patches[group] = self.shared_patches[group]
-        return replace(
-            batch, prompts=prompts, patches=patches, features=features, positions={}
-        )
+        return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
     @property
     def extra_tokens(self) -> int:
@@ -245,7 +239,7 @@ class Dialogue:
             return None, reward
         reply = self.read(talk, said)
         reply.input_ids = replies.encode_reply(self.processor, reply, talk.said.role, by_string)
-        reply.positions = replies.reply_positions(self.model, reply)
+        reply.positions = vlm.prompt_positions(self.model, reply)
         return reply, reward
 
     def listen(self, engine, results: dict[Key, Response]) -> None:
@@ -360,9 +354,7 @@ class Dialogue:
         engine.sample(hidden[last.to(hidden.device)], columns[0])
         engine.count_done[columns[0]] += 1
 
-    def add_reply(
-        self, talk: Talk, slot: int, reply: Reply, features: Tensor | None
-    ) -> Resumed:
+    def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
         """Add a reply to a conversation; returns what has to be prefilled."""
         own = len(talk.response.tokens) if talk.response else 0
         start = talk.following + own - talk.begun  # rotary position of the reply

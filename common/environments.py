@@ -62,9 +62,7 @@ class Environments:
         """That of a row; None: its label has none, and its samples have one turn."""
         return self.by_label.get(row.label or "", self.by_label.get("*"))
 
-    def check_rows(
-        self, rows: list[Prompt], rewarded: list[Prompt], processor: Processor
-    ) -> None:
+    def check_rows(self, rows: list[Prompt], rewarded: list[Prompt], processor: Processor) -> None:
         """Raises UserError: a row whose environment cannot speak in the checkpoint's template, or
         one of the ``rewarded`` rows that has none."""
         for row in rewarded:
@@ -270,11 +268,6 @@ class Workers:
             left = first - time.monotonic()
             # a call that no thread has taken yet has no deadline: look again soon
             self.news.wait(min(max(left, 0.0), 1.0) + 0.001)
-
-    def wait_for_all(self, calls: list[Call]) -> None:
-        """Until all of the calls have ended."""
-        for call in calls:
-            self.wait([call])
 
     def close(self) -> None:
         """Let the threads end once they are done."""

@@ -213,7 +213,8 @@ class RewardMix:
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
             if source.kind == "env":
-                shares = torch.zeros(size, dtype=torch.float64).index_copy(0, torch.tensor(used), own)
+                shares = torch.zeros_like(unscored)  # (S,)
+                shares[used] = own
                 batch.early_scores = shares.repeat_interleave(batch.lengths) * batch.turn_rewards
         if self.combiner is not None:
             # which part of them was earned early, such a function does not say

@@ -117,8 +117,8 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
-        "verdict), env (what --env gives), file.py:function, grm:FOLDER (generative judge), rm:FOLDER "
-        "(scalar reward model), or a server: http://host:port/path",
+        "verdict), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
+        "rm:FOLDER (scalar reward model), or a server: http://host:port/path",
     )
     reward_recipe: str = flag(
         "",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, computing, start, take, with_flags
+from conftest import ROOT, computing, start, take
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
@@ -26,7 +26,6 @@ from common import dialogue, environments, graphs, judge as judgements, losses, 
 from common.environments import Workers
 from common.vlm import replies
 from common.vlm.data import Processor
-from common.vlm.model import image_features
 
 PROGRAMS = ROOT / "tests" / "talkers.py"
 

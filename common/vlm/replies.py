@@ -27,7 +27,7 @@ from common.conversations import Part
 from common.vlm.attention import PackedAttention, SlotCache
 from common.vlm.data import Processor
 from common.vlm.images import as_rgb
-from common.vlm.model import image_features, prompt_positions
+from common.vlm.model import image_features
 from common.vlm.rows import Prompt
 
 SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
@@ -209,18 +209,12 @@ def reply_row(
     kept = tuple(torch.cat(parts).to(compute.device) for parts in (kept_slots, kept_places))
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
+    image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
     shown = [part for part in features if part is not None]
     return Row(
         input_ids=ids[None].to(compute.device),
         positions=positions[:, None].to(compute.device),
-        image_rows=torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0].to(compute.device),
+        image_rows=image_rows.to(compute.device),
         features=torch.cat(shown, dim=1).to(compute.device) if shown else None,
-        attention=PackedAttention(
-            segments, compute.backend, compute.device, cache, plan, kept
-        ),
+        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
     )
-
-
-def reply_positions(model: nn.Module, reply: Reply) -> Tensor:
-    """(3, E) rotary positions of a reply by the model's own rule, from its first token on."""
-    return prompt_positions(model, reply)
