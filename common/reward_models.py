@@ -33,7 +33,15 @@ from common.settings import DataArgs, RewardArgs
 from common.transcripts import PICTURE, picture_sizes
 from common.vlm.data import Processor, Prompt, PromptLoader, load_pixels
 from common.vlm.model import compute_features
-from common.vlm.rows import PLACES, Asked, kind_of, make_prompt, media_grid, question_text
+from common.vlm.rows import (
+    PLACES,
+    Asked,
+    check_media,
+    kind_of,
+    make_prompt,
+    media_grid,
+    question_text,
+)
 
 
 def without_markup(text: str, processor: Processor) -> str:
@@ -226,6 +234,7 @@ class Judge(RewardModel):
             row = batch.prompts[group]
             with self.about(row):
                 if group not in grids:
+                    check_media(self.processor, row.images)
                     family = self.processor.family
                     grids[group] = tuple(media_grid(family, item) for item in row.images)
                 ask, more = self.question(row, text, order), ()
