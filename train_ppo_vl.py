@@ -27,6 +27,7 @@ import functools
 import json
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, NamedTuple
 
@@ -46,11 +47,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
+    envs = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
-    reward.check_rows(rows.train + rows.held_out)
+    check_rows(rows, reward, envs)
     models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
     models |= build_reward_models(args, reward, rows, models["actor"])
     fit_memory(args, models, rows, ranks)
@@ -67,7 +69,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return checkpoints.export_now(trained["actor"], rows.processor)
     fsdp.put_away(trained)
     log = open_log(args, rows, state.step)
-    sampling = Sampling.of(args, rows.processor, ranks.device)
+    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environments=envs)
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
@@ -81,8 +83,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stopping and step < last:
                 break
             if evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                metrics, records = evaluate(trained["actor"], reward, rows, sampling, args)
-                report_evaluation(log, metrics, records, state, args)
+                metrics, *answers = evaluate(trained["actor"], reward, rows, sampling, args)
+                report_evaluation(log, metrics, *answers, state)
                 checkpoints.check_quality(metrics)
             checkpoints.export_if_due(step, last, trained["actor"], rows.processor)
             if step == last or args.run.eval_only:
@@ -265,6 +267,12 @@ class RolloutArgs:
         choices=("auto", "on", "off"),
         neutral=True,
     )
+    vision_audit: bool = flag(
+        True,
+        "score the answers of evaluations with blank pictures too, and with those of another row "
+        "(eval/vision_gap_*): two packed forwards",
+        neutral=True,
+    )
     eval_samples: int = flag(
         1,
         "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
@@ -431,6 +439,7 @@ class Args:
     data: settings.DataArgs
     rows: RowArgs
     rollout: RolloutArgs
+    env: settings.EnvArgs
     reward: settings.RewardArgs
     algorithm: AlgorithmArgs
     update: UpdateArgs
@@ -443,9 +452,15 @@ class Args:
         return self.data.prompts_per_step // self.rollout.rollouts_per_step
 
     @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response with the longest replies of an environment."""
+        replies = self.env.max_reply_tokens if self.env.env else 0
+        return self.rollout.max_new_tokens + replies
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest prompt with the longest response."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        return self.data.max_prompt_tokens + self.longest_response
 
     @property
     def whiten(self) -> bool:
@@ -506,7 +521,8 @@ def check_args(args: Args) -> None:
     refuse(
         pack < args.longest,
         f"--max_tokens_per_pack {pack} must hold one prompt and one response: "
-        f"--max_prompt_tokens + --max_new_tokens = {args.longest}",
+        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if args.env.env else ''} = "
+        f"{args.longest}",
     )
     refuse(
         args.rows.row_kind != "prompts" and args.rows.system_prompt,
@@ -626,12 +642,15 @@ from common import distributed  # before torch: it limits the threads of this pr
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from PIL import Image
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
+    audit,
     budget,
     checkpoint,
+    environments,
     fsdp,
     graphs,
     judge,
@@ -641,8 +660,10 @@ from common import (
     memory,
     reward_models,
     rewards,
+    transcripts,
 )
 from common.buffers import Batch, Row
+from common.dialogue import Dialogue, Response
 from common.records import sample_pictures, sample_records, summarise
 from common.vlm import attention, data, self_check, weights
 from common.vlm import model as vlm
@@ -702,6 +723,27 @@ def load_rows(args: Args) -> Rows:
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
+
+
+def check_rows(
+    rows: Rows, reward: rewards.RewardMix, envs: environments.Environments | None
+) -> None:
+    """Raises UserError: rows that cannot be scored, or whose environment cannot speak."""
+    everything = rows.train + rows.held_out
+    reward.check_rows(everything)
+    kinds = {source.kind for source in reward.sources}
+    if envs is None and "env" in kinds:
+        raise UserError("--reward env: rewards of an environment need one: --env file.py:Class")
+    if envs is not None and "rm" in kinds:
+        raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
+    if envs is not None and attention.linear_layers(rows.processor.config.get_text_config()):
+        raise UserError(
+            f"--env: {rows.processor.config.model_type} has layers of linear attention, whose states "
+            "cannot wait for an environment yet; choose a model with attention in every layer"
+        )
+    if envs is not None:
+        rewarded = [row for row in everything if reward.asks("env", row.label)]
+        envs.check_rows(everything, rewarded, rows.processor)
 
 
 def load_text(args: Args, processor: data.Processor) -> TextRows | None:
@@ -803,6 +845,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
         listed[name] = weights.absolute_model(listed[name])
     listed["data"] = data.absolute_datasets(args.data.data)
     listed["eval_data"] = data.absolute_datasets(args.data.eval_data)
+    listed["env"] = environments.absolute_env(args.env.env)
     for name in ("ptx_data", "image_root"):
         listed[name] = flags.absolute(listed[name])
     return listed | rewards.absolute_sources(args.reward)
@@ -829,6 +872,7 @@ class Sampling:
     seed: int = 0
     stream: int = TRAIN
     greedy: bool = False
+    environments: Any = None  # what answers the policy; None: nothing, responses have one turn
     slots: int = 0  # how many sequences decode together; 0: as many as fit
     cuda_graphs: str = "auto"
 
@@ -972,10 +1016,13 @@ def memory_plan(
     """What the memory of a GPU depends on."""
     algorithm, rollout = args.algorithm, args.rollout
     prompts = -(-args.prompts_per_rollout // ranks)
+    longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
+    if args.env.env:  # a first observation may fill the prompt
+        longest = args.data.max_prompt_tokens
     demand = budget.Demand(
         shards=args.run.hsdp or ranks,
-        longest=max(len(row.input_ids) for row in rows.train + rows.held_out),
-        max_new_tokens=rollout.max_new_tokens,
+        longest=longest,
+        max_new_tokens=args.longest_response,
         sequences=prompts * max(rollout.samples_per_prompt, rollout.eval_samples),
         slots=rollout.slots,
         offload=args.update.offload,
@@ -1217,7 +1264,7 @@ def collect(
         fillers = (without + batch.dropped)[:missing]  # prompts that have no samples come last
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.group]  # (S,)
-    metrics["rollout/total_length"] = float((prompt_lengths + batch.lengths).double().mean())
+    metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
     return batch, metrics
 
 
@@ -1254,11 +1301,22 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     The actor is unsharded once; then no collective runs, so ranks may finish at different times.
     """
     actor.eval()
-    own = batch.own_groups()
+    own, dialogue = batch.own_groups(), None
+    if sampling.environments is not None:
+        dialogue = Dialogue(
+            sampling.environments,
+            actor.model,
+            actor.processor,
+            sampling.max_new_tokens,
+            seed=(sampling.seed, sampling.stream),
+        )
+        batch = dialogue.open(batch, own, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt)
-        with torch.inference_mode(), fsdp.bare_forwards(vlm.decoder(actor.model)):
+        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt, dialogue)
+        failing = nullcontext() if dialogue is None else distributed.raise_on_all_ranks("--env ")
+        bare = fsdp.bare_forwards(vlm.decoder(actor.model))
+        with failing, torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # its slots and graphs
     memory.release()
@@ -1270,6 +1328,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     local.logprobs = torch.cat([torch.zeros(0), *(response.logprobs for response in found)])
     local.truncated = torch.tensor([response.truncated for response in found], dtype=torch.bool)
     local.sampling = sampling
+    if dialogue is not None:
+        dialogue.fill(local, [(group, k) for group in own for k in range(samples_per_prompt)])
     return local.gathered()
 
 
@@ -1300,6 +1360,11 @@ def score_tokens(
     fsdp.rest_after_scoring(module)
     dist.all_reduce(result)
     return result if outputs > 1 else result[0]
+
+
+def score_sampled(policy: Policy, batch: Batch) -> Tensor:
+    """(N,) log-probs of samples as they were drawn."""
+    return score_tokens(policy, batch, lambda row: policy(row, batch.sampling))
 
 
 def score_plainly(policy: Policy, batch: Batch) -> Tensor:
@@ -1369,6 +1434,14 @@ def shape_scores(scores: Tensor, lengths: Tensor, state: TrainState, args: Args)
     return scores
 
 
+def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
+    """(N,) what was earned at the end of a turn, on the scale of `shape_scores`; the last token
+    earns whatever is left of the score."""
+    if batch.early_scores is None or not args.algorithm.reward_norm:
+        return batch.early_scores
+    return batch.early_scores / losses.deviation(state.moments)
+
+
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
     """Fill advantages and returns, the whole step at once, the same on every rank. Returns the
     rollout's metrics."""
@@ -1381,6 +1454,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
         kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         group=batch.group,
+        early=early_scores(batch, state, args),
         values=batch.values,
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
@@ -1432,6 +1506,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
         metrics["train/explained_variance"] = losses.explained_variance(batch.values, batch.returns)
+    labels = [batch.prompts[group].label for group in batch.group.tolist()]
+    metrics |= transcripts.conversation_metrics(batch.conversations, labels, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1537,7 +1613,7 @@ def update_actor(
                 stats.append(backward_text(actor, text, text_batch, args))
             if updates:  # after an update the policy is no longer the one that sampled
                 stats = [
-                    {name: value for name, value in row.items() if name != "sampler_gap"}
+                    {name: value for name, value in row.items() if not name.startswith("sampler_")}
                     for row in stats
                 ]
             norm, applied = trained.update(step)
@@ -1546,7 +1622,10 @@ def update_actor(
     metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
-    return sums.reduce() | metrics
+    metrics |= sums.reduce()
+    if "train/sampler_kl" in metrics:
+        metrics["rollout/train_kl"] = metrics.pop("train/sampler_kl")
+    return metrics
 
 
 def actor_loss(
@@ -1578,7 +1657,9 @@ def actor_loss(
     stats["ratio_max"] = logging.Largest(losses.largest_ratio(ratios, found))
     stats["policy_loss"] = loss.detach()
     stats["entropy"] = logging.Mean(entropy.detach().sum(), tokens)
-    stats["sampler_gap"] = logging.Mean((logp.detach() - sampled).abs().sum(), tokens)
+    apart = logp.detach() - sampled  # (T,) 0 but for rounding, before a step's first update
+    stats["sampler_gap"] = logging.Mean(apart.abs().sum(), tokens)
+    stats["sampler_kl"] = logging.Mean((apart.expm1() - apart).sum(), tokens)  # k3
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
@@ -1713,32 +1794,53 @@ def evaluation_due(step: int, args: Args, rows: Rows) -> bool:
 
 def evaluate(
     trained: fsdp.Trained, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
-) -> tuple[dict[str, float], list[dict]]:
-    """Answer every held-out prompt, spread over the ranks. Returns metrics, and a record of each
-    answer. With --ema_beta the averaged weights answer."""
+) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
+    """Answer every held-out prompt, spread over the ranks. Returns metrics, a record of each answer
+    and, on rank 0, pictures of the first. With --ema_beta the averaged weights answer."""
     actor, count = trained.module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
+    pictures: list[Image.Image] = []
+    conversations, labels, seen = [], [], audit.Audit(actor.processor.family)
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
-            batch = rollout(actor, loader.take(least=0), sampling, count)
+            prompts = loader.take(least=0)
+            pixels = dict(prompts.patches)
+            batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
-            records += sample_records(batch, actor.processor)
+            if args.rollout.vision_audit:
+                seen.add(actor.model, batch, pixels, functools.partial(score_sampled, actor))
+            found = sample_records(batch, actor.processor)
+            picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
+            pictures += shown_samples(batch, found, picks)
+            records += found
+            conversations += batch.conversations
+            labels += [batch.prompts[group].label for group in batch.group.tolist()]
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
+    metrics |= transcripts.conversation_metrics(conversations, labels, "eval") | seen.metrics()
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
-    return metrics | {"eval/seconds": time.perf_counter() - started}, records
+    return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
+
+
+def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
+    """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
+    any."""
+    shown = transcripts.gather_pictures(batch, picks)
+    if not distributed.is_main():
+        return []
+    return sample_pictures([records[i] for i in picks], shown)
 
 
 def report_evaluation(
     log: logging.RunLogger,
     metrics: dict[str, float],
     records: list[dict],
+    pictures: list[Image.Image],
     state: TrainState,
-    args: Args,
 ) -> None:
     """Record an evaluation: metrics, one line, and the answers."""
     metrics |= {
@@ -1747,8 +1849,10 @@ def report_evaluation(
         "eval/train_step": state.step,
     }
     state.metrics |= metrics
-    pictures = sample_pictures(records[: args.run.log_samples]) if distributed.is_main() else []
     log.samples(state.step, records, pictures, stem="eval")
+    doubt = audit.warning(metrics) if state.step == 0 else ""
+    if doubt:
+        log.line(f"warning: {doubt}")
     log.evaluation(state.step, metrics)  # last: without this record a resumed run evaluates again
 
 
@@ -1846,15 +1950,19 @@ def report(
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.optim.steps):
+        # pictures of different prompts
+        picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
             records = sample_records(batch, reward.processor)
-        different = records[:: args.rollout.samples_per_prompt]  # pictures of different prompts
-        log.samples(step, records, sample_pictures(different[: args.run.log_samples]))
+        log.samples(step, records, shown_samples(batch, records, picks))
     shown = {name: f"{metrics[key]:.3f}" for name, key in SHOWN.items() if key in metrics}
     log.step(step, metrics | checkpoints.metrics(), shown)
     for record in records[:1]:
         said = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
         log.line(f"  {said}  reward {record['reward']:.3f}")
+    failed = [said.error for said in batch.conversations if said.error]
+    if failed:
+        log.line(f"warning: step {step}: {len(failed)} environments failed, the first: {failed[0]}")
     largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
     if largest > 10:
         log.line(
@@ -1906,7 +2014,7 @@ def performance(
         length for group, length in enumerate(batch.prompt_lengths) if group not in batch.dropped
     ]
     response = len(batch.tokens)
-    both = response + sum(prompts)
+    both = int(batch.sizes.sum()) + sum(prompts)
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
     critic_passes = args.update.epochs if critic is not None else 0
@@ -1927,14 +2035,6 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 
 
-class Response(NamedTuple):
-    """One finished sample."""
-
-    tokens: Tensor  # (n,)
-    logprobs: Tensor  # (n,)
-    truncated: bool  # ended by the token limit
-
-
 class RolloutEngine:
     """Continuous batching over KV slots, with the model's own layers.
 
@@ -1952,15 +2052,18 @@ class RolloutEngine:
         sampling: Sampling,
         groups: list[int],
         samples_per_prompt: int,
+        dialogue: Dialogue | None = None,
     ):
         self.actor, self.batch, self.sampling = actor, batch, sampling
-        self.groups, self.count = groups, samples_per_prompt
+        self.groups, self.count, self.dialogue = groups, samples_per_prompt, dialogue
         self.compute = actor.model.compute
         device = self.compute.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
         longest = max((batch.prompt_lengths[g] for g in groups), default=1)
         capacity = longest + sampling.max_new_tokens
+        if dialogue is not None:
+            capacity += dialogue.extra_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * samples_per_prompt))
         self.cache = attention.SlotCache(
             actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
@@ -1993,6 +2096,7 @@ class RolloutEngine:
         self.owner: list[tuple[int, int] | None] = [None] * slots
         self.stored = [0] * slots  # upper bound of the cached tokens
         self.searched = [0] * slots  # tokens already searched for stop strings
+        self.begun = [0] * slots  # response tokens before this turn
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
@@ -2015,21 +2119,31 @@ class RolloutEngine:
             for first in range(0, self.count, self.cache.slots):
                 waiting.append((group, range(first, min(first + self.cache.slots, self.count))))
         results: dict[tuple[int, int], Response] = {}
-        bar = logging.progress(range(len(self.groups) * self.count), "own samples")
+        self.bar = logging.progress(range(len(self.groups) * self.count), "own samples")
         while waiting or any(self.owner):
-            bar.update(len(results) - bar.n)
+            self.bar.update(len(results) - self.bar.n)
             while self.admit(waiting):
                 pass
             self.harvest(results)  # one-token responses end with the prefill
+            if self.dialogue is not None:
+                self.dialogue.listen(self, results)
             active = [slot for slot, owner in enumerate(self.owner) if owner]
             if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
                 active = self.compact(active)
+            active = [slot for slot in active if self.speaks(slot)]
             if active:
                 for _ in range(self.poll):
                     self.decode(max(active) + 1)
                 self.harvest(results)
-        bar.close()
+        self.bar.close()
+        if self.dialogue is not None:
+            self.dialogue.finish()
         return results
+
+    def speaks(self, slot: int) -> bool:
+        """Whether a slot has a sample, and that does not wait for its environment."""
+        owner = self.owner[slot]
+        return owner is not None and not (self.dialogue and self.dialogue.is_waiting(owner))
 
     def admit(self, waiting: deque) -> bool:
         """Prefill as many waiting prompts as the free slots and a packed row hold. Returns whether
@@ -2067,20 +2181,26 @@ class RolloutEngine:
                 state.append((slot, length, following, batch.draws[group], number))
                 self.owner[slot] = group, number
                 self.stored[slot] = length
-                self.searched[slot] = 0
+                self.searched[slot] = self.begun[slot] = 0
             size += length
         plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
         row = vlm.prompt_row(model, batch, [group for group, _ in members], self.cache, plan)
         hidden = vlm.hidden_states(model, row)  # (L, H)
 
         slot, length, following, draw, number = torch.tensor(state, device=device).T  # (b,) each
-        self.length[slot], self.rope[slot], self.count_done[slot] = length, following, 0
-        self.done[slot] = False
+        self.restart(slot, length, following, 0)
         self.keys[slot] = logprobs.sequence_keys(
             self.sampling.seed, self.sampling.stream, draw, number
         )
         self.sample(hidden[last_rows], slot)
         self.count_done[slot] = 1
+        if self.dialogue is not None:
+            self.dialogue.begin(self, state)
+
+    def restart(self, slot: Tensor, length: Tensor, following: Tensor, own: Tensor | int) -> None:
+        """Let slots (b,) sample their token number ``own``, after so many cached tokens."""
+        self.length[slot], self.rope[slot], self.count_done[slot] = length, following, own
+        self.done[slot] = False
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Finished slots compute too, but what they
@@ -2133,7 +2253,7 @@ class RolloutEngine:
     def harvest(self, results: dict[tuple[int, int], Response]) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the
         device."""
-        active = [slot for slot, owner in enumerate(self.owner) if owner]
+        active = [slot for slot in range(len(self.owner)) if self.speaks(slot)]
         done = self.done.tolist() if active else []
         ready = [slot for slot in active if done[slot] or self.sampling.stop_strings]
         if not ready:
@@ -2149,11 +2269,19 @@ class RolloutEngine:
                 continue
             n = end or counts[k]
             truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
-            results[self.owner[slot]] = Response(
-                tokens[k, :n].clone(), logps[k, :n].clone(), truncated
-            )
-            self.owner[slot], self.stored[slot] = None, 0
+            response = Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
+            owner = self.owner[slot]
+            if self.dialogue and self.dialogue.end_turn(owner, response, by_string=end is not None):
+                self.done[slot] = True
+                continue
+            results[owner] = response
             freed.append(slot)
+        self.release(freed)
+
+    def release(self, freed: list[int]) -> None:
+        """Free the slots of finished samples."""
+        for slot in freed:
+            self.owner[slot], self.stored[slot] = None, 0
         self.done[freed] = True
         # a free slot still decodes; with length 0 it does not read its old sequence
         self.length[freed] = 0
@@ -2166,7 +2294,7 @@ class RolloutEngine:
             return None
         # tokens that surely hold a stop string: each holds at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
-        first = max(0, self.searched[slot] + 1 - window)
+        first = max(self.begun[slot], self.searched[slot] + 1 - window)
         recent = tokens[first:].tolist()  # not all of them at every look
         if self.shows_stop_string(recent):
             for n in range(self.searched[slot] + 1, len(tokens) + 1):
@@ -2194,7 +2322,7 @@ class RolloutEngine:
             for s, t in zip(source, target):
                 self.owner[t], self.owner[s] = self.owner[s], None
                 self.stored[t] = self.stored[s]
-                self.searched[t] = self.searched[s]
+                self.searched[t], self.begun[t] = self.searched[s], self.begun[s]
             self.done[source] = True
         return list(range(len(active)))
 

@@ -9,6 +9,10 @@ Shape legend: G prompts, S samples, N response tokens of all samples, L tokens o
 response tokens of a row, I images, M image tokens, P prompt tokens. Pictures and their features
 stay on the rank that decoded them; they move only in `exchange_features`. Nothing here knows about
 losses or models.
+
+With an environment, a response is a stream: the policy's own tokens, with the environment's replies
+between them, R tokens of all samples. All tensors (N,) are about own tokens alone; only the layout
+of rows sees the replies.
 """
 
 import functools
@@ -24,6 +28,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common import conversations
+from common.conversations import Conversation
 from common.distributed import gather_ragged
 
 Block = tuple[int, tuple[int, ...]]  # (index of a prompt, indices of its samples)
@@ -70,8 +76,18 @@ class Batch:
     logprobs: Tensor | None = None  # (N,) as recorded when the tokens were sampled
     sampling: Any = None  # how they were drawn; training uses the same
 
+    # Conversations with environments, where there are any.
+    spans: Tensor | None = None  # (S,) tokens of a sample's stream
+    stream: Tensor | None = None  # (R,) the streams, one after the other
+    is_own: Tensor | None = None  # (R,) bool: a token of the policy
+    places: Tensor | None = None  # (R, 3) rotary positions, counted from the prompt's end
+    turn_rewards: Tensor | None = None  # (N,) the environment's, at the last own token of a turn
+    conversations: list[Conversation] = field(default_factory=list)  # (S,)
+
     # Rewards.
     scores: Tensor | None = None  # (S,) reward before KL and shaping
+    # (N,) the part of the scores that was earned at the end of a turn, where it stands
+    early_scores: Tensor | None = None
     greedy_scores: Tensor | None = None  # (S,) of the prompt's greedy response (remax)
     greedy_lengths: Tensor | None = None  # (S,) and its number of tokens
     # (S,) each; NaN: the sample has none
@@ -97,6 +113,27 @@ class Batch:
     def offsets(self) -> Tensor:
         """(S + 1,) where each sample starts in the flat tensors."""
         return torch.cat([_integers().new_zeros(1), self.lengths.cumsum(0)])
+
+    @property
+    def sizes(self) -> Tensor:
+        """(S,) tokens that each sample takes in a packed row."""
+        return self.lengths if self.spans is None else self.spans
+
+    @functools.cached_property
+    def stream_offsets(self) -> Tensor:
+        """(S,) where each sample's stream starts."""
+        return self.spans.cumsum(0) - self.spans
+
+    def in_row(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the samples ``order`` put into a row: token ids (R,), rotary positions counted from
+        the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
+        lengths = self.lengths[order]
+        if self.spans is None:
+            flat = ragged_index(self.offsets[order], lengths)
+            step = flat - self.offsets[order].repeat_interleave(lengths)
+            return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
+        rows = ragged_index(self.stream_offsets[order], self.spans[order])
+        return self.stream[rows], self.places[rows], self.is_own[rows]
 
     @functools.cached_property  # read for every prompt of thousands
     def prompt_lengths(self) -> list[int]:
@@ -151,18 +188,26 @@ class Batch:
             name: torch.cat(gather_ragged(value)) for name, value in tensor_fields(self).items()
         }
         joined = replace(self, **samples)
+        if self.spans is not None:
+            joined.conversations = conversations.gather(self.conversations)
         order = np.lexsort((joined.number.numpy(), joined.group.numpy()))
         return joined.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
         """The samples ``order`` (k,), in that order, with all prompts."""
+        chosen: dict[str, Any] = {}
         rows = ragged_index(self.offsets[order], self.lengths[order])  # (tokens,)
-        chosen = {}
+        picks = dict.fromkeys(PER_TOKEN, rows)
+        if self.spans is not None:
+            stream = ragged_index(self.stream_offsets[order], self.spans[order])
+            picks |= dict.fromkeys(PER_STREAM_TOKEN, stream)
         for name, value in tensor_fields(self).items():
-            chosen[name] = value[rows if name in PER_TOKEN else order]
+            chosen[name] = value[picks.get(name, order)]
+        for name in PER_SAMPLE:
+            values = getattr(self, name)
+            chosen[name] = [values[i] for i in order.tolist()] if values else []
         components = {name: values[order] for name, values in self.components.items()}
-        judgements = [self.judgements[i] for i in order.tolist()] if self.judgements else []
-        return replace(self, **chosen, components=components, judgements=judgements)
+        return replace(self, **chosen, components=components)
 
     def select_prompts(self, groups: list[int]) -> "Batch":
         """The prompts ``groups``, ascending, with their samples."""
@@ -189,7 +234,7 @@ class Batch:
         joined: dict[str, Any] = {"sampling": parts[0].sampling}
         for name in tensor_fields(parts[0]):
             joined[name] = torch.cat([getattr(part, name) for part in shifted])
-        for name in ("prompts", "draws", "owners", "dropped", "judgements"):
+        for name in ("prompts", "draws", "owners", "dropped", *PER_SAMPLE):
             joined[name] = [value for part in shifted for value in getattr(part, name)]
         for name in ("patches", "features", "positions"):
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
@@ -227,7 +272,11 @@ PER_TOKEN = (
     "advantages",
     "returns",
     "in_policy_loss",
+    "turn_rewards",
+    "early_scores",
 )
+PER_STREAM_TOKEN = ("stream", "is_own", "places")
+PER_SAMPLE = ("judgements", "conversations")  # lists
 
 
 def tensor_fields(record) -> dict[str, Tensor]:
@@ -250,7 +299,7 @@ def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def exchange_features(
     features: dict[int, Tensor],
-    owners: list[int],
+    owners: dict[int, int],
     needed: list[set[int]],
     shapes: dict[int, tuple[int, ...]],
     dtype: torch.dtype,
@@ -258,7 +307,8 @@ def exchange_features(
     """Fetch the image features that this rank needs and another rank computed.
 
     Args:
-        features: this rank's own, prompt index -> (K, M, H) CPU tensor.
+        features: this rank's own, prompt index -> (K, M, H) CPU tensor. The pictures that an
+            environment showed in sample i have the index ``of_sample(i)``.
         owners: the rank that computed each prompt's features.
         needed: for every rank the prompts whose features it will use (the same list on all ranks).
         shapes: the shape of every prompt's features; prompts without images are absent.
@@ -288,7 +338,12 @@ def exchange_features(
     return result
 
 
-def _moving(prompts: list[int], owners: list[int], source: int, target: int) -> list[int]:
+def of_sample(i: int) -> int:
+    """Sample i among the prompts of `exchange_features`."""
+    return -1 - i
+
+
+def _moving(prompts: list[int], owners: dict[int, int], source: int, target: int) -> list[int]:
     """Those of the prompts whose features go from one rank to another."""
     return [p for p in prompts if owners[p] == source != target]
 
@@ -312,7 +367,7 @@ def make_blocks(
             that skip what is masked. A response alone with its prompt never pays for that half, so
             long responses to short prompts are kept apart.
     """
-    lengths = batch.lengths.tolist()
+    lengths = batch.sizes.tolist()
     members: dict[int, list[int]] = {}
     for i, group in enumerate(batch.group.tolist()):
         members.setdefault(group, []).append(i)
@@ -385,7 +440,7 @@ def _sizes_and_costs(
 ) -> tuple[list[int], list[float]]:
     """Tokens of each block, and its cost in tokens: attention is weighed against the 24 H^2
     operations of one token in one layer."""
-    lengths = batch.lengths.tolist()
+    lengths = batch.sizes.tolist()
     sizes, costs = [], []
     for group, members in blocks:
         prompt = batch.prompt_lengths[group]
@@ -427,7 +482,7 @@ class Row:
     targets: Tensor | None = None  # (T,) int64
     flat: Tensor | None = None  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor | None = None  # (T,) index of the sample in the batch
-    step: Tensor | None = None  # (T,) 0-based position in the response
+    step: Tensor | None = None  # (T,) 0-based place among the sample's response tokens
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """The row's part (T,) of flat (N,) tensors of the batch, on the row's device."""
@@ -479,48 +534,51 @@ def build_row(
     """Lay out blocks as [prompt | r1 | r2 | ...]; response positions start at ``max(prompt
     positions) + 1``.
 
-    The first token of a response is predicted by the prompt's last row, so a response's last row
-    predicts nothing. An empty pack becomes one token that predicts nothing: its rank takes part in
-    the collectives, with gradient 0.
+    The first token of a response is predicted by the row before it, the prompt's last one unless an
+    environment spoke first; so a response's last row predicts nothing. An environment's replies are
+    input alone. An empty pack becomes one token that predicts nothing: its rank takes part in the
+    collectives, with gradient 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts = batch.lengths[order]
+    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with and without replies
     segments, places, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
-    flat = ragged_index(batch.offsets[order], counts)  # (T,)
-    rows = ragged_index(starts, counts)  # (T,)
-    step = rows - starts.repeat_interleave(counts)  # (T,)
-    targets = batch.tokens[flat]
+    rows = ragged_index(starts, counts)  # (R,)
+    begins = rows == starts.repeat_interleave(counts)  # (R,)
+    said, offsets, is_own = batch.in_row(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
     is_prompt = torch.ones(length, dtype=torch.bool).index_fill_(0, rows, False)  # (L,)
+    is_given = torch.ones_like(is_prompt).index_fill_(0, rows[is_own], False)  # (L,)
     input_ids = torch.zeros(length, dtype=torch.int64)
     positions = torch.zeros(3, length, dtype=torch.int64)
     if blocks:
         input_ids[is_prompt] = torch.cat([batch.prompts[group].input_ids for group, _ in blocks])
         positions[:, is_prompt] = torch.cat([prompt_positions[group] for group, _ in blocks], dim=1)
-    input_ids[rows] = targets
-    positions[:, rows] = following.repeat_interleave(counts) + step
+    input_ids[rows] = said
+    positions[:, rows] = following.repeat_interleave(counts) + offsets.T
 
-    pieces = [features[group] for group, _ in blocks if group in features]
+    shown = [k for group, members in blocks for k in (group, *map(of_sample, members))]
+    pieces = [features[k] for k in shown if k in features]
+    flat = ragged_index(batch.offsets[order], lengths)  # (T,)
     return Row(
         input_ids=input_ids[None],
         positions=positions[:, None],
-        image_rows=(torch.isin(input_ids, image_token_ids) & is_prompt).nonzero()[:, 0],
+        image_rows=(torch.isin(input_ids, image_token_ids) & is_given).nonzero()[:, 0],
         features=torch.cat(pieces, dim=1) if pieces else None,
         segments=segments or [(0, 1, 0, 0)],
-        predict=torch.where(step == 0, ends.repeat_interleave(counts), rows) - 1,
-        targets=targets,
+        predict=torch.where(begins, ends.repeat_interleave(counts), rows)[is_own] - 1,
+        targets=batch.tokens[flat],
         flat=flat,
-        sample=order.repeat_interleave(counts),
-        step=step,
+        sample=order.repeat_interleave(lengths),
+        step=flat - batch.offsets[order].repeat_interleave(lengths),
     )
 
 
 def _lay_out(
     batch: Batch, blocks: list[Block], prompt_positions: dict[int, Tensor]
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
-    """Segments of a row; for every response (first row, end of its prompt, first position); and the
+    """Segments of a row; for every sample (first row, end of its prompt, first position); and the
     row's length."""
     segments: list[Segment] = []
     places: list[tuple[int, int, int]] = []
@@ -528,7 +586,7 @@ def _lay_out(
     for group, members in blocks:
         start, end = size, size + batch.prompt_lengths[group]
         following = int(prompt_positions[group].max()) + 1
-        lengths = [int(batch.lengths[i]) for i in members]
+        lengths = [int(batch.sizes[i]) for i in members]
         alone = len(members) == 1  # one causal segment, cheaper than a prompt and a response
         segments.append((start, end + lengths[0] if alone else end, start, start))
         size = end

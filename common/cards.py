@@ -1,6 +1,7 @@
 """Samples as pictures, by Pillow alone.
 
     sample_card       a sample: its images, what was asked, what was answered, what it earned
+    conversation_card a sample with an environment: its turns side by side
     contact_sheet     several of them on one sheet
 
 Sizes are pixels.
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 INK, GREY, RULE, PAPER, BLUE = "#1f2933", "#7b8794", "#d9dee5", "#ffffff", "#1d4ed8"
+GREEN = "#0f766e"  # what an environment says
 WIDTH = 480  # of a card
 MARGIN = 18
 INNER = WIDTH - 2 * MARGIN
@@ -35,38 +37,77 @@ def font(size: int) -> ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
+class Section(NamedTuple):
+    """A text with a label over it; of more than ``most`` lines the middle is left out."""
+
+    label: str
+    text: str
+    most: int
+    colour: str = INK
+
+
 def sample_card(images: list[Image.Image], prompt: str, response: str, caption: str) -> Image.Image:
     """A picture of a sample: the images side by side, the prompt, the response, and a caption
     (reward, reference)."""
+    sections = [Section("PROMPT", prompt, 10), Section("RESPONSE", response, 14)]
+    return with_caption(panel(images, sections), caption)
+
+
+def conversation_card(panels: list[Image.Image], caption: str) -> Image.Image:
+    """A picture of a conversation: what `panel` makes of the prompt and of each turn, side by side,
+    and a caption."""
+    height = max(part.height for part in panels)
+    joined = Image.new("RGB", (WIDTH * len(panels), height), PAPER)
+    for k, part in enumerate(panels):
+        joined.paste(part, (WIDTH * k, 0))
+    draw = ImageDraw.Draw(joined)
+    for k in range(1, len(panels)):
+        draw.line((WIDTH * k, 0, WIDTH * k, height), fill=RULE)
+    return with_caption(joined, caption)
+
+
+def panel(images: list[Image.Image], sections: list[Section]) -> Image.Image:
+    """Images side by side, and texts below them."""
     fitted = fit_images(images)
     band = max((image.height + 2 * MARGIN for image in fitted), default=0)
     lines, y = [], band
-    for label, text, most in (("PROMPT", prompt, 10), ("RESPONSE", response, 14)):
+    for label, text, most, colour in sections:
         lines.append(Line(y + 13, label, 10, GREY))
         y += 28
         for part in wrap(text, 15, most):
-            lines.append(Line(y, part, 15, INK))
+            lines.append(Line(y, part, 15, colour))
             y += 20
         y += 2
-    foot = y + MARGIN
-    y = foot + 8
-    for part in wrap(caption, 14, 4):
-        lines.append(Line(y, part, 14, BLUE))
-        y += 19
-
-    card = Image.new("RGB", (WIDTH, y + 10), PAPER)
+    card = Image.new("RGB", (WIDTH, y + MARGIN), PAPER)
     draw = ImageDraw.Draw(card)
     draw.rectangle((0, 0, WIDTH, band), fill="#f3f5f8")
-    draw.rectangle((0, foot, WIDTH, card.height), fill="#e6effc")
     x = (WIDTH - sum(image.width + GAP for image in fitted) + GAP) // 2
     for image in fitted:
         top = (band - image.height) // 2
         card.paste(ImageOps.expand(image, 1, RULE), (x - 1, top - 1))
         x += image.width + GAP
+    draw_lines(draw, lines)
+    return card
+
+
+def with_caption(top: Image.Image, caption: str) -> Image.Image:
+    """A card: its upper part, and a caption below it."""
+    foot = top.height
+    lines, y = [], foot + 8
+    for part in wrap(caption, 14, 4):
+        lines.append(Line(y, part, 14, BLUE))
+        y += 19
+    card = Image.new("RGB", (top.width, y + 10), "#e6effc")
+    card.paste(top, (0, 0))
+    draw = ImageDraw.Draw(card)
+    draw_lines(draw, lines)
+    draw.rectangle((0, 0, card.width - 1, card.height - 1), outline=RULE)
+    return card
+
+
+def draw_lines(draw: ImageDraw.ImageDraw, lines: list[Line]) -> None:
     for line in lines:
         draw.text((MARGIN, line.y), line.text, font=font(line.size), fill=line.colour)
-    draw.rectangle((0, 0, WIDTH - 1, card.height - 1), outline=RULE)
-    return card
 
 
 def fit_images(images: list[Image.Image]) -> list[Image.Image]:

@@ -29,6 +29,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from common import distributed
+from common.cards import WIDTH as CARD_WIDTH
 from common.cards import contact_sheet
 from common.files import create_anew, never_through_links, replace_durably, sync_folder
 from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
@@ -353,7 +354,8 @@ class RunLogger:
             f"{name}.jsonl", partial(write_text, self.out / f"{name}.jsonl", as_lines(records))
         )
         if pictures:
-            sheet = contact_sheet(pictures, columns=min(4, len(pictures)))
+            widest = max(picture.width for picture in pictures)
+            sheet = contact_sheet(pictures, columns=max(1, 4 * CARD_WIDTH // widest))
             self._write_or_keep(
                 f"{name}.png", partial(write_picture, self.out / f"{name}.png", sheet)
             )

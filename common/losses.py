@@ -34,6 +34,8 @@ class Earned:
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
     group: Tensor  # (S,) int64, the prompt of a sample
+    # (N,) the part of the scores that was earned before the last token, where it was
+    early: Tensor | None = None
     values: Tensor | None = None  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
     greedy_scores: Tensor | None = None
@@ -43,8 +45,12 @@ class Earned:
     @property
     def rewards(self) -> Tensor:
         """(N,) reward of each token: minus the weighted KL, plus the score on the last token of a
-        sample."""
-        return token_rewards(self.scores, self.kl, self.lengths, self.kl_coef)
+        sample, but for what was earned early."""
+        if self.early is None:
+            return token_rewards(self.scores, self.kl, self.lengths, self.kl_coef)
+        before = torch.stack([part.sum() for part in self.early.split(self.lengths.tolist())])
+        late = (self.scores.double() - before).to(self.scores.dtype)
+        return self.early.to(late.dtype) + token_rewards(late, self.kl, self.lengths, self.kl_coef)
 
     @property
     def scores_after_kl(self) -> Tensor:
@@ -279,8 +285,12 @@ class RunningMoments:
 def normalize_scores(scores: Tensor, moments: RunningMoments) -> Tensor:
     """(S,) scores less the mean so far, over the standard deviation so far; before any group
     statistics."""
-    centred = scores - moments.mean
-    return centred / moments.std if moments.std > 1e-6 else centred
+    return (scores - moments.mean) / deviation(moments)
+
+
+def deviation(moments: RunningMoments) -> float:
+    """The standard deviation so far; 1 where there is none to divide by."""
+    return moments.std if moments.std > 1e-6 else 1.0
 
 
 class KLController:

@@ -5,16 +5,17 @@ import math
 from PIL import Image
 
 from common.buffers import Batch
-from common.cards import sample_card
+from common.cards import GREEN, Section, conversation_card, panel, sample_card
+from common.transcripts import messages, turn_texts
 from common.vlm.data import Processor, user_text
 from common.vlm.images import read_frames
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     """One JSON-ready record per sample."""
-    responses = processor.decode(batch.split(batch.tokens))
+    turns = turn_texts(batch, list(range(len(batch))), processor)
     records = []
-    for i, (group, response) in enumerate(zip(batch.group.tolist(), responses)):
+    for i, group in enumerate(batch.group.tolist()):
         row = batch.prompts[group]
         record = {
             "index": row.index,
@@ -23,7 +24,7 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
             "prompt": row.text,
             "question": user_text(row.messages),
             "images": list(row.images),
-            "response": response,
+            "response": turns[i][-1],
             "reference": row.reference,
             "label": row.label,
             "reward": float(batch.scores[i]),
@@ -34,6 +35,12 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
         record["components"] = {
             name: value for name, value in components.items() if not math.isnan(value)
         }
+        if batch.conversations:
+            said = batch.conversations[i]
+            record |= {"turns": len(turns[i]), "ended": said.ended, "turn_rewards": said.rewards}
+            record["conversation"] = messages(said, turns[i])
+            if said.error:
+                record["env_error"] = said.error
         if any(batch.judgements):
             record["judgement"] = batch.judgements[i]
         records.append(record)
@@ -43,20 +50,51 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     return records
 
 
-def sample_pictures(records: list[dict]) -> list[Image.Image]:
+def sample_pictures(
+    records: list[dict], shown: list[list[Image.Image]] | None = None
+) -> list[Image.Image]:
     """Pictures of samples: the images, frames of the videos, what was asked, what was answered,
-    what it earned."""
+    what it earned; of conversations the turns side by side, with the pictures that environments
+    have ``shown``."""
     pictures = []
-    for record in records:
+    for k, record in enumerate(records):
         caption = f"reward {record['reward']:.2f}   "
         if "advantage" in record:
             caption += f"advantage {record['advantage']:+.2f}   "
         caption += f"reference: {record['reference']}\n{record.get('judgement', '')}"
         frames = read_frames(record["images"], 6)
+        if "conversation" in record:
+            panels = conversation_panels(record, frames, list(shown[k]))
+            pictures.append(conversation_card(panels, caption.strip()))
+            continue
         pictures.append(
             sample_card(frames, record["question"], record["response"], caption.strip())
         )
     return pictures
+
+
+def conversation_panels(
+    record: dict, frames: list[Image.Image], shown: list[Image.Image]
+) -> list[Image.Image]:
+    """One panel for the prompt, with a first observation, and one for each turn with the reply to
+    it; ``shown`` are the pictures of all replies, in order."""
+    panels, pictures = [], frames
+    sections = [Section("PROMPT", record["question"], 10)]
+    for message in record["conversation"]:
+        if message["role"] == "assistant":
+            panels.append(panel(pictures, sections))
+            turn = Section(f"TURN {len(panels)}", message["content"], 14)
+            pictures, sections = [], [turn]
+            continue
+        texts = [part["text"] for part in message["content"] if part["type"] == "text"]
+        label = message["role"].upper()
+        sections.append(Section(label, "\n".join(texts) or "(a picture)", 10, GREEN))
+        count = len(message["content"]) - len(texts)
+        pictures = pictures + shown[:count]
+        shown = shown[count:]
+    ended = record.get("env_error") or record["ended"].replace("_", " ")
+    sections.append(Section("ENDED", ended, 4, GREEN))
+    return [*panels, panel(pictures, sections)]
 
 
 def summarise(records: list[dict], count: int) -> dict[str, float]:

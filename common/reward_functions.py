@@ -27,7 +27,7 @@ class Source:
 
     spec: str  # as given: boxed, file.py:function, grm:FOLDER, rm:FOLDER, http://...
     name: str  # in metrics and records
-    kind: str  # rule, function, remote, grm or rm
+    kind: str  # rule, env, function, remote, grm or rm
     folder: str = ""  # of a model
     function: Callable | None = None
     batch: int = 0  # most samples per call of the function; 0: any number
@@ -49,6 +49,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     kind, _, rest = spec.partition(":")
     if spec in RULES:
         return Source(spec, spec, "rule", function=functools.partial(rule_reward, spec))
+    if spec == "env":
+        return Source(spec, "env", "env")
     if kind in ("grm", "rm") and rest:
         return Source(spec, kind, kind, folder=rest)
     if kind in ("http", "https"):
@@ -63,23 +65,14 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
 def load_function(flag_name: str, spec: str, takes: str, may_take: str = "") -> Callable:
     """The function of ``path.py:function``, which is called with what it ``takes`` and, by keyword,
     with what it ``may_take`` if it has a parameter of that name. Raises UserError."""
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not Path(path).is_file():
-        raise UserError(
-            f"{flag_name} {spec}: expected one of {', '.join(RULES)}, grm:FOLDER, rm:FOLDER, "
-            "http://host:port/path, or an existing path.py:function"
-        )
-    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look there
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        problem = describe(error, __file__)
-        raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
-    function = getattr(module, name, None)
+    rules = ", ".join(RULES)
+    expected = (
+        f"one of {rules}, env, grm:FOLDER, rm:FOLDER, http://host:port/path, or an existing "
+        "path.py:function"
+    )
+    function = load_object(flag_name, spec, expected)
     if not callable(function):
-        raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
+        raise UserError(f"{flag_name} {spec}: {spec.rpartition(':')[2]!r} is no function")
     given = takes.split(", ")
     try:
         by_name = {may_take: None} if may_take and accepts(function, given, may_take) else {}
@@ -88,6 +81,25 @@ def load_function(flag_name: str, spec: str, takes: str, may_take: str = "") -> 
         more = f"; it may take {may_take} besides" if may_take else ""
         raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}{more}") from error
     return function
+
+
+def load_object(flag_name: str, spec: str, expected: str) -> Any:
+    """What a program of the user's calls by the name in ``path.py:name``. Raises UserError: says
+    what is ``expected``, or what the program raised."""
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise UserError(f"{flag_name} {spec}: expected {expected}")
+    module_spec = importlib.util.spec_from_file_location(f"reward_{Path(path).stem}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look there
+    try:
+        module_spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        problem = describe(error, __file__)
+        raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
+    if not hasattr(module, name):
+        raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
+    return getattr(module, name)
 
 
 def accepts(function: Callable, given: list[str], name: str) -> bool:

@@ -7,14 +7,17 @@ models, and hands over how they score and write.
 import functools
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from PIL import Image
 from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch
+from common.conversations import Conversation
 from common.fsdp import onloaded
 from common.accuracy import doubtful_accuracy
 from common.judge import (
@@ -27,9 +30,18 @@ from common.judge import (
 )
 from common.process import UserError
 from common.settings import DataArgs, RewardArgs
-from common.vlm.data import Processor, Prompt, PromptLoader
+from common.transcripts import PICTURE, picture_sizes
+from common.vlm.data import Processor, Prompt, PromptLoader, load_pixels
 from common.vlm.model import compute_features
-from common.vlm.rows import PLACES, Asked, make_prompt, question_text
+from common.vlm.rows import (
+    PLACES,
+    Asked,
+    check_media,
+    kind_of,
+    make_prompt,
+    media_grid,
+    question_text,
+)
 
 
 def without_markup(text: str, processor: Processor) -> str:
@@ -78,6 +90,65 @@ class RewardModel:
             owners=[owners[group] for group in groups],
             features={k: features[group] for k, group in enumerate(groups) if group in features},
         )
+
+    def with_replies(self, batch: Batch, keys: list["Question"], asked: list[Prompt]) -> Batch:
+        """Questions ``asked`` about pictures of the batch's prompts and of environments. Each has
+        features of its own, on the rank of its sample."""
+        owners = [batch.owners[key.group] for key in keys]
+        questions = Batch(prompts=asked, draws=list(range(len(asked))), owners=owners)
+        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
+            for k, (group, _, _, shown) in enumerate(keys):
+                if owners[k] != dist.get_rank():
+                    continue
+                said = batch.conversations[shown] if shown is not None else Conversation()
+                if self.shares_tower:
+                    parts = [batch.features.get(group), said.features]
+                    parts = [part for part in parts if part is not None]
+                    if parts:
+                        questions.features[k] = torch.cat(parts, dim=1)
+                    continue
+                pixels = self.pixels_of(batch.prompts[group], said.pictures)
+                if pixels is not None:
+                    questions.patches[k] = pixels
+        compute_features(self.module.model, questions)
+        return questions
+
+    def pixels_of(self, row: Prompt, shown: list[Image.Image]) -> tuple[Tensor, Tensor] | None:
+        """Patches and grids of a row's pictures and then of others, as this model sees them; None
+        without any."""
+        family = self.processor.family
+        grids = tuple(media_grid(family, item) for item in row.images)
+        pixels = load_pixels(replace(row, grids=grids), self.processor)
+        found = [pixels] if pixels is not None else []
+        for picture in shown:
+            patches, grid = family.patches(picture)
+            found.append((patches, torch.tensor([grid])))
+        if not found:
+            return None
+        patches, grids = zip(*found)
+        return torch.cat(patches), torch.cat(grids)
+
+
+class Question(NamedTuple):
+    """What a judge is asked about a response; ``shown``: the sample whose pictures it holds."""
+
+    group: int
+    text: str
+    order: str
+    shown: int | None
+
+
+def place_replies(ask: dict, row: Prompt, count: int) -> dict:
+    """A question with places for the pictures of the row, and for the ``count`` that an environment
+    has shown. Raises ValueError: a template that puts the response before the prompt's pictures."""
+    text, own = ask["question"], ""
+    if not any(place in text for place in PLACES):  # as in a row that does not say where
+        own = "".join(f"<{kind_of(item)}>" for item in row.images)
+    if max(map(text.rfind, PLACES)) > text.find(PICTURE):
+        raise ValueError("the judge's template puts the response before the prompt's pictures")
+    files = [f"(picture {k + 1} of a reply)" for k in range(count)]
+    images = ask["images"] + files  # their grids are known: no file is read
+    return ask | {"question": own + text.replace(PICTURE, PLACES[0]), "images": images}
 
 
 @dataclass
@@ -128,21 +199,25 @@ class Judge(RewardModel):
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Columns (n,) of the n samples ``used``, and what the judge said of each; ``texts`` are
         all responses."""
-        question_of: dict[tuple[int, str, str], int] = {}  # (group, response, order)
+        question_of: dict[Question, int] = {}
         asked_of: list[list[int]] = []  # questions of each sample
         for i in used:
-            keys = [(int(batch.group[i]), texts[i], order) for order in self.worth]
+            shown = i if PICTURE in texts[i] else None
+            keys = [Question(int(batch.group[i]), texts[i], order, shown) for order in self.worth]
             asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
-        groups = [group for group, *_ in question_of]
         prompts = self.questions(batch, list(question_of))
         with onloaded(self.module, self.offload):
-            questions = self.with_pictures(batch, groups, prompts)
+            if any(key.shown is not None for key in question_of):
+                questions = self.with_replies(batch, list(question_of), prompts)
+            else:
+                groups = [key.group for key in question_of]
+                questions = self.with_pictures(batch, groups, prompts)
             if self.args.grm_mode == "critique":
                 chances, notes = self.read_critiques(questions)
             else:
                 chances, notes = self.weigh_verdicts(questions)
         # (questions, verdicts)
-        values = torch.stack([self.worth[order] for *_, order in question_of])
+        values = torch.stack([self.worth[key.order] for key in question_of])
         parsed = chances.sum(dim=1)  # (questions,)
         points = (chances * values).sum(dim=1) + (1 - parsed) * values.min(dim=1).values
         places = torch.tensor(asked_of)  # (n, orders)
@@ -151,18 +226,27 @@ class Judge(RewardModel):
             columns["parsed"] = parsed[places].mean(dim=1)
         return columns, [" | ".join(notes[q] for q in own) for own in asked_of]
 
-    def questions(self, batch: Batch, keys: list[tuple[int, str, str]]) -> list[Prompt]:
-        """Prompts for (group, response, order)."""
+    def questions(self, batch: Batch, keys: list["Question"]) -> list[Prompt]:
+        """The prompts of questions."""
         prompts: list[Prompt] = []
-        grids: dict[int, tuple] = {}  # headers are read once per prompt
-        for group, text, order in keys:
+        grids: dict[int, tuple] = {}  # of the rows' media; headers are read once per prompt
+        for group, text, order, shown in keys:
             row = batch.prompts[group]
-            ask = self.question(row, text, order)
             with self.about(row):
+                if group not in grids:
+                    check_media(self.processor, row.images)
+                    family = self.processor.family
+                    grids[group] = tuple(media_grid(family, item) for item in row.images)
+                ask, more = self.question(row, text, order), ()
+                if shown is not None:
+                    sizes = picture_sizes(batch.conversations[shown])
+                    ask = place_replies(ask, row, len(sizes))
+                    more = tuple(self.processor.family.grid(*size) for size in sizes)
                 prompts.append(
-                    judge_prompt(self.processor, ask, row.index, row.source, grids=grids.get(group))
+                    judge_prompt(
+                        self.processor, ask, row.index, row.source, grids=grids[group] + more
+                    )
                 )
-            grids[group] = prompts[-1].grids
         return prompts
 
     def question(self, row: Prompt, response: str, order: str) -> dict:

@@ -24,6 +24,7 @@ from common.flags import absolute
 from common.process import UserError, describe
 from common.reward_functions import Samples, Source, load_function, load_source, score_samples
 from common.settings import RewardArgs
+from common.transcripts import messages, turn_texts, whole_texts
 from common.vlm.data import Processor, Prompt
 from common.vlm.rows import check_media
 from common.vlm.weights import absolute_model
@@ -149,6 +150,11 @@ class RewardMix:
         """Name of a source -> weight. Raises KeyError: a label that the recipe does not have."""
         return self.recipe[label if label in self.recipe else "*"]
 
+    def asks(self, kind: str, label: str | None) -> bool:
+        """Whether a source of that kind scores rows of that label."""
+        chosen = self.weights(label)
+        return any(source.kind == kind and source.name in chosen for source in self.sources)
+
     def check_rows(self, rows: list[Prompt]) -> None:
         """Raises UserError: rows that cannot be scored, with their lines."""
         compare = set()
@@ -206,39 +212,52 @@ class RewardMix:
             add_components(components, columns, torch.tensor(used), size, source.name, several)
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
+            if source.kind == "env":
+                shares = torch.zeros_like(unscored)  # (S,)
+                shares[used] = own
+                batch.early_scores = shares.repeat_interleave(batch.lengths) * batch.turn_rewards
         if self.combiner is not None:
-            scores = self.combine(rewards)
+            # which part of them was earned early, such a function does not say
+            scores, batch.early_scores = self.combine(rewards), None
         components |= {name: rewards[name] for name in several}
         found = {name: values for name, values in components.items() if not values.isnan().all()}
         batch.scores = check_finite(scores.float(), rewards)
         batch.components = {name: values.float() for name, values in found.items()}
         batch.judgements = [text.strip() for text in judgements]
 
-    def read_texts(self, batch: Batch) -> list[str]:
-        """The response of every sample; "" for those that this rank does not score."""
-        texts = [""] * len(batch)
+    def read_texts(self, batch: Batch) -> list[list[str]]:
+        """The response of every sample, turn by turn; [""] for those that this rank does not
+        score."""
+        texts = [[""] for _ in range(len(batch))]
         everything, rank = bool(self.model_sources()), dist.get_rank()
         groups = enumerate(batch.group.tolist())
         read = [i for i, group in groups if everything or batch.owners[group] == rank]
-        tokens = batch.split(batch.tokens)
-        for i, text in zip(read, self.processor.decode([tokens[i] for i in read])):
-            texts[i] = text
+        for i, turns in zip(read, turn_texts(batch, read, self.processor)):
+            texts[i] = turns
         return texts
 
     def ask(
-        self, source: Source, batch: Batch, texts: list[str], used: list[int]
+        self, source: Source, batch: Batch, texts: list[list[str]], used: list[int]
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge
-        said of each."""
+        said of each. Models see whole conversations, functions the last turn as the response."""
         if source.ask is not None:
-            return source.ask(batch, texts, used)
+            return source.ask(batch, whole_texts(batch, texts), used)
+        if source.kind == "env":
+            earned = batch.per_sample_sum(batch.turn_rewards)[used]  # (n,)
+            return {"reward": earned, "accuracy": (earned >= 1).double()}, []
+        return self.call_function(source, batch, texts, used), []
+
+    def call_function(
+        self, source: Source, batch: Batch, texts: list[list[str]], used: list[int]
+    ) -> dict[str, Tensor]:
+        """Columns (n,) of a function, a rule or a server; each rank calls it for its samples."""
         groups, rank = batch.group[used].tolist(), dist.get_rank()
         own = [k for k, group in enumerate(groups) if batch.owners[group] == rank]
         columns: dict[str, list[float]] = {}
         with distributed.raise_on_all_ranks():
             if own:  # a rank may have no samples
-                rows = [batch.prompts[groups[k]] for k in own]
-                given = read_samples(rows, [texts[used[k]] for k in own])
+                given = read_samples(batch, texts, [used[k] for k in own])
                 columns = score_samples(source, given, self.args)
         parts = [(k, part) for k, part in distributed.gather_json([own, columns]) if k]
         names = [sorted(part) for _, part in parts]
@@ -248,7 +267,7 @@ class RewardMix:
         for k, part in parts:
             for name, values in part.items():
                 joined[name][k] = torch.tensor(values, dtype=torch.float64)
-        return joined, []
+        return joined
 
     def combine(self, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises
@@ -266,15 +285,21 @@ class RewardMix:
         return torch.tensor(distributed.from_main(values), dtype=torch.float64)
 
 
-def read_samples(rows: list[Prompt], responses: list[str]) -> Samples:
-    """What reward functions get of the ``responses`` to some rows."""
+def read_samples(batch: Batch, texts: list[list[str]], picks: list[int]) -> Samples:
+    """What reward functions get of the samples ``picks``, of whose responses ``texts`` are the
+    turns: the last one, and the whole conversation in their rows."""
+    rows = [batch.prompts[int(batch.group[i])] for i in picks]
+    columns = [dict(row.row) for row in rows]
+    if batch.conversations:
+        for i, row in zip(picks, columns):
+            row["conversation"] = messages(batch.conversations[i], texts[i])
     return Samples(
         prompts=[row.text for row in rows],
-        responses=responses,
+        responses=[texts[i][-1] for i in picks],
         references=[row.reference for row in rows],
         labels=[row.label for row in rows],
         images=[list(row.images) for row in rows],
-        rows=[dict(row.row) for row in rows],
+        rows=columns,
     )
 
 

@@ -117,8 +117,8 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
-        "verdict), file.py:function, grm:FOLDER (generative judge), rm:FOLDER (scalar reward "
-        "model), or a server: http://host:port/path",
+        "verdict), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
+        "rm:FOLDER (scalar reward model), or a server: http://host:port/path",
     )
     reward_recipe: str = flag(
         "",
@@ -161,6 +161,44 @@ class RewardArgs:
         "lost connection or a 5xx answer; the pauses before them grow from 0.5 s to at most 8 s",
         low=0,
         neutral=True,
+    )
+
+
+@dataclass(frozen=True)
+class EnvArgs:
+    """environment"""
+
+    env: str = flag(
+        "",
+        "file.py:Class of an environment that answers the policy's turns (launch/README.md), or "
+        'JSON {label: file.py:Class}, "*" for every other label; empty: responses have one turn',
+    )
+    max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
+    max_reply_tokens: int = flag(
+        1024,
+        "tokens of all replies of an environment in a sample; --max_new_tokens counts the policy's "
+        "own over all turns",
+        low=1,
+    )
+    env_timeout: float = flag(
+        60.0,
+        "longest time of one reset or step of an environment, seconds",
+        low=1e-6,
+        high=LONGEST_WAIT,
+        neutral=True,
+    )
+    env_workers: int = flag(
+        8,
+        "threads per rank that run environments while other samples go on; 0: one after the other, "
+        "so that runs repeat bit for bit",
+        low=0,
+        neutral=True,
+    )
+    on_env_error: str = flag(
+        "zero",
+        "an environment that raises, returns what is no reply or takes too long: zero ends its "
+        "sample, which then earns nothing from it; stop ends the run",
+        choices=("zero", "stop"),
     )
 
 

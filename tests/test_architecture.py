@@ -56,10 +56,13 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (55_963, 36_000),
-    "train_ppo_vl.py: expressions": (8_321, 8_000),
+    "product: expressions": (63_446, 36_000),
+    "train_ppo_vl.py: expressions": (8_950, 8_000),
     "train_grm_vl.py: expressions": (3_313, 3_200),
-    "script: names imported from common": (28, 25),
+    "file: expressions": (2_513, 2_300),
+    "script: imported names": (52, 45),
+    "script: names imported from common": (33, 25),
+    "train_ppo_vl.py: flags": (122, 115),
     "train_grm_vl.py: flags": (61, 60),
 }  # end of CEILINGS
 
@@ -75,7 +78,8 @@ FLOORS = (
         "common.fused": (),
         "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
-        "common.buffers": ("common.distributed",),
+        "common.conversations": ("common.distributed",),
+        "common.buffers": ("common.distributed", "common.conversations"),
         "common.logging": (
             "common.files", "common.process", "common.settings", "common.cards", "common.distributed",
         ),
@@ -110,6 +114,9 @@ FLOORS = (
         "common.checkpoint": (
             "common.vlm.weights", "common.fsdp", "common.staging", "common.storage",
         ),
+        "common.vlm.replies": (
+            "common.vlm.images", "common.vlm.rows", "common.vlm.data", "common.vlm.attention", "common.vlm.model",
+        ),
         "common.memory": (
             "common.vlm.attention", "common.vlm.linear_attention", "common.vlm.model",
         ),
@@ -121,9 +128,13 @@ FLOORS = (
         "common.rules": ("common.judge",),
         "common.remote": (),
         "common.reward_functions": ("common.remote", "common.rules"),
-        "common.reward_models": ("common.judge", "common.accuracy"),
-        "common.rewards": ("common.reward_functions",),
-        "common.records": (),
+        "common.transcripts": (),
+        "common.reward_models": ("common.judge", "common.accuracy", "common.transcripts"),
+        "common.rewards": ("common.reward_functions", "common.transcripts"),
+        "common.environments": ("common.reward_functions",),
+        "common.dialogue": ("common.environments",),
+        "common.records": ("common.transcripts",),
+        "common.audit": (),
     },
     {
         "train_ppo_vl": (),

@@ -1,6 +1,7 @@
 """Batches, minibatches, partition, packs and rows against python loops, on random inputs."""
 
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,6 +40,24 @@ def random_batch(rng: np.random.Generator, groups: int = 6, most: int = 5, longe
         greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(len(lengths))],
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
+
+
+def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
+    """The same samples in conversation: some begin with a first observation, some end with a reply's place left out."""
+    ids, own, spans = [], [], []
+    for tokens in batch.split(batch.tokens):
+        cuts = np.sort(rng.integers(0, len(tokens) + 1, rng.integers(0, 3)))
+        kept, given = np.split(tokens.numpy(), cuts), rng.integers(1, 4, len(cuts))
+        for k, part in enumerate(kept):
+            reply = rng.integers(4, 1000, given[k] if k < len(cuts) else 0)
+            ids += [part, reply]
+            own += [np.ones(len(part), dtype=bool), np.zeros(len(reply), dtype=bool)]
+        spans.append(len(tokens) + int(given.sum()))
+    total = sum(spans)
+    return dataclasses.replace(
+        batch, spans=torch.tensor(spans), stream=torch.from_numpy(np.concatenate(ids)), is_own=torch.from_numpy(np.concatenate(own)),
+        places=torch.from_numpy(rng.integers(0, 99, (total, 3))), conversations=[f"said {i}" for i in range(len(batch))],
+        turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))), early_scores=torch.from_numpy(rng.normal(size=len(batch.tokens))))
 
 
 def prompts_of(lengths) -> list:
@@ -93,15 +112,18 @@ def test_targets_take_the_place_of_samples():
 @pytest.mark.parametrize("seed", SEEDS)
 def test_select_takes_every_field_along(seed):
     rng = np.random.default_rng(seed)
-    samples = random_batch(rng)
+    samples = with_replies(random_batch(rng), rng)
     order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples)))       # repeats and gaps
+    ends = samples.spans.cumsum(0).tolist()
     chosen = samples.select(torch.from_numpy(order))
     for f in dataclasses.fields(Batch):
         old, new = getattr(samples, f.name), getattr(chosen, f.name)
         if f.name in (*OF_PROMPTS, "sampling", "generated_tokens"):
             assert new is old
-        elif f.name == "judgements":
+        elif f.name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]
+        elif f.name in ("stream", "is_own", "places"):
+            assert new.tolist() == [x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]):ends[i]]], f.name
         elif f.name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
         elif f.name in PER_TOKEN:
@@ -113,7 +135,7 @@ def test_select_takes_every_field_along(seed):
 @pytest.mark.parametrize("seed", SEEDS[:5])
 def test_parts_are_joined_in_order(seed):
     """Cut into parts and joined: the same; a component that a part lacks is NaN there."""
-    samples = random_batch(np.random.default_rng(seed))
+    samples = with_replies(random_batch(np.random.default_rng(seed)), np.random.default_rng(seed))
     parts = [samples.select_prompts(groups) for groups in ([0, 1], [], [2, 3, 4, 5])]
     first = len(parts[0])
     parts[0].components["length"] = parts[0].lengths.float()
@@ -130,7 +152,7 @@ def test_parts_are_joined_in_order(seed):
 
 def test_every_per_token_field_is_known_to_select():
     """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
-    samples = random_batch(np.random.default_rng(0), shortest=2)
+    samples = with_replies(random_batch(np.random.default_rng(0), shortest=2), np.random.default_rng(0))
     flat = {f.name for f in dataclasses.fields(Batch)
             if isinstance(getattr(samples, f.name), torch.Tensor)
             and len(getattr(samples, f.name)) == len(samples.tokens)}
@@ -463,3 +485,38 @@ def test_a_block_of_an_empty_response_alone():
     row = build_row(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
     assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains
+
+
+@pytest.mark.parametrize("seed", SEEDS[:5])
+def test_rows_with_replies_equal_loops(seed):
+    """Ids, positions, targets and where they are predicted, of conversations in packs of any size; blocks and packs count
+    the replies."""
+    rng = np.random.default_rng(seed)
+    samples = with_replies(random_batch(rng), rng)
+    ends, starts = samples.spans.cumsum(0).tolist(), samples.offsets.tolist()
+    positions = {g: torch.arange(len(prompt.input_ids)).expand(3, -1) + 2 * g for g, prompt in enumerate(samples.prompts)}
+    blocks = make_blocks(samples, int(rng.integers(10, 60)))
+    for pack in itertools.chain(*make_packs(samples, blocks, 2, 60, 64)):
+        row = build_row(samples, pack, positions, {}, torch.tensor([-1, -1]))
+        ids, places, targets, predict, step, flat = [], [], [], [], [], []
+        for group, members in pack:
+            prompt_start = len(ids)
+            ids += samples.prompts[group].input_ids.tolist()
+            places += positions[group].T.tolist()
+            prompt_end, first = len(ids), int(positions[group].max()) + 1
+            for i in members:
+                own, begin = 0, len(ids)
+                for k in range(ends[i] - int(samples.spans[i]), ends[i]):
+                    before = prompt_end - 1 if len(ids) == begin else len(ids) - 1
+                    if samples.is_own[k]:
+                        targets.append(int(samples.stream[k]))
+                        predict.append(before)
+                        step.append(own)
+                        flat.append(starts[i] + own)
+                        own += 1
+                    ids.append(int(samples.stream[k]))
+                    places.append([first + int(x) for x in samples.places[k]])
+        if pack:
+            assert row.input_ids[0].tolist() == ids and row.positions[:, 0].T.tolist() == places
+        assert (row.targets.tolist(), row.predict.tolist(), row.step.tolist(), row.flat.tolist()) == (targets, predict, step, flat)
+        assert len(pack) < 2 or len(ids) <= 60

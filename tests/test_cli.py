@@ -357,7 +357,8 @@ def test_flags_that_alter_the_result():
         "model": {"attention", "self_check", "gradient_checkpointing", "max_tokens_per_pack", "head_chunk"},  # test_gpu, test_training
         "data": {"eval_data", "data_threads", "image_root"},                                        # test_training, test_data
         "rows": set(),
-        "rollout": {"slots", "cuda_graphs", "eval_samples"},                                        # test_rollout, test_gpu
+        "rollout": {"slots", "cuda_graphs", "eval_samples", "vision_audit"},              # test_rollout, test_gpu, test_audit
+        "env": {"env_timeout", "env_workers"},                                                      # test_environments
         "reward": {"reward_timeout", "reward_workers", "remote_batch", "remote_retries"},           # test_rewards
         "algorithm": set(),
         "update": {"offload", "profile", "sampler_gap_limit"},                          # test_memory, test_sampler_gap

@@ -212,6 +212,8 @@ class PackedAttention:
             (`Family.attention_segments`).
         cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot
             ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
+        kept: (slots, positions) of the cache, whose keys and values are appended to the row's own,
+            so that prefixes may point there: what a conversation has said before this row.
     """
 
     def __init__(
@@ -221,9 +223,10 @@ class PackedAttention:
         device: torch.device,
         cache: SlotCache | None = None,
         plan: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
     ):
-        self.backend, self.device, self.cache, self.plan = backend, device, cache, plan
-        self.segments = segments
+        self.backend, self.device, self.segments = backend, device, segments
+        self.cache, self.plan, self.kept = cache, plan, kept
         # (S, 5)
         table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
         self.len_q = table[:, 1] - table[:, 0]
@@ -294,6 +297,9 @@ class PackedAttention:
             rows, slots, positions = self.plan
             self.cache.keys[layer][slots, positions] = k[rows]
             self.cache.values[layer][slots, positions] = v[rows]
+        if self.kept:
+            k = torch.cat([k, self.cache.keys[layer][self.kept]])
+            v = torch.cat([v, self.cache.values[layer][self.kept]])
         if self.backend == "sdpa":
             outputs = self.attend_by_buckets(q, k, v, scale, window)
         else:

@@ -205,14 +205,20 @@ class Processor:
         per picture or clip, or a text that must have more than ``limit`` tokens.
         """
         text = self._render_prompt(messages)
-        expanded, counts = self._expand(text, grids)
+        expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.
         has_bos = self.family.template_has_bos or text.startswith(self.tokenizer.bos_token or "")
-        ids = self.token_ids(
-            expanded, limit, known=sum(counts) - len(counts), add_special_tokens=not has_bos
-        )
-        ids = np.array(ids, dtype=np.int64)
+        ids = self.ids_with_pictures(expanded, counts, limit, add_special_tokens=not has_bos)
+        return text, ids, sum(counts)
+
+    def ids_with_pictures(
+        self, text: str, counts: list[int], limit: int, add_special_tokens: bool = False
+    ) -> Tensor:
+        """(P,) int64 of a text with image tokens, each of which is repeated as often as ``counts``
+        says. Raises ValueError: see `encode`."""
+        known = sum(counts) - len(counts)
+        ids = np.array(self.token_ids(text, limit, known, add_special_tokens), dtype=np.int64)
         is_image = np.isin(ids, self.family.visual_token_ids())
         if is_image.sum() != len(counts):
             raise ValueError(
@@ -221,23 +227,11 @@ class Processor:
             )
         repeats = np.ones_like(ids)
         repeats[is_image] = counts
-        return text, torch.from_numpy(ids.repeat(repeats)), sum(counts)
+        return torch.from_numpy(ids.repeat(repeats))
 
     def _render_prompt(self, messages: list[dict]) -> str:
         """Messages as the template's text, up to the response, with nothing lost."""
-        # As templates join the parts.
-        joined = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
-        written = f"{messages} {joined}"
-        for token in self.reserved_tokens:
-            if token in written:
-                raise ValueError(
-                    f"special token {token} in the text: the model would take it for the "
-                    "template's own"
-                )
-        chat = messages  # templates may know parts only; those of text models know strings only
-        if not self.family.has_pictures:
-            chat = [{**message, "content": said} for message, said in zip(messages, joined)]
-        text = self.render(chat, add_generation_prompt=True)
+        text = self.render(self.as_chat(messages), add_generation_prompt=True)
         # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
         text.encode("utf-8")
         asked = [part for m in messages if m["role"] == "user" for part in m["content"]]
@@ -247,7 +241,23 @@ class Processor:
                 raise ValueError(f"the chat template leaves out {said!r:.80}")
         return text
 
-    def _expand(self, text: str, grids: tuple) -> tuple[str, list[int]]:
+    def as_chat(self, messages: list[dict]) -> list[dict]:
+        """Messages as the template knows them: it may know parts only, that of a text model strings
+        only. Raises ValueError: a reserved token in them."""
+        # As templates join the parts.
+        joined = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
+        written = f"{messages} {joined}"
+        for token in self.reserved_tokens:
+            if token in written:
+                raise ValueError(
+                    f"special token {token} in the text: the model would take it for the "
+                    "template's own"
+                )
+        if self.family.has_pictures:
+            return messages
+        return [{**message, "content": said} for message, said in zip(messages, joined)]
+
+    def expand(self, text: str, grids: tuple) -> tuple[str, list[int]]:
         """A rendered prompt with what stands for each picture and clip in the placeholders' places,
         and how often each image token in it is repeated."""
         family = self.family

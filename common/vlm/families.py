@@ -48,6 +48,7 @@ class Family:
 
     model_types: tuple = ()
     has_pictures = True
+    replies_show_pictures = True  # whether replies of environments may hold them
     takes_videos = False
     # Those that may prepare the pictures; the first one where the files do not say.
     image_processors: tuple = ()
@@ -161,6 +162,10 @@ class Family:
         """One picture by the family's image processor, and its grid by what came out."""
         pixels = self.prepared([image])["pixel_values"]
         return pixels, tuple(pixels.shape[-2:])
+
+    def blank(self, patches: Tensor) -> Tensor:
+        """The same patches or tiles in their mean colour."""
+        return patches.mean(dim=(0, 2, 3), keepdim=True).expand_as(patches).contiguous()
 
     def prepared(self, pictures: list) -> Inputs:
         return self.image_processor(images=pictures, return_tensors="pt", **self.processor_options)
@@ -317,6 +322,10 @@ class Qwen(Family):
         batch = self.prepared([image])
         return batch["pixel_values"], tuple(batch["image_grid_thw"][0].tolist())
 
+    def blank(self, patches: Tensor) -> Tensor:
+        colours = patches.unflatten(1, (3, -1)).mean(dim=(0, 2), keepdim=True)  # (1, 3, 1)
+        return colours.expand(len(patches), 3, patches.shape[1] // 3).flatten(1)
+
     def clip_patches(self, frames: list[Image.Image]) -> Patches:
         """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the
         families' video processors, and (t, h, w). The last frame is repeated to fill the last
@@ -338,6 +347,8 @@ class Qwen(Family):
 class Gemma3(Family):
     """Square pictures, whose tokens see each other in the decoder."""
 
+    # They would have to see each other behind a prefix, as no segment does.
+    replies_show_pictures = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
 

@@ -9,6 +9,7 @@ ValueError that names the file and the numbers.
 import importlib
 import os
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -72,6 +73,16 @@ def read_image(path: str) -> Image.Image:
     """
     with _open_image(path) as image:
         return _upright_rgb(image)
+
+
+def as_rgb(picture: Image.Image | Path) -> Image.Image:
+    """A picture of a user's program, Pillow's or a file, as `read_image` gives it. Raises
+    ValueError."""
+    if isinstance(picture, Path):
+        return read_image(str(picture))
+    if not 0 < picture.width * picture.height <= MAX_DECODED_PIXELS:
+        raise ValueError(f"a picture of {picture.width}x{picture.height} pixels")
+    return _upright_rgb(picture)
 
 
 def _upright_rgb(image: Image.Image) -> Image.Image:

@@ -24,7 +24,16 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
-from common.buffers import Batch, Row, build_row, exchange_features, make_blocks, make_packs
+from common.buffers import (
+    Batch,
+    Block,
+    Row,
+    build_row,
+    exchange_features,
+    make_blocks,
+    make_packs,
+    of_sample,
+)
 from common.logging import progress
 from common.vlm.attention import (
     ATTENTION_NAME,
@@ -292,13 +301,17 @@ def packed_rows(
     )
     needed = [{group for pack in part for group, _ in pack} for part in packs]  # by rank
     own, shapes = row_pictures(model, batch, set().union(*needed))
-    features = exchange_features(own, batch.owners, needed, shapes, compute.dtype)
+    owners = dict(enumerate(batch.owners))
+    if batch.conversations:
+        add_replies(model, batch, packs, needed, own, shapes)
+        owners |= {of_sample(i): owners[group] for i, group in enumerate(batch.group.tolist())}
+    features = exchange_features(own, owners, needed, shapes, compute.dtype)
     image_ids = model.family.visual_token_ids()
     for pack in progress(packs[dist.get_rank()], "packed rows"):
         positions = {group: positions_of(model, batch, group) for group, _ in pack}
         row = build_row(batch, pack, positions, features, image_ids)
         if model.trains_vision:
-            row = with_grids(model, row, [batch.prompts[group] for group, _ in pack])
+            row = with_grids(model, row, row_grids(batch, pack))
         segments = model.family.attention_segments(row.segments, row.image_rows)
         row = row.to(compute.device)
         row.attention = PackedAttention(segments, compute.backend, compute.device)
@@ -311,26 +324,68 @@ def row_pictures(
     """What packed rows hold of the pictures of ``groups``, this rank's own, and the shapes of all,
     by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
     its tower."""
-    config = model.config
     shown = [group for group in groups if batch.prompts[group].grids]
     shapes: dict[int, tuple[int, ...]] = {}
     if not model.trains_vision:
-        tower = getattr(config, "vision_config", None)
-        levels = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or [])
         for group in shown:
-            shapes[group] = (
-                levels,
-                batch.prompts[group].image_tokens,
-                config.get_text_config().hidden_size,
-            )
-        return batch.features, shapes
+            shapes[group] = feature_shape(model, batch.prompts[group].image_tokens)
+        return dict(batch.features), shapes
     own = {}
     for group in shown:
-        patches = sum(math.prod(grid[:3]) for grid in batch.prompts[group].grids)
-        shapes[group] = (1, patches, patch_size(model))
+        shapes[group] = pixel_shape(model, batch.prompts[group].grids)
         if group in batch.patches:
             own[group] = batch.patches[group][0][None].to(model.compute.dtype)
     return own, shapes
+
+
+def add_replies(
+    model: nn.Module,
+    batch: Batch,
+    packs: list[list[list[Block]]],
+    needed: list[set[int]],
+    own: dict[int, Tensor],
+    shapes: dict[int, tuple[int, ...]],
+) -> None:
+    """Add to what `row_pictures` found the pictures that environments showed in the samples of
+    ``packs``, and to ``needed`` where they are needed."""
+    image_ids = model.family.visual_token_ids()
+    for rank, part in enumerate(packs):
+        for i in [i for pack in part for _, members in pack for i in members]:
+            said, key = batch.conversations[i], of_sample(i)
+            if not said.grids:
+                continue
+            needed[rank].add(key)
+            if model.trains_vision:
+                shapes[key] = pixel_shape(model, said.grids)
+                if said.patches:
+                    own[key] = torch.cat(said.patches)[None].to(model.compute.dtype)
+                continue
+            ids, _, is_own = batch.in_row(torch.tensor([i]))
+            shapes[key] = feature_shape(model, int(torch.isin(ids[~is_own], image_ids).sum()))
+            if said.features is not None:
+                own[key] = said.features
+
+
+def feature_shape(model: nn.Module, tokens: int) -> tuple[int, int, int]:
+    """(K, M, H) of the features of M image tokens."""
+    tower = getattr(model.config, "vision_config", None)
+    levels = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or [])
+    return levels, tokens, model.config.get_text_config().hidden_size
+
+
+def pixel_shape(model: nn.Module, grids: Iterable[tuple]) -> tuple[int, int, int]:
+    """(1, patches, patch size) of pictures and clips."""
+    return 1, sum(math.prod(grid[:3]) for grid in grids), patch_size(model)
+
+
+def row_grids(batch: Batch, pack: list[Block]) -> list[tuple]:
+    """(t, h, w) of the pictures and clips of a row, in its order."""
+    grids: list[tuple] = []
+    for group, members in pack:
+        grids += batch.prompts[group].grids
+        for i in members:
+            grids += batch.conversations[i].grids if batch.conversations else []
+    return [grid[:3] for grid in grids]
 
 
 def patch_size(model: nn.Module) -> int:
@@ -338,10 +393,9 @@ def patch_size(model: nn.Module) -> int:
     return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
 
 
-def with_grids(model: nn.Module, row: Row, prompts: list) -> Row:
-    """A row with the grids of its ``prompts``' pictures and clips; without any, with one of zeros
-    that no token stands for."""
-    grids = [grid[:3] for prompt in prompts for grid in prompt.grids]
+def with_grids(model: nn.Module, row: Row, grids: list[tuple]) -> Row:
+    """A row with the grids of its pictures and clips; without any, with one of zeros that no token
+    stands for."""
     if grids:
         return replace(row, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size

@@ -65,8 +65,9 @@ class Prompt:
     image_tokens: int  # M, those of input_ids that stand for image features
     reference: str | None
     label: str | None
-    # All columns as the file has them, for reward functions.
+    # All columns as the file has them, for reward functions, and the folder of the file.
     row: dict = field(default_factory=dict)
+    folder: str = ""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -451,6 +452,7 @@ def make_prompt(processor, asked: Asked, args: DataArgs | None = None) -> Prompt
         asked.reference,
         asked.label,
         asked.row,
+        asked.folder,
     )
 
 

@@ -1,0 +1,132 @@
+"""Conversations as people, judges and metrics read them.
+
+    turn_texts           what the policy said, turn by turn
+    messages             a conversation as chat messages
+    as_text              ... as one text, with a mark in the place of each picture
+    conversation_metrics turns, seconds, errors, and how samples ended
+    gather_pictures      the pictures of some samples, from the ranks that have them
+"""
+
+import io
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+
+from common import distributed
+from common.buffers import Batch
+from common.conversations import ENDINGS, Conversation, Part
+from common.vlm.data import Processor
+
+PICTURE = "\x02picture\x03"  # in `as_text`
+
+
+def turn_texts(batch: Batch, picks: list[int], processor: Processor) -> list[list[str]]:
+    """What the policy said in the samples ``picks``: one text for each turn."""
+    tokens, turns = batch.split(batch.tokens), []
+    for i in picks:
+        if batch.conversations:
+            turns.append(batch.conversations[i].turn_tokens(tokens[i]))
+        else:
+            turns.append([tokens[i]])
+    texts = iter(processor.decode([turn for own in turns for turn in own]))
+    return [[next(texts) for _ in own] for own in turns]
+
+
+def messages(said: Conversation, turns: list[str]) -> list[dict]:
+    """A conversation after its prompt, as chat messages; pictures with their size."""
+    found = [{"role": said.role, "content": _content(said.opening)}] if said.opening else []
+    for k, turn in enumerate(turns):
+        found.append({"role": "assistant", "content": turn})
+        if k < len(said.replies):
+            found.append({"role": said.role, "content": _content(said.replies[k])})
+    return found
+
+
+def _content(parts: list[Part]) -> list[dict]:
+    content = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            content.append({"type": "image", "width": part[0], "height": part[1]})
+    return content
+
+
+def as_text(said: Conversation, turns: list[str]) -> str:
+    """A conversation as one text; one turn alone as it is."""
+    if len(turns) == 1 and not said.opening:
+        return turns[0]
+    lines = []
+    for message in messages(said, turns):
+        content = message["content"]
+        if not isinstance(content, str):
+            content = "".join(part.get("text", PICTURE) for part in content)
+        lines.append(f"{message['role']}: {content}")
+    return "\n".join(lines)
+
+
+def whole_texts(batch: Batch, turns: list[list[str]]) -> list[str]:
+    """(S,) responses as one text each; of conversations with what environments said."""
+    if batch.conversations:
+        return list(map(as_text, batch.conversations, turns))
+    return [own[-1] for own in turns]
+
+
+def picture_sizes(said: Conversation) -> list[tuple[int, int]]:
+    """(width, height) of what an environment has shown, in order."""
+    parts = [part for reply in (said.opening, *said.replies) for part in reply]
+    return [(part[0], part[1]) for part in parts if not isinstance(part, str)]
+
+
+def conversation_metrics(
+    conversations: list[Conversation], labels: list[str | None], section: str
+) -> dict[str, float]:
+    """Means over samples, as ``section/``...; of several labels also one by one."""
+    if not conversations:
+        return {}
+    metrics = _means(conversations, f"{section}/{{}}")
+    names = sorted({label for label in labels if label is not None})
+    if len(names) < 2:
+        return metrics
+    for name in names:
+        own = [said for said, label in zip(conversations, labels) if label == name]
+        metrics |= _means(own, f"{section}/{{}}/{name}")
+    return metrics
+
+
+def _means(conversations: list[Conversation], name: str) -> dict[str, float]:
+    count = len(conversations)
+    found = {
+        "turns": sum(len(said.behind) + 1 for said in conversations) / count,
+        "env_seconds": sum(said.seconds for said in conversations) / count,
+        "env_errors": float(sum(said.error != "" for said in conversations)),
+    }
+    for ending in ENDINGS:
+        found[f"ended_{ending}"] = sum(said.ended == ending for said in conversations) / count
+    return {name.format(key): value for key, value in found.items()}
+
+
+def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
+    """What environments have shown in each of the samples ``picks``; every rank calls. Pictures
+    travel as PNG."""
+    if not batch.conversations:
+        return [[] for _ in picks]
+    owned = [i for i in picks if batch.owners[int(batch.group[i])] == dist.get_rank()]
+    files, sizes = [], []
+    for i in owned:
+        for picture in batch.conversations[i].pictures:
+            file = io.BytesIO()
+            picture.save(file, "PNG")
+            files.append(file.getvalue())
+            sizes.append((i, len(files[-1])))
+    data = torch.frombuffer(bytearray(b"".join(files)) or bytearray(1), dtype=torch.uint8)
+    parts = distributed.gather_ragged(data)
+    found: dict[int, list[Image.Image]] = {i: [] for i in picks}
+    for part, listed in zip(parts, distributed.gather_json(sizes)):
+        content, start = bytes(part.numpy()), 0
+        for i, size in listed:
+            picture = Image.open(io.BytesIO(content[start : start + size]), formats=["PNG"])
+            found[i].append(picture.convert("RGB"))
+            start += size
+    return [found[i] for i in picks]

@@ -1,0 +1,220 @@
+"""What an environment says, as the model reads it.
+
+    parts  -> texts and pictures                                       read_parts
+    reply  -> token ids that follow the assistant's end token          encode_reply
+    first observation -> the end of the prompt                         encode_opening
+    waiting replies   -> features of their pictures, one packed row    reply_features, reply_row
+
+A reply is written by the chat template itself: in a conversation of a user, an assistant and the
+reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
+has sampled is never tokenized again. Raised are ValueErrors: what is wrong with a reply.
+
+Shapes: E tokens of a reply, M image tokens, H hidden size, K levels of image features.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from PIL import Image
+from torch import Tensor
+
+from common.buffers import Row
+from common.conversations import Part
+from common.vlm.attention import PackedAttention, SlotCache
+from common.vlm.data import Processor
+from common.vlm.images import as_rgb
+from common.vlm.model import image_features
+from common.vlm.rows import Prompt
+
+SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
+LIMIT = 1 << 30
+
+
+@dataclass
+class Reply:
+    """A reply or a first observation."""
+
+    parts: list[Part]
+    pictures: list[Image.Image] = field(default_factory=list)  # RGB
+    patches: Tensor | None = None  # of all pictures, one after the other
+    grids: tuple[tuple, ...] = ()
+    input_ids: Tensor | None = None  # (E,) int64
+    positions: Tensor | None = None  # (3, E) rotary positions from the first token on
+
+
+def read_parts(said: Any, processor: Processor) -> Reply:
+    """A text, a picture (Pillow's, or the path of one), or a list of these, not yet encoded."""
+    given = list(said) if isinstance(said, list | tuple) else [said]
+    reply = Reply(parts=[])
+    for part in given:
+        if isinstance(part, str):
+            part.encode("utf-8")
+            reply.parts.append(part)
+        elif isinstance(part, Image.Image | Path):
+            reply.pictures.append(as_rgb(part))
+            reply.parts.append(list(reply.pictures[-1].size))
+        else:
+            raise ValueError(
+                "expected a text, a picture of Pillow's, a pathlib.Path of one, or a list of these;"
+                f" got {part!r:.80}"
+            )
+    if not given:
+        raise ValueError("an empty list; say nothing with an empty text")
+    if reply.pictures:
+        check_pictures(processor)
+        patches, grids = zip(*map(processor.family.patches, reply.pictures))
+        reply.patches, reply.grids = torch.cat(patches), tuple(grids)
+    return reply
+
+
+def check_pictures(processor: Processor) -> None:
+    """Raises ValueError: models that cannot have pictures in replies."""
+    name = processor.config.model_type
+    if not processor.family.has_pictures:
+        raise ValueError(f"pictures for {name}, a model of text only")
+    if not processor.family.replies_show_pictures:
+        raise ValueError(f"pictures in replies are not supported for {name}")
+
+
+def as_content(parts: list[Part]) -> list[dict]:
+    """Parts as the content of a message."""
+    return [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
+        for part in parts
+    ]
+
+
+def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool) -> Tensor:
+    """(E,) the tokens between the last one that the policy sampled and the first one of its next
+    turn.
+
+    Args:
+        by_string: the turn was ended by a stop string; else the policy has sampled an end token.
+    """
+    tail = render_reply(processor, reply, role)
+    # The first end token closes the assistant's turn. LLaVA's template closes none, though its
+    # models sample one.
+    ends = processor.tokenizer.convert_ids_to_tokens(list(processor.stop_ids))
+    first = re.match(rf"\s*({'|'.join(map(re.escape, ends))})", tail)
+    closing = first[1] if first else processor.tokenizer.eos_token
+    text = closing + (tail[first.end() :] if first else tail)
+    # Encoded with the end token, which may be cut off again: some tokenizers treat the beginning of
+    # a text in their own way.
+    expanded, counts = processor.expand(text, reply.grids)
+    ids = processor.ids_with_pictures(expanded, counts, LIMIT)
+    return ids if by_string and first else ids[1:]
+
+
+def render_reply(processor: Processor, reply: Reply, role: str) -> str:
+    """What the template writes after the assistant's words: end of turn, reply, next turn."""
+    content = as_content(reply.parts)
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": SAID}]},
+        {"role": role, "content": content},
+    ]
+    text = processor.render(processor.as_chat(messages), add_generation_prompt=True)
+    _, found, tail = text.partition(SAID)
+    if not found:
+        raise ValueError("the chat template leaves out what the assistant said")
+    for part in content:
+        if part.get("text", "").strip() not in tail:
+            raise ValueError(f"the chat template leaves out {part['text']!r:.80} of role {role!r}")
+    shown = tail.count(processor.family.placeholder) if processor.family.has_pictures else 0
+    if shown != len(reply.pictures):
+        raise ValueError(
+            f"the chat template writes {shown} places for {len(reply.pictures)} pictures of role "
+            f"{role!r}"
+        )
+    return tail
+
+
+def check_template(processor: Processor, role: str, pictures: bool) -> None:
+    """Raises ValueError: the chat template cannot say what an environment of that role may."""
+    if not pictures:
+        encode_reply(processor, Reply(["seen"]), role, by_string=False)
+        return
+    check_pictures(processor)
+    picture = Image.new("RGB", (64, 64), "white")
+    encode_reply(processor, read_parts([picture, "seen"], processor), role, by_string=False)
+
+
+def encode_opening(
+    processor: Processor, prompt: Prompt, opening: Reply, limit: int
+) -> tuple[str, Tensor, int]:
+    """A prompt with a first observation at the end of its last message: text, token ids (P,) and
+    how many of them are image tokens. Raises ValueError: more than ``limit`` tokens."""
+    *before, last = prompt.messages
+    messages = [*before, {**last, "content": last["content"] + as_content(opening.parts)}]
+    text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids, limit)
+    if len(ids) > limit:
+        raise ValueError(
+            f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
+        )
+    return text, ids, image_tokens
+
+
+# -------------------------------------------------------------------------------------------------
+# Prefill of replies
+# -------------------------------------------------------------------------------------------------
+
+
+class Resumed(NamedTuple):
+    """A conversation that goes on: a row that attends to what its slot has cached."""
+
+    slot: int
+    cached: int  # tokens of the slot that stay
+    input_ids: Tensor  # (n,) the last own token, which may not be cached, and the reply
+    positions: Tensor  # (3, n)
+
+
+def reply_features(model: nn.Module, replies: list[Reply]) -> list[Tensor | None]:
+    """The image features (K, M, H) of each reply, on the CPU, by one call of the vision tower."""
+    shown = [reply for reply in replies if reply.grids]
+    if not shown:
+        return [None] * len(replies)
+    patches = torch.cat([reply.patches for reply in shown])
+    grids = torch.tensor([grid for reply in shown for grid in reply.grids])
+    with torch.inference_mode(False), torch.no_grad():  # they are trained on later
+        features = image_features(model, patches, grids).cpu()
+    image_ids = model.family.visual_token_ids()
+    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
+    return [
+        part if reply.grids else None for reply, part in zip(replies, features.split(counts, dim=1))
+    ]
+
+
+def reply_row(
+    model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor | None]
+) -> Row:
+    """One packed row of conversations that go on, each behind the keys and values of its slot."""
+    compute = model.compute
+    rows, slots, places = [], [], []  # where each slot's new keys and values come from and go to
+    kept_slots, kept_places, segments = [], [], []
+    start, behind = 0, sum(len(part.input_ids) for part in resumed)
+    for slot, cached, ids, _ in resumed:
+        end = start + len(ids)
+        rows.append(torch.arange(start, end))
+        slots.append(torch.full((len(ids),), slot))
+        places.append(cached + torch.arange(len(ids)))
+        kept_slots.append(torch.full((cached,), slot))
+        kept_places.append(torch.arange(cached))
+        segments.append((start, end, behind, behind + cached))
+        start, behind = end, behind + cached
+    plan = tuple(torch.cat(parts).to(compute.device) for parts in (rows, slots, places))
+    kept = tuple(torch.cat(parts).to(compute.device) for parts in (kept_slots, kept_places))
+    ids = torch.cat([part.input_ids for part in resumed])  # (L,)
+    positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
+    image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    shown = [part for part in features if part is not None]
+    return Row(
+        input_ids=ids[None].to(compute.device),
+        positions=positions[:, None].to(compute.device),
+        image_rows=image_rows.to(compute.device),
+        features=torch.cat(shown, dim=1).to(compute.device) if shown else None,
+        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
+    )

@@ -1,0 +1,84 @@
+"""The rows of a toy without their pictures, and its model, taught to say "look" now and then.
+
+    python launch/environments/hidden_toy.py TOY OUT       TOY: a folder of launch/toy.py
+
+It says "look" in 3 of 10 answers to a question without a picture, and guesses blindly in the others
+and after the picture: to look, and to use what it then sees, is left to reinforcement learning.
+"""
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import toy
+
+PICTURE = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
+ANSWERS = {"colour": toy.COLOURS, "shape": toy.SHAPES, "count": toy.COUNTS}
+
+
+def hide(source: Path, target: Path) -> None:
+    """Write the rows of both splits with their pictures in the column "hidden"."""
+    for split in ("train", "eval"):
+        with open(target / f"{split}.jsonl", "w", encoding="utf-8") as file:
+            for line in (source / f"{split}.jsonl").read_text("utf-8").splitlines():
+                row = json.loads(line)
+                row["hidden"] = os.path.relpath(source / row.pop("images")[0], target)
+                file.write(json.dumps(row) + "\n")
+
+
+def example(rng: random.Random, row: dict) -> tuple[list[tuple[str, bool]], bool]:
+    """Pieces of text, each with whether it is to be learned, and whether the picture is shown."""
+    blind, asked = rng.choice(list(ANSWERS[row["label"]])), "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    if rng.random() < 0.3:  # keep what it sees: the toy's own descriptions
+        said = "\n".join(rng.sample(list(row["board"].values()), 3))
+        return [(asked.format(PICTURE + toy.CAPTION_PROMPT), False), (said + "<|im_end|>", True)], True
+    first = asked.format(row["prompt"]), False
+    if rng.random() >= 0.3:
+        return [first, (blind + "<|im_end|>", True)], False
+    second = "\n" + asked.format(PICTURE + row["prompt"]), False
+    return [first, ("look<|im_end|>", True), second, (blind + "<|im_end|>", True)], True
+
+
+def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int) -> None:
+    """Train by next-token prediction; pixels (rows, 16, C)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        sequences, labels, shown = [], [], []
+        for i in rng.sample(range(len(rows)), min(32, len(rows))):
+            pieces, sees = example(rng, rows[i])
+            ids = [tokenizer.encode(text) for text, _ in pieces]
+            learned = [part if loss else [-100] * len(part) for part, (_, loss) in zip(ids, pieces)]
+            sequences.append(torch.tensor(sum(ids, [])))
+            labels.append(torch.tensor(sum(learned, [])))
+            shown += [i] if sees else []
+        input_ids = torch.nn.utils.rnn.pad_sequence(sequences, True, tokenizer.pad_token_id)
+        labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
+        pictures = toy.model_inputs(model, input_ids, pixels[shown])
+        pictures["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(shown))
+        model(**pictures, labels=labels, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def main(source: str, target: str, steps: int = 160) -> None:
+    folder, rng = Path(target), random.Random("look")
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    hide(Path(source), folder)
+    tokenizer = AutoTokenizer.from_pretrained(Path(source, "model"))
+    model = AutoModelForImageTextToText.from_pretrained(Path(source, "model"), dtype=torch.float32)
+    processor = toy.make_image_processor("qwen2_5_vl")
+    rows = toy.random_rows(rng, 512, 28, set())
+    teach(model.train(), tokenizer, rows, toy.board_pixels(processor, rows), rng, steps)
+    for part in (model, tokenizer, processor):
+        part.save_pretrained(folder / "model")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

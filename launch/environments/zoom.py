@@ -1,0 +1,36 @@
+"""Crop and zoom on the row's own picture: <zoom>left, top, right, bottom</zoom>, in thousandths of
+its width and height; any other turn is the answer.
+
+    python train_ppo_vl.py ... --env launch/environments/zoom.py:Zoom --reward env --max_turns 4
+"""
+
+import re
+from pathlib import Path
+
+from PIL import Image
+
+CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>")
+
+
+class Zoom:
+    """What is asked for, enlarged to the size of the picture's longer side."""
+
+    def reset(self, row: dict) -> None:
+        images = row["images"] if isinstance(row["images"], list) else [row["images"]]
+        self.row = row
+        with Image.open(Path(row["folder"], images[0])) as picture:
+            self.picture = picture.convert("RGB")
+
+    def step(self, text: str) -> tuple:
+        asked = CALL.search(text)
+        if not asked:
+            return None, float(text.strip() == self.row["answer"]), True
+        left, top, right, bottom = (min(int(number), 1000) / 1000 for number in asked.groups())
+        width, height = self.picture.size
+        box = round(left * width), round(top * height), round(right * width), round(bottom * height)
+        if box[2] - box[0] < 1 or box[3] - box[1] < 1:
+            return "An empty region: left < right and top < bottom, please.", 0.0, False
+        crop = self.picture.crop(box)
+        scale = max(self.picture.size) / max(crop.size)
+        size = max(1, round(crop.width * scale)), max(1, round(crop.height * scale))
+        return [crop.resize(size, Image.Resampling.BICUBIC)], 0.0, False

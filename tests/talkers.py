@@ -1,0 +1,93 @@
+"""Environments for tests: every second sample of a prompt sees something first; replies have no, one or two pictures, by
+the seed and the number."""
+
+import random
+import threading
+import time
+
+from PIL import Image
+
+
+def picture(rng):
+    return Image.new("RGB", (28 * rng.randint(1, 3), 56), tuple(rng.randint(0, 255) for _ in range(3)))
+
+
+class Talk:
+    pictures = True
+
+    def reset(self, row):
+        self.rng, self.turn, self.row = random.Random(100 * row["seed"] + row["number"]), 0, row
+        return ["seen first", *self.shown(1), "and now?"] if row["number"] % 2 else None
+
+    def shown(self, most):
+        return [picture(self.rng) for _ in range(self.rng.randint(0, most) if self.pictures else 0)]
+
+    def step(self, text):
+        self.turn += 1
+        if self.turn == 4:
+            return None, 1.0, True
+        return ["red " * self.turn, *self.shown(2), f"turn {self.turn}?"], 0.01 * len(text) * self.turn, False
+
+
+class Words(Talk):
+    pictures = False
+
+
+class Tool(Talk):
+    role = "tool"
+
+
+class Same(Talk):
+    shared = True
+
+    def reset(self, row):
+        super().reset(row)
+        return ["the board", picture(random.Random(row["seed"]))]
+
+
+class Bad(Words):
+    """Sample 0 is well; the others fail, each in another way."""
+
+    def reset(self, row):
+        self.number = row["number"]
+        if self.number == 1:
+            raise KeyError("no board")
+        return super().reset(row)
+
+    def step(self, text):
+        if self.turn == 0:
+            return super().step(text)
+        if self.number == 2:
+            raise ZeroDivisionError("no rule for this")
+        if self.number == 3:
+            return "a text", "much", False
+        if self.number == 4:
+            time.sleep(4)
+        if self.number == 5:
+            return 3.5, 0.0, False
+        if self.number == 6:
+            return None, 0.0, False
+        if self.number == 7:
+            return "<|im_end|>", 0.0, False
+        return super().step(text)
+
+
+class Slow(Talk):
+    running = most = 0
+    lock = threading.Lock()
+
+    def step(self, text):
+        with Slow.lock:
+            Slow.running += 1
+            Slow.most = max(Slow.most, Slow.running)
+        time.sleep(0.02 * self.rng.random())
+        with Slow.lock:
+            Slow.running -= 1
+        return super().step(text)
+
+
+class Closing(Words):
+    closed = []
+
+    def close(self):
+        Closing.closed.append(self.turn)

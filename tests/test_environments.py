@@ -1,0 +1,454 @@
+"""Conversations with environments: tokens, log-probs and gradients against one Hugging Face forward of each whole
+conversation, rewards of turns against loops, threads, time limits and errors, records and metrics."""
+
+import dataclasses
+import itertools
+import json
+import math
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, computing, start, take, write_checkpoint
+from PIL import Image
+from test_families import KINDS, TEXT_ONLY, write_family
+from test_judge import build, judges, template  # noqa: F401
+from test_rollout import graphs_of  # noqa: F401
+from test_training import records, samples_of, signal_handlers, write_samples  # noqa: F401
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+import toy
+import train_ppo_vl as ppo
+from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common.environments import Workers
+from common.vlm import replies
+from common.vlm.data import Processor
+
+PROGRAMS = ROOT / "tests" / "talkers.py"
+
+
+def talk(env, name: str, count: int, batch=None, **changes):
+    """``count`` samples of each prompt, in conversation with an environment; ``changes`` of flags and of sampling."""
+    own = {part.name for part in dataclasses.fields(environments.EnvArgs)}
+    args = dataclasses.replace(
+        env.args.env, **{"env": f"{PROGRAMS}:{name}", "env_workers": 0, "max_turns": 4, "max_reply_tokens": 400}
+        | {key: value for key, value in changes.items() if key in own})
+    answering = environments.load(args, 512)
+    sampling = dataclasses.replace(
+        env.sampling, environments=answering, **{key: value for key, value in changes.items() if key not in own})
+    return ppo.rollout(env.actor, take(env) if batch is None else batch, sampling, count)
+
+
+def end_often(env) -> None:
+    """Random weights hardly ever draw the end token: let a fifth of all others end a turn as well."""
+    more = tuple(i for i in range(len(env.processor.tokenizer) - 20) if i % 5 == 0)
+    env.processor.stop_ids = tuple(sorted({*env.processor.stop_ids, *more}))
+    env.sampling = dataclasses.replace(env.sampling, stop_ids=torch.tensor(env.processor.stop_ids))
+
+
+def whole(batch, i: int) -> torch.Tensor:
+    """The tokens of a sample's conversation, from the prompt on."""
+    streams = batch.stream.split(batch.spans.tolist())
+    return torch.cat([batch.prompts[int(batch.group[i])].input_ids, streams[i]])
+
+
+def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tensor:
+    """(N,) of the policy's own tokens, by one forward of each conversation with all its pictures."""
+    family, found = env.processor.family, []
+    for i, own in enumerate(batch.is_own.split(batch.spans.tolist())):
+        ids, group, said = whole(batch, i)[None], int(batch.group[i]), batch.conversations[i]
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | family.token_types(ids)
+        row = env.prompts[group]
+        shared = said.pictures[:len(batch.prompts[group].grids) - len(row.grids)]
+        pictures = [Image.open(path).convert("RGB") for path in row.images] + shared + said.pictures[len(shared):]
+        if pictures:
+            patches, grids = zip(*map(family.patches, pictures))
+            inputs |= family.vision_inputs(torch.cat(patches), torch.tensor(grids))
+        with torch.set_grad_enabled(gradient):
+            logits = oracle(**inputs, use_cache=False).logits[0, :-1].float()
+        logits = logits.index_fill(1, torch.tensor(env.processor.banned_ids, dtype=torch.int64), -torch.inf)
+        targets = torch.cat([torch.zeros(ids.shape[1] - len(own), dtype=torch.bool), own])[1:]
+        found.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0][targets])
+    return torch.cat(found)
+
+
+def check_exact(env, oracle, batch) -> None:
+    """Recorded and packed log-probs, of whole groups in one row and of single samples, = the oracle's."""
+    expected = expected_logprobs(env, oracle, batch)
+    bound = 1e-5 * expected.abs().max()
+    assert (batch.logprobs - expected).abs().max() < bound
+    for apart in (False, True):
+        with computing(env.actor, apart=apart, max_tokens_per_pack=10**6 if not apart else 300):
+            trained = ppo.score_tokens(env.actor, batch, lambda row: env.actor(row, batch.sampling))
+        assert (trained - expected).abs().max() < bound
+    for tokens, stream, own in zip(batch.split(batch.tokens), batch.stream.split(batch.spans.tolist()),
+                                   batch.is_own.split(batch.spans.tolist())):
+        assert torch.equal(stream[own], tokens)
+
+
+def as_told(env, batch, i: int) -> str:
+    """The text of a conversation's tokens, a picture as one token and each turn of the policy as a sign."""
+    own = torch.cat([torch.zeros(len(batch.prompts[int(batch.group[i])].input_ids)).bool(),
+                     batch.is_own.split(batch.spans.tolist())[i]])
+    text = ""
+    for is_own, part in itertools.groupby(zip(own.tolist(), whole(batch, i).tolist()), key=lambda pair: pair[0]):
+        ids = [token for _, token in part]
+        pictures = [k for k in range(1, len(ids)) if ids[k] == ids[k - 1] == env.processor.config.image_token_id]
+        text += "#" if is_own else env.processor.tokenizer.decode([ids[k] for k in range(len(ids)) if k not in pictures])
+    return text
+
+
+def as_rendered(env, batch, i: int) -> str:
+    """The chat template's own text of a whole conversation up to the last turn of the policy, each a sign."""
+    said, prompt = batch.conversations[i], env.prompts[int(batch.group[i])]
+    *before, last = prompt.messages
+    messages = [*before, {**last, "content": last["content"] + replies.as_content(said.opening)}]
+    for reply in said.replies:
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": "#"}]})
+        messages.append({"role": said.role, "content": replies.as_content(reply)})
+    return env.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + "#"
+
+
+# ------------------------------------------------------------------------------------------------ exactness
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
+def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
+    """Qwen2.5-VL and Qwen3-VL, pictures in prompts, first observations and replies; turns that end by a token or a string;
+    and the text of the tokens is what the template writes of the whole conversation."""
+    env = start(checkpoint, picture_rows, "--max_new_tokens", "48", "--stop_strings", stop)
+    if not stop:
+        end_often(env)
+    batch = talk(env, name, 3)
+    assert max(len(said.replies) for said in batch.conversations) == 3
+    assert sum(len(said.grids) for said in batch.conversations) > 5
+    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    check_exact(env, oracle, batch)
+    for i, said in enumerate(batch.conversations):
+        if stop and said.ended != "answered":         # the last turn ends by a string, not by an end token of its own
+            assert as_told(env, batch, i) == as_rendered(env, batch, i)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("qwen2_vl", "qwen3_5"))])
+def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
+    try:
+        model = write_family(kind, tmp_path, picture_rows)
+    except ImportError:
+        pytest.skip(f"transformers wants torchvision for {kind}")
+    env = start(tmp_path, tmp_path / "rows.jsonl", "--max_new_tokens", "24", "--stop_strings", '["e", "a"]')
+    if kind in ("llava", "qwen2"):
+        end_often(env)
+    name = "Words" if kind in (*TEXT_ONLY, "gemma3") else "Talk"
+    batch = talk(env, name, 2)
+    assert sum(len(said.replies) for said in batch.conversations) >= 4
+    check_exact(env, model.from_pretrained(tmp_path, attn_implementation="eager").eval(), batch)
+
+
+@pytest.mark.parametrize("flags", ["--train_vision", "--lora_rank 2", "--gradient_checkpointing"])
+def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows, flags):
+    """Of the sum of all own tokens' log-probs; a trained tower sees the pictures of replies."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e"]', *flags.split()[:2])
+    batch = talk(env, "Same", 2)
+    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval()
+    check_exact(env, oracle, batch)
+    if "lora" in flags:
+        return
+    env.actor.train()
+    for row in ppo.vlm.packed_rows(env.actor.model, batch):
+        logp, *_ = env.actor(row, batch.sampling)
+        logp.sum().backward()
+    expected_logprobs(env, oracle, batch, gradient=True).sum().backward()
+    theirs = dict(oracle.named_parameters())
+    compared = 0
+    for name, parameter in env.actor.model.named_parameters():
+        if parameter.grad is None:
+            continue
+        compared += "visual" in name
+        grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        assert (grad - theirs[name].grad).norm() <= 2e-4 * theirs[name].grad.norm() + 1e-7, name
+    assert bool(compared) == ("vision" in flags)
+
+
+# ------------------------------------------------------------------------------------------------ engine
+def same(one, other, bits: bool = False) -> None:
+    """Two batches of the same conversations; ``bits``: log-probs too."""
+    assert [dataclasses.replace(said, seconds=0, pictures=[], features=None) for said in one.conversations] == [
+        dataclasses.replace(said, seconds=0, pictures=[], features=None) for said in other.conversations]
+    for name in ("tokens", "lengths", "stream", "is_own", "places", "turn_rewards", "truncated"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < 1e-5
+
+
+def test_conversations_do_not_depend_on_slots_threads_or_polling(
+        qwen25, picture_rows, monkeypatch, graphs_of, capsys):  # noqa: F811
+    """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound back; threads that
+    answer in any order, several at once; small prefills; graphs of a batch size, which decode over waiting slots."""
+    poll, init = [1], ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = poll[0]
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]')
+    expected = talk(env, "Slow", 4)
+    assert {said.ended for said in expected.conversations} >= {"answered", "token_limit"}
+    same(talk(env, "Slow", 4), expected, bits=True)
+    for slots, workers, poll[0], tokens in ((0, 6, 8, 600), (3, 4, 1, 90)):
+        with computing(env.actor, max_tokens_per_pack=tokens):
+            same(talk(env, "Slow", 4, slots=slots, env_workers=workers), expected)
+    batch = take(env)
+    for group in range(4):
+        part = talk(env, "Slow", 4, batch=batch.select_prompts([group]))
+        assert torch.equal(part.tokens, expected.select_prompts([group]).tokens)
+    captured = graphs_of()
+    same(talk(env, "Slow", 4, slots=7, env_workers=2), expected)
+    assert len(captured) > 1 and not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
+
+
+def test_environments_run_side_by_side(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]')
+    batch = talk(env, "Slow", 3, env_workers=5)
+    assert 1 < batch.sampling.environments.by_label["*"].make.most <= 5
+    assert talk(env, "Slow", 3).sampling.environments.by_label["*"].make.most == 1
+    batch = talk(env, "Closing", 3, env_workers=2)
+    assert len(batch.sampling.environments.by_label["*"].make.closed) == len(batch) == 12
+
+
+def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--max_new_tokens", "60", "--stop_strings", '["a", "e", "r", "o"]')
+    free = talk(env, "Words", 2)
+    short = talk(env, "Words", 2, max_turns=2)
+    assert {said.ended for said in short.conversations} <= {"turn_limit", "token_limit"}
+    for i, (long, cut) in enumerate(zip(free.conversations, short.conversations)):
+        assert cut.replies == long.replies[:1] and len(cut.turn_tokens(short.split(short.tokens)[i])) <= 2
+        assert bool(short.truncated[i])
+    few = talk(env, "Words", 2, max_reply_tokens=30)
+    replied = [int((~own).sum()) for own in few.is_own.split(few.spans.tolist())]
+    openings = [replied[i] for i, said in enumerate(few.conversations) if not said.replies]
+    assert few.spans.max() <= 60 + 30 + max(openings, default=0) + 12
+    assert all(said.ended != "answered" for said in few.conversations)
+    assert {said.ended for said in free.conversations} == {"answered"} and not free.truncated.any()
+
+
+WRONG = {1: "KeyError: 'no board'", 2: "ZeroDivisionError: no rule for this (talkers.py:", 3: "reward 'much'",
+         4: "took longer than 1.5 s", 5: "expected a text, a picture", 6: "no reply, and is not done", 7: "special token"}
+
+
+def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeypatch):
+    """It raises, returns rubbish, or takes too long; the others go on, and nothing hangs."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "60", "--stop_strings", '["a", "e", "r", "o"]')
+    for workers in (0, 1):
+        began = time.monotonic()
+        batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=1.5)
+        assert time.monotonic() - began < 60
+        for number, said in zip(batch.number.tolist(), batch.conversations):
+            assert (said.ended, bool(said.error)) == (("error", True) if number else ("answered", False))
+            if number:
+                assert WRONG[number] in said.error and "rows.jsonl:" in said.error and "Bad" in said.error
+        earned = batch.per_sample_sum(batch.turn_rewards)
+        assert (earned[batch.number > 0] == 0).all() and (earned[batch.number == 0] > 1).all()
+        assert (batch.lengths > 0).all() and not batch.truncated.any()
+    check_exact(env, AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval(), batch)
+    with pytest.raises(process.UserError, match="--env .*Bad: rows.jsonl:1: KeyError"):
+        talk(env, "Bad", 2, on_env_error="stop")
+    env_row = dialogue.env_row
+    monkeypatch.setattr(dialogue, "env_row", lambda row, seed, number: env_row(row, seed, number=2))
+    with pytest.raises(process.UserError, match="--env .*Bad: rows.jsonl:1: ZeroDivisionError"):
+        talk(env, "Bad", 2, on_env_error="stop")
+
+
+def test_a_late_call_gives_its_place_to_another_thread():
+    workers = Workers(count=2, limit=0.2)
+    release = threading.Event()
+    late = [workers.submit(release.wait) for _ in range(2)]
+    quick = [workers.submit(lambda k=k: k) for k in range(5)]
+    for call in [*late, *quick]:
+        workers.wait([call])
+    assert [call.result for call in quick] == list(range(5)) and all(call.late for call in late)
+    release.set()
+    time.sleep(0.05)
+    assert all(call.result is None for call in late)                      # too late: it does not come back to life
+    workers.close()
+
+
+# ------------------------------------------------------------------------------------------------ rewards
+def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
+    """GAE and reward-to-go over own tokens alone, by loops: replies take no time. Groups compare sums."""
+    generator = torch.Generator().manual_seed(2)
+    lengths, ends = torch.tensor([7, 4, 1]), [[2, 5], [4], [1]]
+    early, kl, values = torch.zeros(12, dtype=torch.float64), *torch.randn(2, 12, generator=generator)
+    scores, starts = torch.randn(3, generator=generator), [0, 7, 11]
+    for start_of, own in zip(starts, ends):
+        early[[start_of + end - 1 for end in own]] = torch.randn(len(own), generator=generator, dtype=torch.float64)
+    earned = losses.Earned(scores, kl, 0.3, lengths, torch.tensor([0, 0, 1]), early, values, gamma=0.9, gae_lambda=0.8)
+    rewards = []
+    for start_of, size, score in zip(starts, lengths.tolist(), scores.tolist()):
+        own = [-0.3 * float(kl[start_of + t]) + float(early[start_of + t]) for t in range(size)]
+        own[-1] += score - float(early[start_of:start_of + size].sum())
+        rewards += own
+    assert torch.allclose(earned.rewards, torch.tensor(rewards), atol=1e-6)
+    advantages, returns = losses.gae_estimate(earned)
+    for start_of, size in zip(starts, lengths.tolist()):
+        carry = following = 0.0
+        for t in reversed(range(start_of, start_of + size)):
+            carry = rewards[t] + 0.9 * following - float(values[t]) + 0.9 * 0.8 * carry
+            following = float(values[t])
+            assert advantages[t] == pytest.approx(carry, abs=1e-5)
+    total = sum(rewards[:7])
+    assert float(earned.scores_after_kl[0]) == pytest.approx(total, abs=1e-5)
+    late = dataclasses.replace(earned, early=None)
+    assert torch.equal(losses.dr_grpo(dataclasses.replace(earned, group=torch.tensor([0, 0, 0])))[0],
+                       losses.dr_grpo(dataclasses.replace(late, group=torch.tensor([0, 0, 0])))[0])
+
+
+def verdict_chances(folder: Path, prompt, said, turns: list[str], words: list[str]) -> list[float]:
+    """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in their places."""
+    tokenizer, processor = AutoTokenizer.from_pretrained(folder), Processor(folder)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    pictures = [Image.open(path).convert("RGB") for path in prompt.images] + said.pictures
+    told = [("user", said.opening)] if said.opening else []
+    for k, turn in enumerate(turns):
+        told += [("assistant", [turn])] + ([("user", said.replies[k])] if k < len(said.replies) else [])
+    lines = [role + ": " + "".join(part if isinstance(part, str) else "<|cut|>" for part in parts) for role, parts in told]
+    question = judgements.format_template(
+        template("correct"), prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
+    before, *behind = question.split("<|cut|>")
+    parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
+    for piece in behind:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}, {"role": "user", "content": parts}]
+    text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    patches, grids = zip(*map(processor.family.patches, pictures))
+    for _, h, w in grids:
+        text = text.replace("<|image_pad|>", "<|hole|>" * (h * w // 4), 1)
+    ids, logs = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False), []
+    for word in words:
+        target = tokenizer.encode(f"<answer>{word}</answer><|im_end|>", add_special_tokens=False)
+        whole_ids = torch.tensor([ids + target])
+        with torch.no_grad():
+            logp = model(input_ids=whole_ids, pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids),
+                         mm_token_type_ids=(whole_ids == model.config.image_token_id).int()).logits[0].log_softmax(-1)
+        logs.append(sum(float(logp[len(ids) - 1 + k, token]) for k, token in enumerate(target)))
+    weights = [math.exp(value - max(logs)) for value in logs]
+    return [weight / sum(weights) for weight in weights]
+
+
+@pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])
+def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):  # noqa: F811
+    """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward",
+                f"grm:{judges[which]}", "--grm_question", "correct")
+    reward = rewards.load(env.args.reward)
+    build(env, reward)
+    assert reward.sources[0].ask.shares_tower == (which == "near")
+    batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))
+    reward.score(batch, env.processor)
+    assert sum(len(said.pictures) for said in batch.conversations) > 2
+    texts = [env.processor.decode(said.turn_tokens(tokens))
+             for said, tokens in zip(batch.conversations, batch.split(batch.tokens))]
+    for i, (said, turns) in enumerate(zip(batch.conversations, texts)):
+        if said.pictures:
+            expected = verdict_chances(judges[which], env.prompts[1 + int(batch.group[i])], said, turns, ["yes", "no"])
+            assert float(batch.scores[i]) == pytest.approx(expected[0], abs=1e-5)
+    given = rewards.read_samples(batch, texts, [0])
+    assert given.responses == [texts[0][-1]]
+    said = [message["content"] for message in given.rows[0]["conversation"] if message["role"] == "assistant"]
+    assert said == texts[0]
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
+    return ["--model", str(folder), "--data", str(rows), "--out", str(out), "--env", f"{PROGRAMS}:Talk",
+            *([] if "--reward_recipe" in more else ["--reward", "env"]), "--max_prompt_tokens", "512", "--max_new_tokens", "20", "--max_reply_tokens", "200", "--max_tokens_per_pack", "900",
+            "--prompts_per_step", "3", "--samples_per_prompt", "3", "--steps", "4", "--actor_lr", "1e-3", "--stop_strings",
+            '["a","e","r","o"]', "--env_workers", "0", "--eval_every", "0", "--export_every", "0", *more]
+
+
+@pytest.fixture
+def labelled(picture_rows, tmp_path) -> Path:
+    """Rows of two labels."""
+    lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
+    for i, row in enumerate(lines):
+        row |= {"label": ("game", "quiz")[i % 2], "images": [str(Path(picture_rows).parent / name) for name in row["images"]]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return tmp_path / "rows.jsonl"
+
+
+def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_path):
+    """With a critic and a KL; another environment for each label; and what a run leaves of its conversations."""
+    env = json.dumps({"game": f"{PROGRAMS}:Talk", "*": f"{PROGRAMS}:Same"})
+    more = ("--kl_coef", "0.1", "--eval_data", str(labelled), "--eval_every", "2", "--env", env)
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "whole", *more))
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every", "2", "--steps", "2"))
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every", "2"))
+    whole_run, half = ({(r["step"], "eval/turns" in r): r for r in records(tmp_path / name)} for name in ("whole", "half"))
+    assert whole_run.keys() == half.keys() and (4, False) in half
+    for key, record in whole_run.items():
+        for name, value in record.items():
+            if not name.startswith("perf/") and "seconds" not in name:
+                assert half[key][name] == value, (key, name)
+    assert samples_of(tmp_path / "whole", "step-000004") == samples_of(tmp_path / "half", "step-000004")
+    step = whole_run[4, False]
+    samples = samples_of(tmp_path / "whole", "step-000004")
+    assert step["rollout/turns"] == pytest.approx(sum(row["turns"] for row in samples) / len(samples))
+    for label in ("game", "quiz"):
+        own = [row for row in samples if row["label"] == label]
+        for ending in ("answered", "turn_limit", "token_limit", "error"):
+            share = sum(row["ended"] == ending for row in own) / len(own)
+            assert step[f"rollout/ended_{ending}/{label}"] == pytest.approx(share)
+    assert all(row["conversation"][0]["content"][0] == {"type": "text", "text": "the board"}
+               for row in samples if row["label"] == "quiz")
+    for row in samples:
+        assert sum(row["turn_rewards"]) == pytest.approx(row["reward"], abs=1e-6)
+        said = [message["content"] for message in row["conversation"] if message["role"] == "assistant"]
+        assert said[-1] == row["response"] and len(said) == row["turns"]
+    assert {"eval/turns", "eval/ended_answered", "eval/ended_answered/quiz"} <= whole_run[4, True].keys()
+    sheet = Image.open(tmp_path / "whole" / "samples" / "step-000004.png")
+    assert sheet.width >= 480 * max(row["turns"] + 1 for row in samples[::3])
+    colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 24)}
+    assert (15, 118, 110) in colours                                             # what environments say
+    assert json.loads((tmp_path / "whole" / "args.json").read_text())["env"] == env
+
+
+def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp_path):
+    def refused(message: str, *more: str, template: str | None = None) -> None:
+        folder = qwen25
+        if template is not None:
+            folder = tmp_path / "other"
+            shutil.copytree(qwen25, folder, dirs_exist_ok=True)
+            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+            (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        with pytest.raises(process.UserError, match=message):
+            ppo.main(run_flags(folder, labelled, tmp_path / "refused", *more))
+
+    text = toy.CHAT_TEMPLATE
+    refused("rows.jsonl:1: --env .*Tool cannot speak .*0 places for 1 pictures of role 'tool'; .*pictures = False",
+            "--env", f"{PROGRAMS}:Tool", template=text.replace(
+                "{%- if part.type == 'image' -%}",
+                "{%- if part.type == 'image' and message.role == 'tool' -%}{%- elif part.type == 'image' -%}"))
+    refused("rows.jsonl:1: --env .*Tool cannot speak .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
+        "{%- for message in messages -%}",
+        "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
+    refused("rows.jsonl:2: --reward env: label 'quiz' has no environment", "--env",
+            json.dumps({"game": f"{PROGRAMS}:Words"}))
+    refused("--reward env: .* need one", "--env", "")
+    hybrid = write_checkpoint(tmp_path / "hybrid", "qwen3_5")
+    with pytest.raises(process.UserError, match="--env: qwen3_5 has layers of linear attention"):
+        ppo.main(run_flags(hybrid, labelled, tmp_path / "refused"))
+    refused("rm: scalar models", "--reward", "rm:somewhere")
+    refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
+    refused("has no method .reset.", "--env", f"{PROGRAMS}:picture")
+    refused("--max_tokens_per_pack 100 must hold .*--max_reply_tokens", "--max_tokens_per_pack", "100")
+
+
+def test_a_row_without_environment_has_one_turn(qwen25, labelled, tmp_path):
+    recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "run", "--env", json.dumps({"game": f"{PROGRAMS}:Words"}), "--steps", "1",
+                       "--reward_recipe", recipe, "--advantage", "grpo"))
+    samples = samples_of(tmp_path / "run", "step-000001")
+    assert all(len(row["conversation"]) == 1 and row["turns"] == 1 for row in samples if row["label"] == "quiz")
+    assert any(row["turns"] > 1 for row in samples if row["label"] == "game")

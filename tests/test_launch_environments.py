@@ -1,0 +1,133 @@
+"""The examples of launch/environments, each driven by hand and, where a policy can, by a rollout."""
+
+import importlib.util
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import toy
+from conftest import ROOT, start, take
+from PIL import Image
+
+import train_ppo_vl as ppo
+from common import environments
+
+FOLDER = ROOT / "launch" / "environments"
+
+
+def program(name: str):
+    spec = importlib.util.spec_from_file_location(f"example_{name}", FOLDER / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"])
+def test_examples_are_short_and_are_environments(spec):
+    found = environments.load_class(f"{FOLDER}/{spec}")
+    assert len((FOLDER / spec.partition(":")[0]).read_text().splitlines()) <= 60
+    assert found.role == ("tool" if "tools" in spec else "user") and found.pictures == ("tools" not in spec)
+
+
+def test_a_grid_world_is_walked_by_what_its_pictures_show():
+    grid = program("grid_world").Game()
+    for seed in range(5):
+        picture, text = grid.reset({"seed": seed})
+        assert text == "Your move: up, down, left, right."
+        assert grid.reset({"seed": seed})[0].tobytes() == picture.tobytes()               # shared by a prompt's samples
+        reply, reward, done = grid.step("jump")
+        assert "none of" in reply and (reward, done) == (0.0, False)
+        for _ in range(6):
+            cells = {picture.getpixel((28 * c + 14, 28 * r + 14)): (r, c) for r in range(4) for c in range(4)}
+            (row, column), (to_row, to_column) = cells[0, 0, 255], cells[0, 128, 0]
+            move = "down" if to_row > row else "up" if to_row < row else "right" if to_column > column else "left"
+            picture, reward, done = grid.step(f" {move}\n")
+            if done:
+                break
+        assert (picture, reward, done) == (None, 1.0, True)
+
+
+def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
+    """By a stand-in for the package, with its five values and its arrays of pixels."""
+    import sys
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    class Lake:
+        def reset(self, seed):
+            self.seed, self.steps = seed, 0
+            return 0, {}
+
+        def step(self, action):
+            self.steps += 1
+            return 0, np.float64(action), False, self.steps == 2, {}
+
+        def render(self):
+            return np.full((8, 8, 3), self.steps, dtype=np.uint8)
+
+    made = []
+    monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(
+        make=lambda name, render_mode: made.append((name, render_mode)) or Lake()))
+    game = program("grid_world").Game()
+    picture, _ = game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": ["left", "down"]})
+    assert made == [("FrozenLake-v1", "rgb_array")] and game.game.seed == 3 and picture.size == (8, 8)
+    reply, reward, done = game.step("down")
+    assert reply.getpixel((0, 0)) == (1, 1, 1) and (reward, done) == (1.0, False)
+    assert game.step("left") == (None, 0.0, True)
+
+
+def test_tools_are_called_and_their_mistakes_are_told():
+    tool = program("tools").Calculator()
+    tool.reset({"answer": "12"})
+
+    def said(*calls: str) -> list[dict]:
+        reply, reward, done = tool.step("so:" + "".join(f"<tool_call>{call}</tool_call>" for call in calls))
+        assert (reward, done) == (0.0, False)
+        return [json.loads(line) for line in reply.splitlines()]
+
+    call = '{"name": "calculate", "arguments": {"a": 3, "operator": "*", "b": 4}}'
+    assert said(call, call.replace("4", "5")) == [{"result": 12}, {"result": 15}]
+    for wrong in ("{", '{"name": "reset", "arguments": {"row": {}}}', '{"name": "__init__"}', '{"name": "exit"}', "[1]",
+                  '{"name": "calculate", "arguments": {"a": 1}}', call.replace("*", "/").replace("4", "0")):
+        assert list(said(wrong)[0]) == ["error"]
+    assert tool.step(" 12") == (None, 1.0, True) and tool.step("13") == (None, 0.0, True)
+
+
+def test_zoom_shows_what_was_asked_for(tmp_path):
+    picture = Image.new("RGB", (80, 40), "white")
+    picture.paste("red", (40, 0, 60, 20))
+    picture.save(tmp_path / "a.png")
+    zoom = program("zoom").Zoom()
+    zoom.reset({"folder": str(tmp_path), "images": ["a.png"], "answer": "red"})
+    (crop,), reward, done = zoom.step("I look: <zoom>500, 0, 750, 500</zoom>")
+    assert crop.getcolors() == [(80 * 80, (255, 0, 0))] and (reward, done) == (0.0, False)
+    assert isinstance(zoom.step("<zoom>700,0,100,10</zoom>")[0], str)
+    assert zoom.step("red") == (None, 1.0, True)
+
+
+def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
+    """The toy that is taught to look, a little: its rows have no pictures, its model says "look", and a rollout shows them."""
+    toy.main(["--out", str(tmp_path / "toy"), "--train", "64", "--eval", "16", "--warm_start_steps", "0"])
+    hidden = program("hidden_toy")
+    hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
+    rows = [json.loads(line) for line in (tmp_path / "look" / "train.jsonl").read_text().splitlines()]
+    assert all("images" not in row and (tmp_path / "look" / row["hidden"]).exists() for row in rows)
+    pieces = [hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0]) for seed in range(40)]
+    assert {len(part) for part, _ in pieces} == {2, 4} and {"look<|im_end|>"} == {part[1][0] for part, _ in pieces if len(part) == 4}
+    look = program("hidden_picture").Look()
+    row = rows[0] | {"folder": str(tmp_path / "look")}
+    look.reset(row)
+    (path, question), reward, done = look.step(" look\n")
+    assert Path(path).exists() and question == row["prompt"] and (reward, done) == (0.0, False)
+    assert look.step("look") == (None, 0.0, True)
+    look.reset(row)
+    assert look.step(row["answer"]) == (None, 1.0, True)
+    env = start(tmp_path / "look" / "model", tmp_path / "look" / "train.jsonl", "--env",
+                f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens", "40")
+    answering = environments.load(env.args.env, 512)
+    answering.check_rows(env.prompts, env.prompts, env.processor)
+    batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environments=answering), 2)
+    assert [said.ended for said in batch.conversations].count("error") == 0
