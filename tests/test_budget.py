@@ -20,6 +20,7 @@ from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import budget, distributed, memory, process
+from common.vlm import attention
 
 GIB = 2**30
 GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
@@ -193,7 +194,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     actor = dry.models["actor"]
     parts = dry.needed.phases(budget.Choice(True, 16384), 60.0 * GIB)["rollout"]
     capacity = dry.needed.demand.longest + 2048
-    slots = parts["KV cache"] / (capacity * budget.cache_bytes(actor.model.config.get_text_config(), 2))
+    slots = parts["KV cache"] / (capacity * attention.cache_bytes(actor.model.config.get_text_config(), 2))
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
     free = int((60.0 - budget.RESERVED_GIB) * GIB - taken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 * GIB))
