@@ -188,7 +188,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given = flags.parse(Args, __doc__, argv, toy="grm_args.json")
+    args, given = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
     in_config = args.optim.steps != settings.OptimArgs.steps and "max_epochs" not in given
     if "steps" in given or in_config:
         args = replace(args, update=replace(args.update, max_epochs=0))

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stopping and step < last:
                 break
             if evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                metrics, *answers = evaluate(trained["actor"], reward, rows, sampling, args)
+                metrics, *answers = evaluate(trained, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, *answers, state)
                 checkpoints.check_quality(metrics)
             checkpoints.export_if_due(step, last, trained["actor"], rows.processor)
@@ -499,7 +499,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given = flags.parse(Args, __doc__, argv, toy="args.json")
+    args, given = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
     if "reward" in given and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
     of_critic = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "critic_warmup_steps"}
@@ -1442,13 +1442,11 @@ def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
     return batch.early_scores / losses.deviation(state.moments)
 
 
-def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
-    """Fill advantages and returns, the whole step at once, the same on every rank. Returns the
-    rollout's metrics."""
+def earnings(batch: Batch, state: TrainState, args: Args) -> losses.Earned:
+    """What the samples earned, on the scale of training, and what the critic expected."""
     algorithm = args.algorithm
-    estimator = ESTIMATORS[algorithm.advantage]
     kl = torch.zeros(len(batch.tokens)) if batch.kl is None else batch.kl  # (N,)
-    earned = losses.Earned(
+    return losses.Earned(
         scores=shape_scores(batch.scores, batch.lengths, state, args),
         kl=kl,
         kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
@@ -1459,6 +1457,14 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
     )
+
+
+def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
+    """Fill advantages and returns, the whole step at once, the same on every rank. Returns the
+    rollout's metrics."""
+    algorithm = args.algorithm
+    estimator = ESTIMATORS[algorithm.advantage]
+    earned = earnings(batch, state, args)
     if batch.greedy_scores is not None:
         earned.greedy_scores = shape_scores(batch.greedy_scores, batch.greedy_lengths, state, args)
     advantages, batch.returns = estimator.estimate(earned)
@@ -1793,23 +1799,31 @@ def evaluation_due(step: int, args: Args, rows: Rows) -> bool:
 
 
 def evaluate(
-    trained: fsdp.Trained, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
+    trained: dict[str, fsdp.Trained],
+    reward: rewards.RewardMix,
+    rows: Rows,
+    sampling: Sampling,
+    state: TrainState,
+    args: Args,
 ) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks. Returns metrics, a record of each answer
     and, on rank 0, pictures of the first. With --ema_beta the averaged weights answer."""
-    actor, count = trained.module, args.rollout.eval_samples
+    actor, count = trained["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations, labels, seen = [], [], audit.Audit(actor.processor.family)
-    with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
+    judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
+    with trained["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
             pixels = dict(prompts.patches)
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
+            if "critic" in trained:
+                judged.append(values_and_returns(trained["critic"].module, batch, state, args))
             if args.rollout.vision_audit:
                 seen.add(actor.model, batch, pixels, functools.partial(score_sampled, actor))
             found = sample_records(batch, actor.processor)
@@ -1822,8 +1836,20 @@ def evaluate(
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
     metrics |= transcripts.conversation_metrics(conversations, labels, "eval") | seen.metrics()
+    if judged:
+        explained = losses.explained_variance(*torch.cat(judged, dim=1))
+        metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
+
+
+def values_and_returns(critic: Critic, batch: Batch, state: TrainState, args: Args) -> Tensor:
+    """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
+    what they earned from it on; without a KL, which evaluations do not compute."""
+    values = score_tokens(critic, batch)
+    earned = earnings(batch, state, args)
+    returns = losses.rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
+    return torch.stack([values, returns])
 
 
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:

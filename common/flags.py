@@ -26,6 +26,8 @@ from common.process import Exit, UserError
 LARGEST_INT = 2**31 - 1  # of a flag that names no bound of its own
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
+# where launch/toy.py puts the toy of each task
+TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 
 # -------------------------------------------------------------------------------------------------
 # Declaring flags
@@ -85,12 +87,14 @@ def absolute(path: str) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple[Any, set[str]]:
+def parse(
+    args_class: type, doc: str, argv: list[str] | None, toy: tuple[str, str]
+) -> tuple[Any, set[str]]:
     """An ``args_class`` with the values of flags, and the names of the flags that were given.
 
     The command line overrides --config, which overrides the defaults. Without --config,
-    --export_only reads the run's own args.json, and without --model the embedded toy's file ``toy``
-    is read.
+    --export_only reads the run's own args.json, and without --model a file of the embedded toy is
+    read: ``toy`` is its task and its name.
 
     Raises:
         UserError: an unknown flag or a value of another type.
@@ -106,7 +110,7 @@ def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple
                 "from its own rows"
             )
         else:
-            config = embedded_toy(toy)
+            config = embedded_toy(*toy)
     values = read_config(config, args_class) if config else {}
     if given.get("export_only"):
         values["resume"] = "must"  # whatever the interrupted run began with
@@ -232,18 +236,18 @@ def own_config(args_class: type, given: dict[str, Any]) -> Path:
     return out / "args.json"
 
 
-def embedded_toy(name: str) -> Path:
-    """The toy's argument file ``name``; the first process of each machine writes the toy if it is
-    not there yet."""
+def embedded_toy(task: str, name: str) -> Path:
+    """The argument file ``name`` of the toy with this task; the first process of each machine
+    writes the toy if it is not there yet."""
     root = Path(__file__).resolve().parents[1]
-    config, program = root / "toy" / name, root / "launch" / "toy.py"
+    config, program = root / TOY_FOLDERS[task] / name, root / "launch" / "toy.py"
     if not config.exists() and not program.exists():
         raise UserError(
             f"no --model given, and the embedded toy is not there: {program} is missing"
         )
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         failed = subprocess.run(
-            [sys.executable, str(program), "--out", str(config.parent)]
+            [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
         ).returncode
         if failed and not config.exists():  # else another machine was the first to write it
             raise UserError(

@@ -84,6 +84,6 @@ if __name__ == "__main__":
                     folder / "looked_curve.png", "SmolLM2-135M learns to look: its samples, held-out pictures, and a grey one")
         shutil.copy(sorted((run / "samples").glob("eval-*.png"))[-1], folder / "looked_samples.png")
     else:
-        plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", "eval/accuracy_reward_mean"],
+        plot_curves(run / "metrics.jsonl", ["rollout/reward", "eval/reward_mean", "eval/accuracy_reward_mean", "eval/explained_variance"],
                     folder / "learning_curve.png", "Quickstart: PPO with a critic, 2 CPU cores")
         shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "samples.png")

@@ -1,7 +1,7 @@
 """What a run has reached, on one screen of text: python launch/summary.py RUN
 
-The curve of its accuracy (of its reward, where no component has that name), three held-out answers
-with what they earned, and where the rest is.
+The curve of its accuracy (of its reward, where no component has that name) and of its critic's
+explained variance, three held-out answers with what they earned, and where the rest is.
 """
 
 import json
@@ -31,6 +31,16 @@ def curves_of(records: list[dict]) -> tuple[str, Points, Points]:
     raise SystemExit("error: the run has no records of rewards")
 
 
+def explained_of(records: list[dict]) -> tuple[Points, Points]:
+    """What the critic explains of the returns of the samples by step, and of the held-out answers;
+    values below -1, which say no more, as -1."""
+    found = []
+    for key in ("train/explained_variance", "eval/explained_variance"):
+        shown = [record for record in records if key in record]
+        found.append([(record["step"], max(-1.0, record[key])) for record in shown])
+    return tuple(found)
+
+
 def text_curve(sampled: Points, held_out: Points) -> list[str]:
     """Lines of a diagram over the steps: a dot for samples, an o for held-out answers."""
     points = sampled + held_out
@@ -56,8 +66,13 @@ def newest(folder: Path, pattern: str) -> Path | None:
 
 def summary_of(run: Path) -> list[str]:
     """The lines of the screen."""
-    name, sampled, held_out = curves_of(read_lines(run / "metrics.jsonl"))
+    records = read_lines(run / "metrics.jsonl")
+    name, sampled, held_out = curves_of(records)
     lines = [f"{name} by step: . of the samples, o of held-out answers", *text_curve(sampled, held_out)]
+    explained = explained_of(records)
+    if any(explained):
+        title = "explained variance of the critic (1: it knows what an answer will earn, 0: no more than the mean)"
+        lines += ["", title, *text_curve(*explained)]
     answers = newest(run / "samples", "eval-*.jsonl")
     if answers:
         lines += ["", "held-out answers of the last evaluation:"]

@@ -1,6 +1,7 @@
 """A tiny vision-language model and a picture task for it, in the ordinary file formats.
 
     python launch/toy.py --out toy                       Qwen2.5-VL; about 30 seconds on one processor core
+    python launch/toy.py --task describe                 longer answers, into toy_describe; about a minute
     python launch/toy.py --out toy3 --model qwen3_vl     Qwen3-VL
     python launch/toy.py --out toy35 --model qwen3_5     Qwen3.5: two layers of three with linear attention
 
@@ -11,13 +12,19 @@
                         answers, pairs of pictures
     <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
 
-The task. A picture is a 2 x 2 board that holds one to four copies of one coloured shape. Three kinds of question (the
+With --task describe there are no judgements.
+
+The task "questions". A picture is a 2 x 2 board that holds one to four copies of one coloured shape. Three kinds of question (the
 label of a row) ask for the colour, the shape or the number. Every question text has all its answers equally often, so
 whoever ignores the picture is right in 1 of 6 or 1 of 4 cases, 0.22 on the whole. No picture occurs twice.
 
+The task "describe". The first two to four cells of the board hold one object each, and the answer names all of them in
+reading order, then their number: "red circle, blue cross, 2". Of 9 to 15 tokens each part earns its share
+(launch/toy_reward.py), but at the end: which token earned what is for the critic to find out.
+
 The model. Policies are not trained from random weights: they start instruction-tuned. So does this one, by a supervised
-"warm start" on pictures of its own: it says what it sees in three words, in any order, and it answers the questions
-in the right format but blindly. After it the model sees, and still answers at chance: to answer what was
+"warm start" on pictures of its own: it says what it sees (in three words, in any order; or the objects without their
+number), and to the task's own prompts it answers in the right format but blindly. After it the model sees, and still answers at chance: to answer what was
 asked is left to reinforcement learning.
 """
 
@@ -27,6 +34,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Callable, NamedTuple
 
 import torch
 from PIL import Image, ImageDraw
@@ -49,6 +57,14 @@ TRAINER_ARGS = {
     "max_new_tokens": 4,
     "max_tokens_per_pack": 4096,
     "eval_every": 10,
+}
+
+# And for --task describe.
+DESCRIBE_ARGS = TRAINER_ARGS | {
+    "reward": f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score",
+    "steps": 100,
+    "max_new_tokens": 20,
+    "eval_every": 20,
 }
 
 # Flags of train_grm_vl.py with which the judgements are learned. The templates are short because the tokenizer knows few
@@ -75,6 +91,9 @@ SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cr
 COUNTS = ("1", "2", "3", "4")
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
 CAPTION_PROMPT = "describe the picture in three words."
+LIST_PROMPT = "list all objects, then say how many."  # --task describe
+SIGHT_PROMPT = "what is there?"  # its warm start's
+OBJECT_COUNTS = (2, 3, 4)
 
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
@@ -127,23 +146,29 @@ def random_board(rng: random.Random, question: str, answer: str) -> dict[str, st
 
 
 def draw_board(rng: random.Random, board: dict[str, str], cell: int) -> Image.Image:
-    """An RGB picture of 2 x 2 cells, `cell` pixels wide each; the copies differ a little in size and place."""
+    """A picture of a board, in cells of `cell` pixels."""
+    places = rng.sample(CELLS, int(board["count"]))
+    return draw_objects(rng, {place: (board["colour"], board["shape"]) for place in places}, cell)
+
+
+def draw_objects(rng: random.Random, objects: dict[tuple[int, int], tuple[str, str]], cell: int) -> Image.Image:
+    """An RGB picture of 2 x 2 cells, {cell: (colour, shape)}; the objects differ a little in size and place."""
     image = Image.new("RGB", (2 * cell, 2 * cell), (255, 255, 255))
     draw = ImageDraw.Draw(image)
-    shape, colour = board["shape"], COLOURS[board["colour"]]
-    for row, column in rng.sample(CELLS, int(board["count"])):
+    for (row, column), (colour, shape) in objects.items():
+        fill = COLOURS[colour]
         size = rng.randint(cell * 4 // 7, cell * 6 // 7)
         x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
         box = (x, y, x + size, y + size)
         if shape == "circle":
-            draw.ellipse(box, fill=colour)
+            draw.ellipse(box, fill=fill)
         elif shape == "square":
-            draw.rectangle(box, fill=colour)
+            draw.rectangle(box, fill=fill)
         elif shape == "triangle":
-            draw.polygon([(x + size // 2, y), (x, y + size), (x + size, y + size)], fill=colour)
+            draw.polygon([(x + size // 2, y), (x, y + size), (x + size, y + size)], fill=fill)
         else:
-            draw.line([(x, y), (x + size, y + size)], fill=colour, width=cell // 5)
-            draw.line([(x, y + size), (x + size, y)], fill=colour, width=cell // 5)
+            draw.line([(x, y), (x + size, y + size)], fill=fill, width=cell // 5)
+            draw.line([(x, y + size), (x + size, y)], fill=fill, width=cell // 5)
     return image
 
 
@@ -161,7 +186,34 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> 
             continue
         seen.add(image.tobytes())
         cells.pop()
-        rows.append({"prompt": question, "board": board, "images": [image], "answer": answer, "label": label})
+        rows.append({"prompt": question, "board": board, "sights": list(board.values()), "images": [image],
+                     "answer": answer, "label": label})
+    return rows
+
+
+def random_objects(rng: random.Random, count: int) -> dict[tuple[int, int], tuple[str, str]]:
+    """{cell: (colour, shape)} of the first `count` cells, in reading order."""
+    return {place: (rng.choice(list(COLOURS)), rng.choice(list(SHAPES))) for place in CELLS[:count]}
+
+
+def description(objects: dict[tuple[int, int], tuple[str, str]]) -> str:
+    """As in "red circle, blue cross, 2": 3 tokens per object, 3 for the number and the end."""
+    return ", ".join([*(" ".join(one) for one in objects.values()), str(len(objects))])
+
+
+def description_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
+    """`count` rows of --task describe with new pictures; equally many with each of OBJECT_COUNTS."""
+    rows = []
+    while len(rows) < count:
+        objects = random_objects(rng, OBJECT_COUNTS[len(rows) % len(OBJECT_COUNTS)])
+        image = draw_objects(rng, objects, cell)
+        if image.tobytes() in seen:
+            continue
+        seen.add(image.tobytes())
+        sights = [" ".join(one) for one in objects.values()]
+        rows.append({"prompt": LIST_PROMPT, "sights": sights, "images": [image], "answer": description(objects),
+                     "label": "description"})
+    rng.shuffle(rows)
     return rows
 
 
@@ -211,16 +263,32 @@ def write_rows(rows: list[dict], folder: Path, split: str) -> None:
     (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
+class Task(NamedTuple):
+    rows: Callable  # (rng, how many, pixels of a cell, pictures that were drawn) -> rows with new pictures
+    caption_prompt: str  # to which the warm start says what is to be seen
+    blind_share: float  # of the warm start's examples: the question, answered blindly
+    warm_start_steps: int
+    texts: list[str]  # whose words become tokens
+    trainer_args: dict  # flags of train_ppo_vl.py with which the task is learned; `main` adds the paths
+
+
+TASKS = {
+    "questions": Task(random_rows, CAPTION_PROMPT, 0.3, 300,
+                      [*(question for _, question, _ in question_cells()), CAPTION_PROMPT, "say in the second picture?"],
+                      TRAINER_ARGS),
+    "describe": Task(description_rows, SIGHT_PROMPT, 0.2, 500, [LIST_PROMPT, SIGHT_PROMPT], DESCRIBE_ARGS),
+}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Model
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def make_tokenizer() -> Qwen2Tokenizer:
+def make_tokenizer(task: str = "questions") -> Qwen2Tokenizer:
     """Qwen's byte-level BPE, trained on the words of the task: one token for each, and any other text in bytes."""
     words = [*COLOURS, *SHAPES, *SHAPES.values(), "user", "assistant", "system"]
-    texts = words + [" " + word for word in words] + [question for _, question, _ in question_cells()]
-    texts += [CAPTION_PROMPT, "say in the second picture?"]
+    texts = words + [" " + word for word in words] + TASKS[task].texts
     backend = Qwen2Tokenizer().backend_tokenizer
     backend.train_from_iterator(texts, trainers.BpeTrainer(
         vocab_size=4096, min_frequency=1, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -302,41 +370,50 @@ def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> 
             "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
 
 
-def greedy_accuracy(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor) -> float:
-    """Share of rows answered exactly, by greedy decoding of at most four tokens; pixels (rows, 16, C)."""
+def greedy_accuracy(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, max_new_tokens: int) -> float:
+    """Share of rows answered exactly, by greedy decoding; pixels (rows, 16, C)."""
     prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
     correct = 0
     model.eval()
     for length in sorted(set(map(len, prompts))):  # equal lengths need no padding
         chosen = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
         inputs = model_inputs(model, torch.tensor([prompts[i] for i in chosen]), pixels[chosen])
-        tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)[:, length:]
+        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[:, length:]
         answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
         correct += sum(answer == rows[i]["answer"] for answer, i in zip(answers, chosen))
     return correct / len(rows)
 
 
-def warm_start_example(rng: random.Random, row: dict, format_share: float) -> tuple[str, str]:
-    """(prompt, response) about a board: mostly its three properties in random order, else its question, blindly."""
+def blind_answer(rng: random.Random, label: str) -> str:
+    """An answer of the right form that has nothing to do with the picture."""
+    if label == "description":
+        return description(random_objects(rng, rng.choice(OBJECT_COUNTS)))
+    # A favourite answer: with equal odds, a trace of what the descriptions teach would decide the argmax.
+    answers = list({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[label])
+    return rng.choices(answers, [2] + [1] * (len(answers) - 1))[0]
+
+
+def warm_start_example(rng: random.Random, row: dict, caption_prompt: str, format_share: float) -> tuple[str, str]:
+    """(prompt, response) about a board: mostly what is to be seen, in random order, else its question, blindly."""
     if rng.random() < format_share:
-        # A favourite answer: with equal odds, a trace of what the descriptions teach would decide the argmax.
-        answers = list({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[row["label"]])
-        return row["prompt"], rng.choices(answers, [2] + [1] * (len(answers) - 1))[0]
-    return CAPTION_PROMPT, "\n".join(rng.sample(list(row["board"].values()), 3))
+        return row["prompt"], blind_answer(rng, row["label"])
+    if row["label"] == "description":
+        return caption_prompt, ", ".join(row["sights"])
+    return caption_prompt, "\n".join(rng.sample(row["sights"], 3))
 
 
 def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
-               batch_size: int = 64, learning_rate: float = 3e-3, format_share: float = 0.3) -> None:
+               caption_prompt: str, format_share: float, batch_size: int = 64, learning_rate: float = 3e-3) -> None:
     """Train all weights, tower included, by next-token prediction on the responses; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
-    prompts = {text: encode_prompt(tokenizer, text) for text in {CAPTION_PROMPT, *(row["prompt"] for row in rows)}}
+    prompts = {text: encode_prompt(tokenizer, text) for text in {caption_prompt, *(row["prompt"] for row in rows)}}
     model.train()
     for step in range(1, steps + 1):
         chosen = rng.sample(range(len(rows)), batch_size)
         sequences, labels = [], []
         for i in chosen:
-            prompt, response = warm_start_example(rng, rows[i], format_share)
+            prompt, response = warm_start_example(rng, rows[i], caption_prompt, format_share)
             target = tokenizer.encode(response) + [tokenizer.eos_token_id]
             sequences.append(torch.tensor(prompts[prompt] + target))
             labels.append(torch.tensor([-100] * len(prompts[prompt]) + target))
@@ -361,15 +438,23 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a tiny vision-language model and a picture task for it.",
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent.parent / "toy",
-                        help="new folder to write")
+    parser.add_argument("--out", type=Path, help="new folder to write; default: toy, or toy_describe for that task")
+    parser.add_argument("--task", choices=sorted(TASKS), default="questions", help="one word about a picture, or a list")
     parser.add_argument("--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family")
     parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and warm start")
     parser.add_argument("--train", type=int, default=2048, help="rows to train on; best a multiple of 64")
     parser.add_argument("--eval", type=int, default=256, help="held-out rows; best a multiple of 64")
     parser.add_argument("--mixed", action="store_true", help="an eighth more rows, with two pictures or with text only")
-    parser.add_argument("--warm_start_steps", type=int, default=300, help="supervised steps; 0 leaves random weights")
+    parser.add_argument("--warm_start_steps", type=int, help="supervised steps; default: 300, or 500 to describe; "
+                        "0 leaves random weights")
     args = parser.parse_args(argv)
+    if args.warm_start_steps is None:
+        args.warm_start_steps = TASKS[args.task].warm_start_steps
+    if args.out is None:
+        root = Path(__file__).resolve().parent.parent
+        args.out = root / ("toy" if args.task == "questions" else f"toy_{args.task}")
+    if args.mixed and args.task != "questions":
+        parser.error(f"--mixed is for --task questions, not {args.task}")
     # Single small shapes have some ten thousand places: far more rows, and no new picture would be found.
     if not 1 <= args.train <= 100_000 or not 1 <= args.eval <= 10_000 or args.warm_start_steps < 0:
         parser.error(f"--train {args.train} must be 1 to 100000, --eval {args.eval} 1 to 10000, --warm_start_steps "
@@ -377,6 +462,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
         parser.error(f"--out {args.out} exists and is not an empty folder: remove it or name another")
     return args
+
+
+def chance_of(row: dict) -> float:
+    """How often a guess of the right form answers a row."""
+    if row["label"] == "description":
+        return (len(COLOURS) * len(SHAPES)) ** -len(row["sights"]) / len(OBJECT_COUNTS)
+    return 1 / len({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[row["label"]])
 
 
 def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch.Tensor:
@@ -387,33 +479,37 @@ def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch
 
 def write_toy(args: argparse.Namespace, folder: Path) -> None:
     """Write everything but args.json into `folder`."""
-    cell, seen = 2 * PATCH_SIZE[args.model], set()
+    task, cell, seen = TASKS[args.task], 2 * PATCH_SIZE[args.model], set()
     (folder / "images").mkdir()
     splits = {}
     for split, count in (("train", args.train), ("eval", args.eval)):
         rng = random.Random(f"{args.seed} {split}")
-        splits[split] = random_rows(rng, count, cell, seen)
+        splits[split] = task.rows(rng, count, cell, seen)
         extra = mixed_rows(rng, count // 8, cell, seen) if args.mixed else []
         rows = splits[split] + extra
         rng.shuffle(rows)
         write_rows(rows, folder, split)
-        judgements = judgement_rows(random.Random(f"{args.seed} judge {split}"), rows)
-        (folder / f"judge_{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in judgements), encoding="utf-8")
+        if args.task == "questions":
+            judgements = judgement_rows(random.Random(f"{args.seed} judge {split}"), rows)
+            lines = "".join(json.dumps(row) + "\n" for row in judgements)
+            (folder / f"judge_{split}.jsonl").write_text(lines, encoding="utf-8")
         print(f"toy: {split}.jsonl: {len(rows)} rows, {sum(len(row['images']) for row in rows)} pictures of "
               f"{2 * cell} x {2 * cell} pixels" + (" and larger" if args.mixed else ""), flush=True)
 
-    tokenizer, processor = make_tokenizer(), make_image_processor(args.model)
+    tokenizer, processor = make_tokenizer(args.task), make_image_processor(args.model)
     model = make_model(args.model, tokenizer, args.seed)
     size = sum(weight.numel() for weight in model.parameters())
     print(f"toy: model: {args.model}, {size / 1e6:.2f} million weights, {len(tokenizer)} tokens", flush=True)
     if args.warm_start_steps:
         print("toy: warm start, supervised: descriptions of other pictures, and blind answers", flush=True)
         start, rng = time.perf_counter(), random.Random(f"{args.seed} warm start")
-        rows = random_rows(rng, 2048, cell, seen)
-        warm_start(model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps)
+        rows = task.rows(rng, 2048, cell, seen)
+        warm_start(model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps,
+                   task.caption_prompt, task.blind_share)
         print(f"toy: warm start took {time.perf_counter() - start:.0f} s", flush=True)
-    accuracy = greedy_accuracy(model, tokenizer, splits["eval"], board_pixels(processor, splits["eval"]))
-    chance = sum(1 / len({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[row["label"]]) for row in splits["eval"])
+    accuracy = greedy_accuracy(model, tokenizer, splits["eval"], board_pixels(processor, splits["eval"]),
+                               task.trainer_args["max_new_tokens"])
+    chance = sum(chance_of(row) for row in splits["eval"])
     print(f"toy: greedy accuracy on eval.jsonl before reinforcement learning: {accuracy:.3f}; who ignores the pictures "
           f"scores {chance / args.eval:.3f}", flush=True)
     for part in (model, tokenizer, processor):
@@ -433,11 +529,12 @@ def main(argv: list[str] | None = None) -> None:
         folder.mkdir()
         write_toy(args, folder)
         trainer_args = {"model": str(out / "model"), "data": str(out / "train.jsonl"),
-                        "eval_data": str(out / "eval.jsonl"), **TRAINER_ARGS}
+                        "eval_data": str(out / "eval.jsonl"), **TASKS[args.task].trainer_args}
         (folder / "args.json").write_text(json.dumps(trainer_args, indent=2) + "\n", encoding="utf-8")
-        judge_args = {"model": str(out / "model"), "data": str(out / "judge_train.jsonl"),
-                      "eval_data": str(out / "judge_eval.jsonl"), **JUDGE_ARGS}
-        (folder / "grm_args.json").write_text(json.dumps(judge_args, indent=2) + "\n", encoding="utf-8")
+        if args.task == "questions":
+            judge_args = {"model": str(out / "model"), "data": str(out / "judge_train.jsonl"),
+                          "eval_data": str(out / "judge_eval.jsonl"), **JUDGE_ARGS}
+            (folder / "grm_args.json").write_text(json.dumps(judge_args, indent=2) + "\n", encoding="utf-8")
         folder.rename(out)
     print(f"toy: wrote {out}", flush=True)
 

@@ -268,7 +268,7 @@ def test_model_and_data_are_needed_together(line):
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
     monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
     with pytest.raises(process.UserError, match="toy.py did not write the embedded toy"):
-        common_flags.embedded_toy("none.json")
+        common_flags.embedded_toy("questions", "none.json")
 
 
 def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
@@ -277,7 +277,7 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
         return subprocess.CompletedProcess((), returncode=1)
 
     monkeypatch.setattr(common_flags.subprocess, "run", second)
-    assert common_flags.embedded_toy(str(tmp_path / "args.json")) == tmp_path / "args.json"
+    assert common_flags.embedded_toy("describe", str(tmp_path / "args.json")) == tmp_path / "args.json"
 
 
 def test_all_problems_are_told_at_once():

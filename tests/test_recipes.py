@@ -34,7 +34,7 @@ def launch(tmp_path):
     """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a space in its name, and return
     what it called, as lists of words. Job scripts start where they are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
-    for folder in ("bin", "launch", "toy", "real/smollm2", "real/fashion", "real/words"):
+    for folder in ("bin", "launch", "toy", "toy_describe", "real/smollm2", "real/fashion", "real/words"):
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
@@ -49,7 +49,8 @@ def launch(tmp_path):
         (project / script).touch()
     (project / "launch" / "setup.sh").write_text("# installs nothing here\n")
     for config in ("args.json", "grm_args.json"):
-        (project / "toy" / config).write_text(json.dumps({"model": "toy/model", "data": "toy/train.jsonl"}))
+        for toy in ("toy", "toy_describe"):
+            (project / toy / config).write_text(json.dumps({"model": f"{toy}/model", "data": "toy/train.jsonl"}))
 
     def launch(name, *arguments, **environment):
         noted = tmp_path / "noted"

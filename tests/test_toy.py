@@ -1,6 +1,7 @@
 """launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
 
 import json
+import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import toy
+from common import reward_functions
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
@@ -138,3 +140,75 @@ def test_folder_in_use_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as error:
         toy.main(["--out", str(folder)])
     assert error.value.code == 2 and "exists and is not an empty folder" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ --task describe
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("describe") / "toy", "--task", "describe")
+
+
+def test_descriptions_name_what_is_drawn(described):
+    """The colour of each named object is that of its cell of the picture, and cells that are not named are empty."""
+    colours = {rgb: name for name, rgb in toy.COLOURS.items()}
+    for row in read(described, "train") + read(described, "eval"):
+        *objects, number = row["answer"].split(", ")
+        image = Image.open(described / row["images"][0])
+        cells = [image.crop((28 * x, 28 * y, 28 * x + 28, 28 * y + 28)) for y, x in toy.CELLS]
+        # a thick line may reach a few pixels into the next cell
+        drawn = [{rgb for pixels, rgb in cell.getcolors() if pixels > 20} - {(255, 255, 255)} for cell in cells]
+        assert [{colours[rgb] for rgb in found} for found in drawn if found] == [{name.split()[0]} for name in objects]
+        assert int(number) == len(objects) and all(name.split()[1] in toy.SHAPES for name in objects)
+    assert len({row["prompt"] for row in read(described, "train")}) == 1
+
+
+def test_descriptions_have_9_to_15_tokens(described):
+    """With the end token; equally many have 2, 3 and 4 objects, and no picture occurs twice."""
+    tokenizer = AutoTokenizer.from_pretrained(described / "model")
+    rows = read(described, "train") + read(described, "eval")
+    lengths = Counter(len(tokenizer.encode(row["answer"])) + 1 for row in rows)
+    assert sorted(lengths) == [9, 12, 15] and max(lengths.values()) - min(lengths.values()) <= 2
+    assert toy.DESCRIBE_ARGS["max_new_tokens"] > 15
+    pictures = [Image.open(described / row["images"][0]).tobytes() for row in rows]
+    assert len(set(pictures)) == len(pictures)
+
+
+def test_a_blind_answer_to_a_description_is_well_formed_and_ignores_the_picture():
+    rng = random.Random(0)
+    row = toy.description_rows(rng, 1, 28, set())[0]
+    said = {toy.warm_start_example(rng, row, toy.SIGHT_PROMPT, 1.0) for _ in range(50)}
+    assert {prompt for prompt, _ in said} == {row["prompt"]} and len({answer for _, answer in said}) > 40
+    prompt, answer = toy.warm_start_example(rng, row, toy.SIGHT_PROMPT, 0.0)
+    assert prompt == toy.SIGHT_PROMPT and row["answer"].startswith(answer + ", ")
+
+
+def test_mixed_rows_are_no_descriptions(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        write(tmp_path / "toy", "--task", "describe", "--mixed")
+    assert "--mixed is for --task questions" in capsys.readouterr().err
+
+
+def test_the_reward_counts_parts_in_their_places(described):
+    """Checked by hand; the file's own flags name it."""
+    args = json.loads((described / "args.json").read_text(encoding="utf-8"))
+    source = reward_functions.load_source(args["reward"])
+    asked = "red circle, blue cross, 2"
+    wanted = {
+        asked: 1.0,
+        "red circle, blue cross, 3": 4 / 5,
+        "red square, blue cross, 2": 4 / 5,
+        "blue cross, red circle, 2": 1 / 5,
+        "red circle, 2": 3 / 5,
+        "red circle, blue cross, red circle, 2": 5 / 7,  # one object too many: two parts more
+        "red circle, blue cross": 2 / 5,  # the last part is taken for the number
+        "red circle blue cross 2": 0.0,
+        "red, blue cross, 2": 4 / 5,
+        "red circle circle, blue cross, 2": 1.0 - 1 / 5,
+        "2": 1 / 5,
+        "": 0.0,
+    }
+    said = source.function(None, list(wanted), [asked] * len(wanted), None, None)
+    assert said["reward"] == pytest.approx(list(wanted.values()))
+    assert said["accuracy"] == [float(response == asked) for response in wanted]

@@ -2,12 +2,17 @@
 
     python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
+    python tests/benchmarks/learning.py --task describe --steps 80 --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
 its line, one process, one thread. Printed, as means over the seeds: greedy held-out accuracy along the run (a blind guess
 scores 0.219); accuracy of the samples and KL to the reference per token, over the last quarter of the steps; KL(old, new) per
 token and share of clipped tokens, over all steps and the last quarter; samples drawn; CPU seconds of the process, evaluations
 included, imports not. Below, the least last accuracy of the seeds.
+
+With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is right: held-out reward
+along the run and its mean over all evaluations but the first, which says how fast; last accuracy (all parts right); the
+critic's explained variance on these held-out answers.
 """
 
 import argparse
@@ -72,6 +77,36 @@ RUNS = {
     "1 update, grpo": f"{GRPO} --minibatches 1",
 }
 
+# what the critic is compared with and what it depends on, at equal samples
+CRITIC_RUNS = {
+    "gae": "",
+    "rloo": "--advantage rloo",
+    "grpo": "--advantage grpo",
+    "dr_grpo": "--advantage dr_grpo",
+    "reinforce": "--advantage reinforce",
+    "reinforce++": "--advantage reinforce++",
+    "gae, lambda 1": "--gae_lambda 1",
+    "gae, lambda 0.95": "--gae_lambda 0.95",
+    "gae, lambda 0.8": "--gae_lambda 0.8",
+    "gae, lambda 0.5": "--gae_lambda 0.5",
+    "gae, lambda 0": "--gae_lambda 0",
+    "gae, critic_lr 3e-4": "--critic_lr 3e-4",
+    "gae, critic_lr 3e-3": "--critic_lr 3e-3",
+    "gae, critic_lr 1e-2": "--critic_lr 1e-2",
+    "gae, 5 steps of warm-up": "--critic_warmup_steps 5",
+    "gae, 10 steps of warm-up": "--critic_warmup_steps 10",
+    "gae, no value clip": "--value_clip 0",
+    "gae, reward_norm": "--reward_norm",
+    "gae, advantages not whitened": "--advantages_norm off",
+    "gae, trained tower": "--train_vision",
+    "rloo, trained tower": "--advantage rloo --train_vision",
+    "gae, 256 x 1": "--prompts_per_step 256 --samples_per_prompt 1",
+    "reinforce++, 256 x 1": "--advantage reinforce++ --prompts_per_step 256 --samples_per_prompt 1",
+    "gae, 64 x 4": "--prompts_per_step 64 --samples_per_prompt 4",
+    "rloo, 64 x 4": "--advantage rloo --prompts_per_step 64 --samples_per_prompt 4",
+}
+TASKS = {"questions": ("toy", RUNS), "describe": ("toy_describe", CRITIC_RUNS)}
+
 
 def run_quietly(argv: list[str], log: Path) -> None:
     """The script's `main` in a process of its own, what it prints in a file."""
@@ -81,9 +116,9 @@ def run_quietly(argv: list[str], log: Path) -> None:
     ppo.main(argv)
 
 
-def train(flags: list[str], work: Path) -> dict[str, float]:
+def train(flags: list[str], work: Path, task: str) -> dict[str, float]:
     """One run's figures; what it printed is shown if it fails."""
-    argv = ["--config", str(ROOT / "toy" / "args.json"), *flags, "--log_samples", "0"]
+    argv = ["--config", str(ROOT / TASKS[task][0] / "args.json"), *flags, "--log_samples", "0"]
     argv += ["--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = multiprocessing.get_context("fork").Process(                       # imported once for all
@@ -94,6 +129,24 @@ def train(flags: list[str], work: Path) -> dict[str, float]:
         raise SystemExit(f"{shlex.join(flags)}: exit code {child.exitcode}\n{(work / 'printed').read_text()[-4000:]}")
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
+    seconds = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+    return (figures if task == "questions" else critic_figures)(lines) | {"CPU s": seconds}
+
+
+def critic_figures(lines: list[dict]) -> dict[str, float]:
+    """Of --task describe, from the records of a run."""
+    held_out = [line for line in lines if "eval/reward_mean" in line]
+    found = {f"at {line['step']}": line["eval/reward_mean"] for line in held_out}
+    later = held_out[1:]
+    found["mean"] = sum(line["eval/reward_mean"] for line in later) / len(later)
+    found["accuracy"] = later[-1]["eval/accuracy_reward_mean"]
+    for line in later:
+        found[f"ev at {line['step']}"] = line.get("eval/explained_variance", math.nan)
+    return found
+
+
+def figures(lines: list[dict]) -> dict[str, float]:
+    """Of --task questions, from the records of a run."""
     found = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
     steps = [line for line in lines if "train/approx_kl" in line]
     mean = lambda part, *names: sum(line.get(name, math.nan) for line in part for name in names) / len(part)  # noqa: E731
@@ -104,25 +157,31 @@ def train(flags: list[str], work: Path) -> dict[str, float]:
         found["clipped" + span] = mean(part, *(f"train/clipped_{side}" for side in ("high", "low", "dual")))
     # A rollout repeated by --dynamic_sampling draws as many samples again, kept or not; a sample is a response to learn from.
     found["samples"] = sum(line["rollout/rollouts"] for line in steps) * 256
-    return found | {"CPU s": ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40, help="of 32 prompts x 8 samples, a multiple of 4")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
+    parser.add_argument("--task", choices=TASKS, default="questions", help="of launch/toy.py")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS))
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
     flags = parser.parse_args()
-    if not (ROOT / "toy" / "args.json").exists():
-        subprocess.run([sys.executable, str(ROOT / "launch" / "toy.py")], check=True)
+    folder, runs_of = TASKS[flags.task]
+    unknown = sorted(set(flags.only or ()) - runs_of.keys())
+    if unknown:
+        parser.error(f"--only {', '.join(unknown)}: --task {flags.task} has {', '.join(runs_of)}")
+    if not (ROOT / folder / "args.json").exists():
+        program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", flags.task]
+        subprocess.run([*program, "--out", str(ROOT / folder)], check=True)
     least = {}
-    for name in flags.only:
+    for name in flags.only or runs_of:
         runs = []
         for seed in range(flags.seeds):
             with tempfile.TemporaryDirectory() as work:
                 schedule = ["--steps", str(flags.steps), "--eval_every", str(flags.steps // 4), "--seed", str(seed)]
-                runs.append(train(schedule + shlex.split(RUNS[name]) + flags.flags, Path(work)))
+                runs.append(train(schedule + shlex.split(runs_of[name]) + flags.flags, Path(work), flags.task))
         columns = list(runs[0])
         if not least:
             print("| run | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
@@ -131,7 +190,7 @@ def main() -> None:
                  "" if math.isnan(value) else f"{value:.3f}" for column, value in means.items()]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         least[name] = min(run[f"at {flags.steps}"] for run in runs)
-    print(f"\nleast accuracy after {flags.steps} steps, of {flags.seeds} seeds: "
+    print(f"\nleast of the seeds after {flags.steps} steps, {flags.seeds} seeds: "
           + ", ".join(f"{name} {value:.3f}" for name, value in least.items()))
 
 

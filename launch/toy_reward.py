@@ -1,0 +1,29 @@
+"""The reward of the toy's descriptions: --reward launch/toy_reward.py:score
+
+An answer such as "red circle, blue cross, 2" names each object of the picture in reading order, and
+then their number. Each colour, each shape and the number is a part.
+"""
+
+
+def score(prompts, responses, references, labels, images):
+    """reward: the share of right parts, of all that are asked for, or of all that were given where
+    those are more; accuracy: 1 where all are right."""
+    shares = [share_right(said, asked) for said, asked in zip(responses, references)]
+    return {"reward": shares, "accuracy": [float(share == 1) for share in shares]}
+
+
+def share_right(said: str, asked: str) -> float:
+    given, number = parts(said)
+    expected, right_number = parts(asked)
+    right = sum(word == wanted for word, wanted in zip(given, expected)) + (number == right_number)
+    return right / (1 + max(len(given), len(expected)))
+
+
+def parts(text: str) -> tuple[list[str], str]:
+    """Colour and shape of each object, one after the other, and the number."""
+    *objects, number = text.split(", ")
+    words = []
+    for name in objects:
+        colour, _, shape = name.partition(" ")
+        words += [colour, shape]
+    return words, number

@@ -1,0 +1,90 @@
+"""What the critic says of held-out answers: eval/explained_variance, against a forward pass of
+Hugging Face's model per sample."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import start, with_flags
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+from common.vlm.data import load_pixels
+
+
+class Scorer:
+    """A reward of the length and of the first token, so that it varies; it keeps what it scored."""
+
+    def __init__(self):
+        self.batches = []
+
+    def score(self, batch, processor):
+        first = torch.stack([tokens[0] for tokens in batch.split(batch.tokens)])
+        batch.scores = batch.lengths / 4 + (first % 5).float()
+        self.batches.append(batch)
+
+
+@pytest.fixture(scope="module")
+def env(qwen25, picture_rows):
+    env = start(qwen25, picture_rows, "--eval_data", str(picture_rows), "--prompts_per_step", "3")
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        weight = env.critic.value_head.weight.to_local()
+        weight.copy_(torch.randn(weight.shape, generator=generator) / 8)
+    return env
+
+
+def evaluate(env, **changes) -> tuple[dict[str, float], list]:
+    args, scorer = with_flags(env.args, **changes), Scorer()
+    trained = ppo.make_trained(args, env.actor, env.critic, env.reference)
+    state = ppo.TrainState.fresh(args)
+    metrics, *_ = ppo.evaluate(trained, scorer, env.rows, env.sampling, state, args)
+    return metrics, scorer.batches
+
+
+def oracle(env, folder, batches: list, gamma: float) -> float:
+    """1 - Var(returns - values) / Var(returns), one sample after the other."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    head = env.critic.value_head.weight.full_tensor()[0]
+    values, returns = [], []
+    for batch in batches:
+        per_sample = zip(batch.group.tolist(), batch.split(batch.tokens), batch.scores.tolist())
+        for group, tokens, score in per_sample:
+            prompt = batch.prompts[group]
+            ids = torch.cat([prompt.input_ids, tokens])[None]
+            pixels = load_pixels(prompt, env.processor)
+            inputs = {"mm_token_type_ids": (ids == model.config.image_token_id).int()}
+            if pixels:
+                inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels))
+            with torch.no_grad():
+                said = model(input_ids=ids, output_hidden_states=True, **inputs)
+            hidden = said.hidden_states[-1][0, len(prompt.input_ids) - 1 : -1]
+            values += (hidden @ head).tolist()
+            returns += [score * gamma ** (len(tokens) - 1 - t) for t in range(len(tokens))]
+    return 1 - np.var(np.subtract(returns, values)) / np.var(returns)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_explained_variance_of_held_out_answers(env, qwen25, gamma):
+    metrics, batches = evaluate(env, gamma=gamma)
+    assert sum(len(batch) for batch in batches) == len(env.rows.held_out) > 3  # several batches
+    wanted = oracle(env, qwen25, batches, gamma)
+    assert metrics["eval/explained_variance"] == pytest.approx(wanted, abs=1e-4)
+    assert abs(wanted) > 0.01
+
+
+def test_returns_are_on_the_scale_of_training(env):
+    """A critic that was trained on clipped rewards is held against clipped rewards."""
+    plain, _ = evaluate(env)
+    clipped, batches = evaluate(env, reward_clip=1.0)
+    assert any((batch.scores > 1).any() for batch in batches)
+    assert clipped["eval/explained_variance"] != pytest.approx(plain["eval/explained_variance"])
+
+
+def test_without_a_critic_there_is_none(env):
+    args = with_flags(env.args, advantage="grpo")
+    trained = ppo.make_trained(args, env.actor, None, None)
+    state = ppo.TrainState.fresh(args)
+    metrics, *_ = ppo.evaluate(trained, Scorer(), env.rows, env.sampling, state, args)
+    assert "eval/explained_variance" not in metrics and "eval/reward_mean" in metrics
