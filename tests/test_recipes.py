@@ -163,7 +163,7 @@ def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
     known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
               "ntasks-per-node", "requeue", "exclusive", "cpus-per-task", "array", "export", "wait", "nv"}   # slurm, apptainer
     known |= {"quiet", "disable-pip-version-check", "no-deps", "version", "logdir"}                           # pip, tensorboard
-    known |= {"critic", "words", "fetch", "imitation_coef"}                          # of real_words.sh, and of tests/experiments
+    known |= {"critic", "words", "fetch", "imitation_coef", "task"}          # of real_words.sh, tests/experiments, and launch/toy.py
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name

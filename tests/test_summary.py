@@ -45,3 +45,18 @@ def test_a_run_on_one_screen(tmp_path):
     assert "accuracy by step" in text and text.count("o\n") == 2 and len(text.splitlines()) <= 24
     assert "question 2 at 1" in text and "'said 2'   reward 0.50, right: 'r'" in text
     assert "question 3" not in text and "at 0" not in text and f"tensorboard --logdir {tmp_path}" in text
+
+
+def test_the_critic_has_a_curve_of_its_own(tmp_path):
+    """Of samples and of held-out answers; what is below -1 stands at -1."""
+    write(tmp_path / "metrics.jsonl", [
+        {"step": 1, "rollout/reward": 0.5, "train/explained_variance": 0.0},
+        {"step": 2, "rollout/reward": 0.5, "train/explained_variance": 0.5},
+        {"step": 2, "eval/reward_mean": 0.7, "eval/explained_variance": -30.0}])
+    lines = summary.summary_of(tmp_path)
+    title = next(i for i, line in enumerate(lines) if line.startswith("explained variance"))
+    curve = lines[title + 1:title + summary.HEIGHT + 3]
+    assert curve == summary.text_curve([(1, 0.0), (2, 0.5)], [(2, -1.0)])
+    assert curve[summary.HEIGHT].startswith("-1.00 |") and curve[summary.HEIGHT].endswith("o")
+    write(tmp_path / "metrics.jsonl", [{"step": 1, "rollout/reward": 0.5}])
+    assert not any(line.startswith("explained") for line in summary.summary_of(tmp_path))
