@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class JudgeArgs:
-    """judgements (texts: given, or a file; empty: those in judge.json of --model, else built in)"""
+    """judgements (a text, or a file that holds it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
     pictures_template: str = flag(
@@ -140,7 +140,7 @@ class UpdateArgs:
 
     max_epochs: int = flag(
         2,
-        "passes over the data, the last step filled up; 0, or if --steps is given: --steps counts",
+        "passes over the data, rounded up to whole steps; 0, or with --steps: --steps decides",
         low=0,
         neutral=True,
     )
@@ -419,7 +419,7 @@ class TrainState:
     dropped_prompts: int = 0  # whose pictures did not decode
     loss_mean: float | None = None  # running average
     held_out: dict | None = None  # what judge.json says of the newest evaluation
-    # by role: in a row, without an applied update
+    # role -> consecutive steps without an applied update
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
@@ -655,7 +655,7 @@ def check_likelihoods(records: list[dict], step: int) -> None:
     if bad:
         raise UserError(
             f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out "
-            f"examples is not finite, the first of them {bad[0]}; are the weights?"
+            f"examples is not finite, first for {bad[0]}; check the weights for NaN or infinity"
         )
 
 
@@ -799,7 +799,7 @@ def verdicts_of(settings: dict, kind: str) -> list[str]:
 def read_verdict(settings: dict, example: Example, text: str) -> str | None:
     """The verdict of a judgement on an example; None if there is none."""
     which = settings["which_answer"]
-    # The right verdict is known too: of a judge that was trained on no scores, none is.
+    # Also the right verdict: a judge that was not trained on scores knows none of them.
     words = [*verdicts_of(settings, example.kind), example.verdict or ""]
     said = judgements.parse_verdict(text, which, words)
     if not said and example.kind == "response":  # any text may be its verdict

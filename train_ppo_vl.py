@@ -209,7 +209,7 @@ class RowArgs:
         "JSONL of prompt, images, response for a next-token loss beside the RL loss; empty: none",
     )
     ptx_coef: float = flag(
-        0.0, "weight of their next-token loss in the actor's loss (PPO-ptx); 0: off", low=0
+        0.0, "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off", low=0
     )
     ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
     ptx_labels: str = flag(
@@ -423,8 +423,8 @@ class UpdateArgs:
     )
     offload: str = flag(
         "none",
-        "what is kept in host memory while not in use: the optimizers' states; all: the "
-        "reference and reward models too",
+        "what is kept in host memory while not in use. optimizer: the optimizers' states; all: "
+        "the reference and reward models too",
         choices=("none", "optimizer", "all"),
         neutral=True,
     )
@@ -609,7 +609,7 @@ def check_kl_args(args: Args, refuse: Callable) -> None:
             refuse(getattr(algorithm, name), f"--{name} is of no use without a --kl_coef above 0")
     refuse(
         algorithm.reference_every and args.model.lora_rank,
-        "--reference_every does not go with --lora_rank, whose reference is the model without adapters",
+        "--reference_every and --lora_rank: choose one; with adapters the reference is the base model",
     )
     samples = args.data.prompts_per_step * args.rollout.samples_per_prompt
     refuse(
@@ -733,7 +733,7 @@ def check_rows(
     reward.check_rows(everything)
     kinds = {source.kind for source in reward.sources}
     if envs is None and "env" in kinds:
-        raise UserError("--reward env: rewards of an environment need one: --env file.py:Class")
+        raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
     if envs is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
     if envs is not None and attention.linear_layers(rows.processor.config.get_text_config()):
@@ -1000,8 +1000,8 @@ def build_models(
 def fit_memory(
     args: Args, models: dict[str, nn.Module], rows: Rows, ranks: distributed.Ranks
 ) -> None:
-    """Hold the run against the memory of a GPU, and decide --gradient_checkpointing auto. Raises
-    UserError on every rank alike: it does not fit."""
+    """Check that the run fits into GPU memory, and resolve --gradient_checkpointing auto. Raises
+    UserError on every rank alike if it does not fit."""
     if args.run.export_only:
         return
     plan = memory_plan(args, models, rows, ranks.world)
@@ -1993,9 +1993,9 @@ def check_sampler(
         return
     problem = (
         f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
-        "sampler recorded are not those that the update finds for the same tokens, so it is not "
-        "the policy that sampled which is trained. Try --attention sdpa, or --cuda_graphs off; "
-        "--sampler_gap_limit moves the limit (0: none)"
+        "sampler recorded differ from those that the update computes for the same tokens, so the "
+        "sampling policy is not the policy being trained. Try --attention sdpa or --cuda_graphs "
+        "off; --sampler_gap_limit changes the limit (0: none)"
     )
     if state.step == 1 + max(begun, args.update.critic_warmup_steps):
         raise UserError(problem)
@@ -2141,7 +2141,7 @@ class RolloutEngine:
         return results
 
     def speaks(self, slot: int) -> bool:
-        """Whether a slot has a sample, and that does not wait for its environment."""
+        """Whether a slot holds a sample that is not waiting for its environment."""
         owner = self.owner[slot]
         return owner is not None and not (self.dialogue and self.dialogue.is_waiting(owner))
 

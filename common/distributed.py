@@ -85,8 +85,8 @@ def choose_device() -> torch.device:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
-            f"{processes} processes on this machine, and torch sees {gpus} GPUs here: "
-            f"--nproc_per_node {gpus}; or CUDA_VISIBLE_DEVICES= (nothing), to use none"
+            f"{processes} processes were started on this machine, but torch sees {gpus} GPUs: use "
+            f"--nproc_per_node {gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs"
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

@@ -102,8 +102,8 @@ def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple
             config = own_config(args_class, given)
         elif given.keys() & {"data", "eval_data"}:
             raise UserError(
-                "--model and --data are needed together; without both, the toy's model learns "
-                "from its own rows"
+                "--model and --data are needed together; without both, the built-in toy is trained "
+                "on its own rows"
             )
         else:
             config = embedded_toy(toy)
@@ -132,7 +132,7 @@ def build_parser(args_class: type, description: str) -> "Parser":
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="JSON object of flags (such as <out>/args.json); flags override it",
+        help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
     for group in dataclasses.fields(args_class):
         section = parser.add_argument_group(group.type.__doc__)

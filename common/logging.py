@@ -385,7 +385,7 @@ class RunLogger:
         self.failed += 1
         self.line(
             f"warning: records up to step {self.last_step} were not written ({self.failed} in a "
-            f"row), the next step tries again: {problem}"
+            f"row); they are retried after the next step: {problem}"
         )
         if self.failed >= limit:
             raise UserError(

@@ -141,7 +141,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(process.UserError, match="2 processes on this machine, and torch sees 1 GPUs here: --nproc_per_node 1"):
+    with pytest.raises(process.UserError, match="2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
         distributed.start(60.0, 0)
 
 

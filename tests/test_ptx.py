@@ -160,7 +160,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
 
 
 @pytest.mark.parametrize("line, message", [
-    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement; rows of --ptx_data have a prompt"),
+    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement row; --ptx_data needs rows with prompt"),
     ({"prompt": "a"}, "ptx.jsonl:1: a row needs a target"),
     ({"prompt": "a", "response": "b " * 700}, "ptx.jsonl:1: row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])

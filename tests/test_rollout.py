@@ -312,7 +312,7 @@ def other_logprobs(step, size, capacity):
     engine.out_logprobs += 0.01 * (engine.out_logprobs != before)
 
 
-WRONG = {nothing: "tokens are others", other_tokens: "tokens are others",
+WRONG = {nothing: "tokens differ", other_tokens: "tokens differ",
          other_logprobs: "log-probs differ by 0.01 on average, at most 0.001"}
 
 

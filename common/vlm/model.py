@@ -143,8 +143,8 @@ def use_mixers(model: nn.Module) -> None:
     them by kind, as slots hold them.
 
     Raises:
-        ValueError: a layer mixes tokens in another way. It would swallow our arguments without a
-            word, and each token would see the whole of a packed row.
+        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments,
+            and each token would see the whole of a packed row.
     """
     text = model.config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
