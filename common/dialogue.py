@@ -352,7 +352,6 @@ class Dialogue:
         columns = torch.tensor(state, device=hidden.device).T  # (4, b)
         engine.restart(*columns)
         engine.sample(hidden[last.to(hidden.device)], columns[0])
-        engine.count_done[columns[0]] += 1
 
     def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
         """Add a reply to a conversation; returns what has to be prefilled."""

@@ -85,8 +85,11 @@ def absolute(path: str) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple[Any, set[str]]:
-    """An ``args_class`` with the values of flags, and the names of the flags that were given.
+def parse(
+    args_class: type, doc: str, argv: list[str] | None, toy: str
+) -> tuple[Any, set[str], set[str]]:
+    """An ``args_class`` with the values of flags, the names of the flags on the command line, and
+    those on the command line or in --config.
 
     The command line overrides --config, which overrides the defaults. Without --config,
     --export_only reads the run's own args.json, and without --model the embedded toy's file ``toy``
@@ -117,7 +120,7 @@ def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple
         groups[group.name] = group.type(
             **{name: value for name, value in values.items() if name in names}
         )
-    return args_class(**groups), set(given)
+    return args_class(**groups), set(given), set(values)
 
 
 def build_parser(args_class: type, description: str) -> "Parser":

@@ -523,11 +523,11 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
-        load = ppo.expert_load(env.actor, samples, None, args)
+        load = ppo.count_experts(env.actor, samples, None, args)
         for row in vlm.packed_rows(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(row, None)
-            share = ppo.balance_loss(env.actor, row, logits, load, args)
+            share = ppo.row_balance_loss(env.actor, row, logits, load, args)
             (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
@@ -597,12 +597,12 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
                     "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
         samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.logprobs = logprobs(env.actor, samples, env.sampling)
-        ppo.score(samples, env.actor, env.reference, None, env.args)
+        ppo.score(samples, env.actor, None, env.reference, env.args)
         samples.advantages = torch.zeros(len(samples.tokens))
         samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
         trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
-        trained.reference = env.reference
-        found.append(ppo.update_actor(trained, samples, 1, 0.1, None, env.args)["train/aux_loss"])
+        samples.kl_coef = 0.1
+        found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] > 0.5
 
 

@@ -275,13 +275,12 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
     weights = torch.ones(len(batch.tokens))
     batch.in_policy_loss = weights > 0
     part = ppo.Minibatch(range(4), weights, weights, None)
-    trained = ppo.make_trained(env.args, env.actor, None, None)["actor"]
     env.actor.train()
     for mode in ("default", "error"):                                              # the first time makes tables and workspaces
         for row in vlm.packed_rows(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                loss, _ = ppo.actor_loss(trained, row, batch, part, 0.0, env.args)
+                loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             loss.backward()

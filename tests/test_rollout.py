@@ -108,7 +108,7 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
     samples, _ = generate(env, step, 5)
     assert sum(prefilled) == sum(step.prompt_lengths)
     generate(env, step, 1, greedy=True)
-    ppo.score_plainly(env.actor, samples)
+    ppo.plain_logprobs(env.actor, samples)
     assert sum(pictures) == 4
 
 

@@ -196,15 +196,15 @@ def env(qwen25, picture_rows):
 
 def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
     """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
-    weights = ppo.token_weights(batch, range(4), batch.in_policy_loss, args)
+    weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
+    batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
     packs = 0
     for row in vlm.packed_rows(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
-            trained = SimpleNamespace(module=module, reference=None)
-            loss, _ = ppo.actor_loss(trained, row, batch, part, args.algorithm.kl_coef, args)
+            loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
         ppo.backward(loss)
         packs += 1
     result = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
@@ -267,7 +267,7 @@ def test_weights_of_a_minibatch_equal_a_loop(env):
             expected[own] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
                              "seq-mean-token-mean": 1 / (sequences * max(1, len(own))),
                              "seq-mean-token-sum-norm": 1 / (sequences * args.rollout.max_new_tokens)}[mode]
-        assert torch.allclose(ppo.token_weights(env.batch, [0, 2], kept, args), expected, rtol=1e-6, atol=0), mode
+        assert torch.allclose(ppo.minibatch_weights(env.batch, [0, 2], kept, args), expected, rtol=1e-6, atol=0), mode
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
@@ -325,11 +325,11 @@ def test_an_update_has_that_gradient(env, monkeypatch):
     now = with_flags(env.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
     for module, update in (
         (env.critic, ppo.update_critic),
-        (env.actor, lambda trained, batch, step, args: ppo.update_actor(trained, batch, step, 0.3, None, args)),
+        (env.actor, lambda trained, batch, step, args: ppo.update_actor(trained, None, batch, step, None, args)),
     ):
         caught.clear()
         with computing(module, max_tokens_per_pack=110):
-            update(fsdp.Trained(module, env.args.optim, 1e-3), env.batch, 1, env.args)
+            update(fsdp.Trained(module, env.args.optim, 1e-3), dataclasses.replace(env.batch, kl_coef=0.3), 1, env.args)
         assert distance(caught, gradient(now, module, env.batch)[0]) < 1e-6
 
 
@@ -426,7 +426,7 @@ def fresh(qwen25, picture_rows, *more: str):
 
 def update_actor(env, args: ppo.Args | None = None) -> dict[str, float]:
     """Step 1 of a run without a KL and without --ptx_data."""
-    return ppo.update_actor(env.trained, env.batch, 1, 0.0, None, args or env.args)
+    return ppo.update_actor(env.trained, None, env.batch, 1, None, args or env.args)
 
 
 def weights_of(module) -> dict[str, torch.Tensor]:
@@ -471,7 +471,7 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
         for step in (1, 2):
             seen.clear()
             if module is env.actor:
-                ppo.update_actor(trained, env.batch, step, 0.0, None, args)
+                ppo.update_actor(trained, None, env.batch, step, None, args)
             else:
                 ppo.update_critic(trained, env.batch, step, args)
             orders |= {(step, epoch): tuple(map(int, seen[4 * epoch:4 * epoch + 4])) for epoch in range(3)}
@@ -537,7 +537,7 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
     def broken(*args):
         found = true_loss(*args)
         calls.append(1)
-        found.terms = found.terms * (bad if len(calls) in broken.at else 1.0)
+        found.per_token = found.per_token * (bad if len(calls) in broken.at else 1.0)
         return found
 
     monkeypatch.setattr(losses, "ppo", broken)
@@ -567,7 +567,7 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
             return found
         if function == "value_loss":
             return found * math.nan
-        found.terms = found.terms * math.nan
+        found.per_token = found.per_token * math.nan
         return found
 
     monkeypatch.setattr(losses, function, broken)
