@@ -574,16 +574,19 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_actor_and_critic_are_balanced(family):
     """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
+    def update_policy(trained, samples, step, args):
+        ppo.update_actor(trained, None, samples, step, None, args)
+
     for coef in (0.0, 0.5):
         env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
         samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
         samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
         samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
-        for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.0, None))):
+        for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
             trained = fsdp.Trained(module, env.args.optim, 1e-3)
-            update(trained, samples, 1, *more, env.args)
+            update(trained, samples, 1, env.args)
             for router, old in zip(vlm.routers(module.model), before, strict=True):
                 assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 

@@ -507,8 +507,8 @@ def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monk
     """A number is a row's share of a loss, the other kinds say how they are reduced over rows and updates."""
     env, inner, rows = fresh(qwen25, picture_rows), ppo.actor_loss, []
 
-    def loss_with_more(trained, row, batch, part, *rest):
-        loss, stats = inner(trained, row, batch, part, *rest)
+    def loss_with_more(actor, reference, row, batch, part, *rest):
+        loss, stats = inner(actor, reference, row, batch, part, *rest)
         rows.append(row)
         stats["my_term"] = (part.weights[row.flat] * 3.0).sum()
         stats["my_mean"] = logging.Mean(row.targets.sum(), len(row.targets))
@@ -630,7 +630,7 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     if place == "reward":
         monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
     else:
-        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[3]) or update(*args))
+        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
     steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
                   "--kl_horizon", "24", "--critic_warmup_steps", "1", "--actor_lr", "1e-2", "--kl_in", place)
     value, expected = 0.1, [0.1] * (place == "reward")                        # a frozen step has rewards, and no update
@@ -746,7 +746,7 @@ def test_a_run_that_earns_nothing_says_so_once(qwen25, task, tmp_path, capsys, m
             "--save_blocking")
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         update = ppo.update_actor
-        patch.setattr(ppo, "update_actor", lambda *given: update(*given) if given[2] < 2 else 1 / 0)
+        patch.setattr(ppo, "update_actor", lambda *given: update(*given) if given[3] < 2 else 1 / 0)
         train(qwen25, task, tmp_path, *more)
     assert "warning" not in capsys.readouterr().out
     gc.collect()                                                                   # the dead run's lock

@@ -233,7 +233,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
           "\n|---|---|---|---|---|---|")
     for budget in budgets:
         for shared in (True, False):
-            step = functools.partial(ppo.update_actor, trained, batch, 1, 0.0, None, args)
+            step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
             with computing(actor, apart=not shared, max_tokens_per_pack=budget):
                 step()
                 if DEVICE.type == "cuda":
