@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stopping and step < last:
                 break
             if evaluates_after(step, args, rows) and not log.has_evaluation(step):
-                checkpoints.check_quality(evaluate(judge, rows, state, log, args))
+                checkpoints.check_keep_best(evaluate(judge, rows, state, log, args))
             checkpoints.export_if_due(step, last, trained, rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -867,7 +867,7 @@ def report(
         records = target_records(questions, batch, target_logprobs)
         cards = target_cards(records, args.run.log_samples) if distributed.is_main() else []
         log.samples(step, records, cards)
-    log.settle(args.checkpoint.max_failed_saves)
+    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:

@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if evaluates_after(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(roles["actor"], reward, rows, sampling, args)
                 report_evaluation(log, metrics, records, pictures, state)
-                checkpoints.check_quality(metrics)
+                checkpoints.check_keep_best(metrics)
             checkpoints.export_if_due(step, last, roles["actor"], rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -1990,7 +1990,7 @@ def report(
     warning = state.streak.warning(reward, batch, log.out, args.optim.steps)
     if warning:
         log.line(f"warning: {warning}")
-    log.settle(args.checkpoint.max_failed_saves)
+    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def check_sampler(

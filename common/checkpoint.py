@@ -483,7 +483,7 @@ class Checkpoints:
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
 
-    def check_quality(self, metrics: dict[str, float]) -> None:
+    def check_keep_best(self, metrics: dict[str, float]) -> None:
         """Raises UserError if an evaluation has no metric of the name of --keep_best."""
         name = self.args.keep_best
         if name and name not in metrics:

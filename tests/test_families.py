@@ -484,7 +484,7 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
     assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
     assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
     save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(process.UserError, match="weight is not the weight that config.json ties it to"):
+    with pytest.raises(process.UserError, match="weight differs from the weight that config.json ties it to"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 

@@ -899,10 +899,10 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
     train(qwen25, task, tmp_path / "whole", *line, "--export_every", "1")
     update = ppo.update_actor
 
-    def interrupted(trained, batch, step, *more):
+    def interrupted(trained, reference, batch, step, *more):
         if step == 3:
             process.STOP_SIGNALS.append(signal.SIGTERM)
-        return update(trained, batch, step, *more)
+        return update(trained, reference, batch, step, *more)
 
     monkeypatch.setattr(ppo.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
     monkeypatch.setattr(process, "STOP_SIGNALS", [])
