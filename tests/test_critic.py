@@ -37,9 +37,9 @@ def env(qwen25, picture_rows):
 
 def evaluate(env, **changes) -> tuple[dict[str, float], list]:
     args, scorer = with_flags(env.args, **changes), Scorer()
-    trained = ppo.make_trained(args, env.actor, env.critic, env.reference)
+    roles = ppo.make_roles(args, env.actor, env.critic, env.reference)
     state = ppo.TrainState.fresh(args)
-    metrics, *_ = ppo.evaluate(trained, scorer, env.rows, env.sampling, state, args)
+    metrics, *_ = ppo.evaluate(roles, scorer, env.rows, env.sampling, state, args)
     return metrics, scorer.batches
 
 
@@ -84,7 +84,7 @@ def test_returns_are_on_the_scale_of_training(env):
 
 def test_without_a_critic_there_is_none(env):
     args = with_flags(env.args, advantage="grpo")
-    trained = ppo.make_trained(args, env.actor, None, None)
+    roles = ppo.make_roles(args, env.actor, None, None)
     state = ppo.TrainState.fresh(args)
-    metrics, *_ = ppo.evaluate(trained, Scorer(), env.rows, env.sampling, state, args)
+    metrics, *_ = ppo.evaluate(roles, Scorer(), env.rows, env.sampling, state, args)
     assert "eval/explained_variance" not in metrics and "eval/reward_mean" in metrics
