@@ -396,6 +396,9 @@ class UpdateArgs:
     minibatches: int = flag(1, "optimizer updates per pass; must divide --prompts_per_step", low=1)
     actor_lr: float = flag(1e-6, "learning rate of the actor", low=0)
     critic_lr: float = flag(9e-6, "learning rate of the critic", low=0)
+    critic_epochs: int = flag(
+        0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
+    )
     critic_warmup_steps: int = flag(0, "first steps that update the critic only", low=0)
     target_kl: float = flag(
         0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0
@@ -484,6 +487,10 @@ class Args:
         return low, high
 
     @property
+    def critic_epochs(self) -> int:
+        return self.update.critic_epochs or self.update.epochs
+
+    @property
     def exact_kl_in_loss(self) -> bool:
         return (
             self.algorithm.kl_coef > 0
@@ -501,7 +508,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args, given, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
     if "reward" in given and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
-    of_critic = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "critic_warmup_steps"}
+    of_critic = {"critic_model", "critic_lr", "critic_epochs", "critic_warmup_steps"}
+    of_critic |= {"value_clip", "gae_lambda"}
     idle = sorted(of_critic & given)
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(
@@ -1528,10 +1536,12 @@ class Minibatch(NamedTuple):
     expert_load: Tensor | None  # (E,) how often each expert is chosen; only to balance MoE models
 
 
-def minibatches_of(module: nn.Module, batch: Batch, step: int, args: Args) -> Iterator[Minibatch]:
-    """The minibatches of all epochs of 1-based ``step``."""
+def minibatches_of(
+    module: nn.Module, batch: Batch, step: int, epochs: int, args: Args
+) -> Iterator[Minibatch]:
+    """The minibatches of ``epochs`` passes over the samples of 1-based ``step``."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
-    for epoch in range(args.update.epochs):
+    for epoch in range(epochs):
         seed = (args.run.seed, step, epoch)
         for groups in batch.minibatches(args.update.minibatches, seed):
             yield Minibatch(
@@ -1558,7 +1568,7 @@ def update_critic(trained: fsdp.Trained, batch: Batch, step: int, args: Args) ->
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
     with trained.onloaded():
-        for minibatch in minibatches_of(critic, batch, step, args):
+        for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
             if not minibatch.weights.any():
                 continue
             stats = []
@@ -1598,7 +1608,8 @@ def update_actor(
     updates = 0
     actor.train()
     with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
-        for number, minibatch in enumerate(minibatches_of(actor, batch, step, args)):
+        minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
+        for number, minibatch in enumerate(minibatches):
             if (
                 not minibatch.policy_weights.any()
             ):  # no token of the policy loss: nothing to learn from
@@ -2061,7 +2072,7 @@ def performance(
     both = int(batch.sizes.sum()) + sum(prompts)
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
-    critic_passes = args.update.epochs if critic is not None else 0
+    critic_passes = args.critic_epochs if critic is not None else 0
     update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
     found["perf/rollout_tokens_per_second"] = (
         metrics["rollout/generated_tokens"] / seconds["rollout"]

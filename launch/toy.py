@@ -62,7 +62,9 @@ TRAINER_ARGS = {
 # And for --task describe.
 DESCRIBE_ARGS = TRAINER_ARGS | {
     "reward": f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score",
-    "steps": 100,
+    "prompts_per_step": 8,
+    "critic_epochs": 4,
+    "steps": 120,
     "max_new_tokens": 20,
     "eval_every": 20,
 }

@@ -267,7 +267,7 @@ CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "gmpo": (0
 def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, reference=None) -> torch.Tensor:
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
-    part, = ppo.minibatches_of(env.actor, batch, 1, args)
+    part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
     for row in vlm.packed_rows(env.actor.model, batch, part.groups):
         ppo.backward(ppo.actor_loss(env.actor, reference, row, batch, part, args)[0])
     found = env.actor.model.lm_head.weight.grad.full_tensor()

@@ -139,6 +139,7 @@ REFUSED = {
     "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
     "--advantage rloo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
     "--advantage grpo --critic_lr 1e-5": "--advantage grpo has no critic: leave out --critic_lr",
+    "--advantage grpo --critic_epochs 2": "--advantage grpo has no critic: leave out --critic_epochs",
     "--advantage rloo --critic_model m": "has no critic: leave out --critic_model",
     "--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9": "has no critic: leave out --gae_lambda, --value_clip",
     "--advantage grpo --critic_warmup_steps 2": "--critic_warmup_steps",

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import start, with_flags
+from test_training import fresh
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
+from common import fsdp
 from common.vlm.data import load_pixels
 
 
@@ -88,3 +90,26 @@ def test_without_a_critic_there_is_none(env):
     state = ppo.TrainState.fresh(args)
     metrics, *_ = ppo.evaluate(roles, Scorer(), env.rows, env.sampling, state, args)
     assert "eval/explained_variance" not in metrics and "eval/reward_mean" in metrics
+
+
+@pytest.mark.parametrize("critic_epochs, passes", [(0, 2), (3, 3)])
+def test_the_critic_may_have_passes_of_its_own(
+    qwen25, picture_rows, monkeypatch, critic_epochs, passes
+):
+    """Each over all prompts, in orders of their own; the actor keeps its --epochs."""
+    env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
+
+    def watched(*given):
+        for minibatch in inner(*given):
+            seen.extend(map(int, minibatch.groups))
+            yield minibatch
+
+    monkeypatch.setattr(ppo, "minibatches_of", watched)
+    args = with_flags(env.args, minibatches=4, epochs=2, critic_epochs=critic_epochs)
+    ppo.update_critic(fsdp.Trained(env.critic, args.optim, 0.0), env.batch, 1, args)
+    orders = [tuple(seen[k : k + 4]) for k in range(0, len(seen), 4)]
+    assert len(orders) == passes == len(set(orders))
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    seen.clear()
+    ppo.update_actor(fsdp.Trained(env.actor, args.optim, 0.0), None, env.batch, 1, None, args)
+    assert len(seen) == 2 * 4

@@ -77,36 +77,47 @@ RUNS = {
     "1 update, grpo": f"{GRPO} --minibatches 1",
 }
 
-# what the critic is compared with and what it depends on, at equal samples
+LARGE = "--prompts_per_step 32"
+# what the critic is compared with and what it depends on, at equal samples: 64 in 4 updates a step, or LARGE, 256
 CRITIC_RUNS = {
     "gae": "",
-    "gae, lambda 0.95": "--gae_lambda 0.95",
     "rloo": "--advantage rloo",
     "grpo": "--advantage grpo",
     "reinforce": "--advantage reinforce",
     "reinforce++": "--advantage reinforce++",  # whitened, as gae is
+    "gae, critic_epochs 1": "--critic_epochs 1",
+    "gae, critic_epochs 8": "--critic_epochs 8",
+    "gae, lambda 0.95": "--gae_lambda 0.95",
     "gae, lambda 0.8": "--gae_lambda 0.8",
-    "gae, lambda 0.5": "--gae_lambda 0.5",
-    "gae, lambda 0.8, 5 steps of warm-up": "--gae_lambda 0.8 --critic_warmup_steps 5",
-    "gae, lambda 0.5, 5 steps of warm-up": "--gae_lambda 0.5 --critic_warmup_steps 5",
-    "gae, 5 steps of warm-up": "--critic_warmup_steps 5",
-    "gae, critic_lr 1e-4": "--critic_lr 1e-4",
     "gae, critic_lr 3e-4": "--critic_lr 3e-4",
     "gae, critic_lr 3e-3": "--critic_lr 3e-3",
+    "gae, 10 steps of warm-up": "--critic_warmup_steps 10",
     "gae, no value clip": "--value_clip 0",
-    "gae, reward_norm": "--reward_norm",
     "gae, not whitened": "--advantages_norm off",
     "rloo, whitened": "--advantage rloo --advantages_norm on",
-    "gae, 256 x 1": "--prompts_per_step 256 --samples_per_prompt 1",
-    "reinforce++, 256 x 1": "--advantage reinforce++ --prompts_per_step 256 --samples_per_prompt 1",
-    "gae, 128 x 2": "--prompts_per_step 128 --samples_per_prompt 2",
-    "rloo, 128 x 2": "--advantage rloo --prompts_per_step 128 --samples_per_prompt 2",
+    "gae, 64 x 1": "--prompts_per_step 64 --samples_per_prompt 1",
+    "reinforce++, 64 x 1": "--advantage reinforce++ --prompts_per_step 64 --samples_per_prompt 1",
     "gae, actor_lr 1e-4": "--actor_lr 1e-4",
     "gae, actor_lr 1e-3": "--actor_lr 1e-3",
     "rloo, actor_lr 1e-4": "--advantage rloo --actor_lr 1e-4",
     "rloo, actor_lr 1e-3": "--advantage rloo --actor_lr 1e-3",
-    "gae, trained tower": "--train_vision",
-    "rloo, trained tower": "--advantage rloo --train_vision",
+    "large, gae": f"{LARGE} --critic_epochs 1",
+    "large, gae, critic_epochs 4": LARGE,
+    "large, gae, critic_epochs 4, lambda 0.95": f"{LARGE} --gae_lambda 0.95",
+    "large, rloo": f"{LARGE} --advantage rloo",
+    "large, grpo": f"{LARGE} --advantage grpo",
+    "large, reinforce": f"{LARGE} --advantage reinforce",
+    "large, reinforce++": f"{LARGE} --advantage reinforce++",
+    "large, gae, lambda 0.95": f"{LARGE} --critic_epochs 1 --gae_lambda 0.95",
+    "large, gae, lambda 0.8": f"{LARGE} --critic_epochs 1 --gae_lambda 0.8",
+    "large, gae, lambda 0.5": f"{LARGE} --critic_epochs 1 --gae_lambda 0.5",
+    "large, gae, critic_lr 3e-4": f"{LARGE} --critic_epochs 1 --critic_lr 3e-4",
+    "large, gae, critic_lr 3e-3": f"{LARGE} --critic_epochs 1 --critic_lr 3e-3",
+    "large, gae, 5 steps of warm-up": f"{LARGE} --critic_epochs 1 --critic_warmup_steps 5",
+    "large, gae, no value clip": f"{LARGE} --critic_epochs 1 --value_clip 0",
+    "large, gae, reward_norm": f"{LARGE} --critic_epochs 1 --reward_norm",
+    "large, gae, not whitened": f"{LARGE} --critic_epochs 1 --advantages_norm off",
+    "large, gae, 256 x 1": "--critic_epochs 1 --prompts_per_step 256 --samples_per_prompt 1",
 }
 TASKS = {"questions": ("toy", RUNS), "describe": ("toy_describe", CRITIC_RUNS)}
 
@@ -165,7 +176,7 @@ def figures(lines: list[dict]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of 32 prompts x 8 samples, a multiple of 4")
+    parser.add_argument("--steps", type=int, default=40, help="a multiple of 4")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
     parser.add_argument("--task", choices=TASKS, default="questions", help="of launch/toy.py")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS))
