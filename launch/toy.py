@@ -62,11 +62,8 @@ TRAINER_ARGS = {
 # And for --task describe.
 DESCRIBE_ARGS = TRAINER_ARGS | {
     "reward": f"{Path(__file__).resolve().parent / 'toy_reward.py'}:score",
-    "prompts_per_step": 8,
-    "critic_epochs": 4,
-    "steps": 120,
+    "steps": 60,
     "max_new_tokens": 20,
-    "eval_every": 20,
 }
 
 # Flags of train_grm_vl.py with which the judgements are learned. The templates are short because the tokenizer knows few

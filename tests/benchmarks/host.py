@@ -38,6 +38,7 @@ def clocks() -> tuple[float, float]:
 BORN = clocks()[0], 0.0
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
+TOY = ["--config", str(ROOT / "toy" / "args.json")]
 
 # Leaf operators that are the model's own arithmetic, forward and backward; whatever they call belongs to them.
 ARITHMETIC = re.compile(
@@ -94,7 +95,7 @@ def profile_steps(steps: int, work: Path) -> None:
 
     logging.RunLogger.step = record_and_profile
     ppo.main(
-        ["--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
+        [*TOY, "--steps", str(steps), "--eval_every", "0", "--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
     )
     plain = [later[0] - earlier[0] for earlier, later in zip(ends[2:steps - 2], ends[3:steps - 2])]
     step_seconds, profiled = statistics.median(plain), ends[-1][0] - ends[-3][0]
@@ -172,7 +173,7 @@ def sample_python(steps: int, work: Path) -> None:
 
     logging.RunLogger.step = record_and_watch
     try:
-        ppo.main(["--steps", str(steps), *flags, "--out", str(work / "looks")])
+        ppo.main([*TOY, "--steps", str(steps), *flags, "--out", str(work / "looks")])
     finally:
         over.set()
         watcher.join()
@@ -218,17 +219,20 @@ def time_startup(work: Path) -> None:
         timed(name)
     timed("start", distributed)
     timed("resume", checkpoint.Checkpoints)
-    ppo.main(["--steps", "1", "--save_every", "0", "--export_every", "0", "--out", str(work / "start")])
+    ppo.main([*TOY, "--steps", "1", "--save_every", "0", "--export_every", "0", "--out", str(work / "start")])
     evaluation = next(i for i, entry in enumerate(stamps) if entry[0] == "evaluate")  # the first; all before it is start-up
     print(json.dumps(stamps[:evaluation + 1]))
 
 
 def main() -> None:
+    from common.flags import embedded_toy  # late: what it imports is timed
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--startup", action="store_true", help=argparse.SUPPRESS)          # the child process
     parser.add_argument("--looks", action="store_true", help=argparse.SUPPRESS)            # another
     flags = parser.parse_args()
+    embedded_toy("questions", "args.json")  # written where it is absent
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         if flags.startup:

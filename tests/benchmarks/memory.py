@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common import logprobs
+from common.flags import embedded_toy
 
 
 def status(field: str) -> float:
@@ -95,7 +96,8 @@ def compare_heads(flags) -> None:
 
 def toy_growth(steps: int, work: Path) -> None:
     """Peak of the resident memory of the embedded toy along a run without evaluations but with records and checkpoints."""
-    flags = ["--steps", str(steps), "--eval_every", "0", "--save_every", "50", "--out", str(work / "run")]
+    toy = embedded_toy("questions", "args.json")
+    flags = ["--config", str(toy), "--steps", str(steps), "--eval_every", "0", "--save_every", "50", "--out", str(work / "run")]
     subprocess.run(
         [sys.executable, str(ROOT / "train_ppo_vl.py"), *flags],
         check=True,
