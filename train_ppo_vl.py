@@ -270,7 +270,8 @@ class RolloutArgs:
     vision_audit: bool = flag(
         True,
         "score the answers of evaluations with blank pictures too, and with those of another row "
-        "(eval/vision_gap_*): two packed forwards",
+        "(eval/vision_gap_*): two packed forwards; if answers are greedy, answer blank pictures "
+        "too (eval/accuracy_blanked): a second rollout and its rewards",
         neutral=True,
     )
     eval_samples: int = flag(
@@ -893,6 +894,12 @@ class Sampling:
             slots=rollout.slots,
             cuda_graphs=rollout.cuda_graphs,
         )
+
+    def blank(self) -> "Sampling":
+        """The same, where the policy gets the pictures of environments in one colour."""
+        if self.environments is None:
+            return self
+        return replace(self, environments=replace(self.environments, blank=True))
 
     def head(self, step: Tensor) -> dict[str, Any]:
         """The arguments of `logprobs.logits_fp32` for tokens at positions ``step`` (n,) of their
@@ -1803,15 +1810,19 @@ def evaluate(
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations, labels, seen = [], [], audit.Audit(actor.processor.family)
+    conversations, labels, seen = [], [], audit.Audit(actor, reward)
+    blindly = functools.partial(rollout, actor, sampling=sampling.blank(), samples_per_prompt=1)
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
-            pixels = dict(prompts.patches)
-            batch = rollout(actor, prompts, sampling, count)
+            # the audit needs the pictures, of which a rollout keeps only features
+            pictured = replace(prompts, patches=dict(prompts.patches), features={})
+            batch = rollout(actor, pictured, sampling, count)
             reward.score(batch, actor.processor)
             if args.rollout.vision_audit:
-                seen.add(actor.model, batch, pixels, functools.partial(score_sampled, actor))
+                seen.add(batch, prompts.patches, functools.partial(score_sampled, actor))
+                if sampling.greedy:
+                    seen.answer_blindly(batch, prompts, blindly)
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)

@@ -1,22 +1,25 @@
-"""Whether answers depend on the pictures: the same answers, scored with other pictures.
+"""Whether answers depend on the pictures: evaluated with other pictures.
 
-    blanked    each prompt's pictures in their mean colour
-    swapped    the pictures of another prompt, of the same grids
-    Audit      what answers lose by it, over the batches of an evaluation
+    Audit      over the batches of an evaluation: what its answers lose in log-prob, and what greedy
+               answers to blank pictures earn
+    swapped    a batch with the pictures of another prompt, of the same grids
+
+A blank picture has the grid of the true one, and one colour: the mean of all pictures of its
+prompt or reply.
 """
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from PIL import Image, ImageStat
 from torch import Tensor
 
 from common.buffers import Batch
 from common.conversations import Conversation
-from common.vlm.families import Family
+from common.rewards import RewardMix
 from common.vlm.model import compute_features, image_features
 
 # Nats. Below it even the rounding of bfloat16 would explain the difference.
@@ -26,29 +29,29 @@ Pixels = tuple[Tensor, Tensor]  # patches of all pictures, grids
 
 @dataclass
 class Audit:
-    """Log-probs of answers with their pictures, less those with others: one number per sample."""
+    """One number per sample, of all batches so far."""
 
-    family: Family  # of the actor's processor
-    blank: list[float] = field(default_factory=list)
-    other: list[float] = field(default_factory=list)
+    policy: nn.Module  # with its `model` and `processor`
+    reward: RewardMix
+    blank: list[float] = field(default_factory=list)  # log-prob with its pictures, less with blanks
+    other: list[float] = field(default_factory=list)  # ... less with those of another prompt
+    # what greedy answers to blank pictures earn, and those to prompts without pictures
+    rewards: list[float] = field(default_factory=list)
+    accuracies: list[float] = field(default_factory=list)  # NaN where a reward has none
 
-    def add(
-        self, model: nn.Module, batch: Batch, pixels: dict[int, Pixels], score: Callable
-    ) -> None:
+    def add(self, batch: Batch, pixels: dict[int, Pixels], score: Callable) -> None:
         """Two packed forwards of a batch with samples.
 
         Args:
             pixels: of this rank's prompts, as they were decoded.
             score: batch -> (N,) log-probs of its tokens, on every rank.
         """
-        groups = batch.group.tolist()
-        shown = [bool(batch.prompts[group].grids) for group in groups]
-        for i, said in enumerate(batch.conversations):
-            shown[i] = shown[i] or bool(said.grids)
+        groups, shown = batch.group.tolist(), has_pictures(batch)
         if not any(shown):
             return
         with_pictures = batch.per_sample_sum(batch.logprobs.double())
-        blind = batch.per_sample_sum(score(self.blanked(model, batch, pixels)).double())
+        blanked = self.repainted(batch, pixels, self.policy.processor.family.blank)
+        blind = batch.per_sample_sum(score(blanked).double())
         gaps = (with_pictures - blind).tolist()
         self.blank += [gap for gap, seen in zip(gaps, shown) if seen]
         partner = partners(batch)
@@ -57,25 +60,43 @@ class Audit:
             gaps = (with_pictures - other).tolist()
             self.other += [gap for gap, group in zip(gaps, groups) if group in partner]
 
-    def blanked(self, model: nn.Module, batch: Batch, pixels: dict[int, Pixels]) -> Batch:
-        """The batch with pictures of one colour: the mean of all pixels of a prompt's own, and of
-        each picture that an environment has shown."""
-        blank = self.family.blank
-        changed = {group: (blank(patches), grids) for group, (patches, grids) in pixels.items()}
+    def answer_blindly(self, batch: Batch, prompts: Batch, answer: Callable) -> None:
+        """One more rollout, of blank pictures, and its rewards.
+
+        Args:
+            batch: greedy answers to ``prompts``, scored.
+            prompts: with this rank's pictures, as they were decoded.
+            answer: prompts -> one greedy answer to each, of a policy that gets the pictures of
+                environments blank.
+        """
+        if any(has_pictures(batch)):
+            blank = painted(prompts.patches, self.policy.processor.family.blank)
+            batch = answer(replace(prompts, patches=blank, features={}))
+            if self.reward.model_sources():  # they judge by the true pictures
+                batch = self.repainted(batch, prompts.patches, lambda patches: patches)
+            self.reward.score(batch, self.policy.processor)
+        self.rewards += batch.scores.tolist()
+        self.accuracies += batch.component("accuracy").tolist()
+
+    def repainted(self, batch: Batch, pixels: dict[int, Pixels], paint: Callable) -> Batch:
+        """The batch with other pictures: what ``paint`` makes of the patches of a prompt's own, and
+        of each picture that an environment has shown."""
+        model, family = self.policy.model, self.policy.processor.family
+        changed = painted(pixels, paint)
         conversations = []
         for i, said in enumerate(batch.conversations):
             group = int(batch.group[i])
             if batch.owners[group] == dist.get_rank() and said.pictures:
-                found = [self.family.patches(in_one_colour(picture)) for picture in said.pictures]
+                patches, grids = zip(*map(family.patches, said.pictures))
+                patches = list(map(paint, patches))
                 # those of a first observation that all samples of the prompt share
                 have = len(pixels[group][1]) if group in pixels else 0
                 in_prompt = len(batch.prompts[group].grids) - have
                 if in_prompt and batch.number[i] == 0:
-                    patches, grids = zip(*found[:in_prompt])
-                    before = [changed[group]] if group in pixels else []
-                    parts = [*before, (torch.cat(patches), torch.tensor(grids))]
+                    opening = torch.cat(patches[:in_prompt]), torch.tensor(grids[:in_prompt])
+                    parts = [changed[group], opening] if group in pixels else [opening]
                     changed[group] = tuple(map(torch.cat, zip(*parts)))
-                said = with_pictures(model, said, [patches for patches, _ in found[in_prompt:]])
+                said = with_pictures(model, said, patches[in_prompt:])
             conversations.append(said)
         result = replace(batch, patches=changed, features={}, conversations=conversations)
         if not model.trains_vision:
@@ -88,6 +109,11 @@ class Audit:
         for name, gaps in (("", self.blank), ("_other_row", self.other)):
             if gaps:
                 found[f"eval/vision_gap_logprob{name}"] = sum(gaps) / len(gaps)
+        graded = [value for value in self.accuracies if not math.isnan(value)]
+        if self.blank and graded:
+            found["eval/accuracy_blanked"] = sum(graded) / len(graded)
+        elif self.blank and self.rewards:
+            found["eval/reward_blanked"] = sum(self.rewards) / len(self.rewards)
         return found
 
 
@@ -104,9 +130,16 @@ def warning(metrics: dict[str, float]) -> str:
     )
 
 
-def in_one_colour(picture: Image.Image) -> Image.Image:
-    mean = tuple(round(value) for value in ImageStat.Stat(picture).mean)
-    return Image.new("RGB", picture.size, mean)
+def has_pictures(batch: Batch) -> list[bool]:
+    """(S,) whether a sample's prompt or conversation has pictures. The same on every rank."""
+    shown = [bool(batch.prompts[group].grids) for group in batch.group.tolist()]
+    for i, said in enumerate(batch.conversations):
+        shown[i] = shown[i] or bool(said.grids)
+    return shown
+
+
+def painted(pixels: dict[int, Pixels], paint: Callable) -> dict[int, Pixels]:
+    return {group: (paint(patches), grids) for group, (patches, grids) in pixels.items()}
 
 
 def with_pictures(model: nn.Module, said: Conversation, patches: list[Tensor]) -> Conversation:

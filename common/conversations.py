@@ -18,7 +18,8 @@ ROLES = ("user", "tool")  # in whose name an environment may speak
 # How a sample ends: by its environment, after --max_turns, by --max_new_tokens or
 # --max_reply_tokens, by an environment that failed.
 ENDINGS = ("answered", "turn_limit", "token_limit", "error")
-Part = str | list  # of a message: a text, or the [width, height] of a picture
+# Parts of a message: {"type": "text", "text": ...}, {"type": "image", "width": w, "height": h}
+Content = list[dict]
 LOCAL = ("pictures", "patches", "features")
 
 
@@ -27,8 +28,8 @@ class Conversation:
     """One sample's conversation. Own tokens are those of the policy, counted over all turns."""
 
     role: str = "user"
-    opening: list[Part] = field(default_factory=list)  # the first observation
-    replies: list[list[Part]] = field(default_factory=list)
+    opening: Content = field(default_factory=list)  # the first observation
+    replies: list[Content] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)  # own tokens before each reply
     ends: list[int] = field(default_factory=list)  # own tokens up to the end of each finished turn
     rewards: list[float] = field(default_factory=list)  # of each finished turn

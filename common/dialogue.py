@@ -51,14 +51,10 @@ class Talk:
     # of each reply: own tokens before it, ids (E,), positions (3, E) from the prompt's end
     pieces: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
     given: int = 0  # tokens of the prompt and of all replies
+    replied: int = 0  # tokens of all replies, without a first observation
     origin: int = 0  # rotary position after the prompt
     following: int = 0  # rotary position of the turn's first token
     begun: int = 0  # own tokens before the turn
-
-    @property
-    def reply_tokens(self) -> int:
-        first = len(self.opening.input_ids) if self.opening else 0
-        return sum(len(ids) for _, ids, _ in self.pieces) - first
 
 
 class Dialogue:
@@ -88,13 +84,14 @@ class Dialogue:
         One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
         have in common; the rest begins the stream of each sample. Raises UserError on every rank.
         """
+        changes: dict[int, dict] = {}
         with distributed.raise_on_all_ranks("--env "):
             self.reset_all(batch, groups, count)
-            openings = {group: self.open_group(batch, group, count) for group in groups}
-        shared: dict[str, Any] = {}
-        for part in distributed.gather_json({g: found for g, found in openings.items() if found}):
-            shared |= part
-        return self.with_openings(batch, shared) if shared else batch
+            for group in groups:
+                if any(self.talks[group, k].opening for k in range(count)):
+                    changes[group] = self.open_group(batch, group, count)
+        found = sum(distributed.gather_json(list(changes.items())), [])  # of all ranks
+        return self.with_prompts(batch, dict(found)) if found else batch
 
     def reset_all(self, batch: Batch, groups: list[int], count: int) -> None:
         for group in groups:
@@ -112,7 +109,7 @@ class Dialogue:
                 self.workers.wait([talk.call])
                 talk.opening = self.take_result(talk)
                 if talk.opening is not None:
-                    talk.said.opening = talk.opening.parts
+                    talk.said.opening = talk.opening.content
                     talk.said.pictures += talk.opening.pictures
 
     def reset(self, talk: Talk, row: dict) -> Reply | None:
@@ -125,37 +122,37 @@ class Dialogue:
         reply = replies.read_parts(said, self.processor)
         if reply.pictures and not talk.environment.pictures:
             raise ValueError("a picture from a class that says pictures = False")
+        if reply.pictures and self.environments.blank:
+            reply.patches = self.processor.family.blank(reply.patches)
         return reply
 
-    def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any] | None:
-        """How the samples of a prompt begin, JSON-ready: with an observation that they share, or
-        after the first ``cut`` tokens of the prompt; None without observations."""
+    def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any]:
+        """What changes in a prompt, JSON-ready: it ends with an observation that its samples share,
+        or where what they see differs."""
         row, talks = batch.prompts[group], [self.talks[group, k] for k in range(count)]
-        seen = [talk for talk in talks if talk.opening is not None]
-        if not seen:
-            return None
-        first = seen[0].opening
-        if seen[0].environment.shared:
-            self.add_patches(batch, group, first)
+        if talks[0].environment.shared:
+            opening = next(talk.opening for talk in talks if talk.opening)
+            self.add_patches(batch, group, opening)
             for talk in talks:
                 talk.opening = None
-            return {"parts": first.parts, "grids": first.grids}
+            text, ids, image_tokens = self.encode_opening(row, opening)
+            changed = {"text": text, "image_tokens": image_tokens, "input_ids": ids.tolist()}
+            return changed | {"grids": opening.grids}
         whole = []  # the prompt of each sample with its own observation
         cut = len(row.input_ids)
         for talk in talks:
-            opening = talk.opening or Reply(parts=[])
-            _, ids, _ = self.encode_opening(row, opening)
-            whole.append(Reply([], grids=row.grids + opening.grids, input_ids=ids))
+            talk.opening = talk.opening or Reply()
+            _, ids, _ = self.encode_opening(row, talk.opening)
+            whole.append(Reply(grids=row.grids + talk.opening.grids, input_ids=ids))
             cut = min(cut, common_prefix(row.input_ids, ids))
         image_ids = self.model.family.visual_token_ids()
         if int(torch.isin(row.input_ids[:cut], image_ids).sum()) != row.image_tokens:
             raise ValueError(f"{row.source}: the template puts the observation before a picture")
         for talk, begin in zip(talks, whole):
             positions = vlm.prompt_positions(self.model, begin)  # (3, P)
-            talk.opening = talk.opening or Reply(parts=[])
             talk.opening.input_ids = begin.input_ids[cut:]
             talk.opening.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
-        return {"cut": cut}
+        return {"input_ids": row.input_ids[:cut].tolist(), "grids": ()}
 
     def encode_opening(self, row, opening: Reply) -> tuple[str, Tensor, int]:
         limit = self.environments.max_prompt_tokens
@@ -174,27 +171,16 @@ class Dialogue:
             patches, grids = torch.cat([before[0], patches]), torch.cat([before[1], grids])
         self.shared_patches[group] = patches, grids
 
-    def with_openings(self, batch: Batch, openings: dict[str, Any]) -> Batch:
-        """The batch with other prompts: ``openings`` are what `open_group` found, of all ranks."""
-        prompts, patches, features = list(batch.prompts), dict(batch.patches), dict(batch.features)
-        for key, found in openings.items():
-            group = int(key)
-            row = prompts[group]
+    def with_prompts(self, batch: Batch, changes: dict[int, dict]) -> Batch:
+        """The batch with prompts as `open_group` has changed them, on all ranks."""
+        prompts, features = list(batch.prompts), dict(batch.features)
+        for group, changed in changes.items():
+            ids = torch.tensor(changed["input_ids"], dtype=torch.int64)
+            grids = prompts[group].grids + tuple(map(tuple, changed["grids"]))
+            known = changed | {"input_ids": ids, "grids": grids}
+            prompts[group] = replace(prompts[group], **known)
             features.pop(group, None)
-            if "cut" in found:
-                prompts[group] = replace(row, input_ids=row.input_ids[: found["cut"]])
-                continue
-            opening = Reply(found["parts"], grids=tuple(map(tuple, found["grids"])))
-            text, ids, image_tokens = self.encode_opening(row, opening)
-            prompts[group] = replace(
-                row,
-                text=text,
-                input_ids=ids,
-                grids=row.grids + opening.grids,
-                image_tokens=image_tokens,
-            )
-            if group in self.shared_patches:
-                patches[group] = self.shared_patches[group]
+        patches = batch.patches | self.shared_patches
         return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
     @property
@@ -281,7 +267,7 @@ class Dialogue:
             self.end(talk, "turn_limit")
         elif (
             own >= self.max_new_tokens
-            or talk.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
+            or talk.replied + len(reply.input_ids) > self.args.max_reply_tokens
         ):
             self.end(talk, "token_limit")
         return reply
@@ -362,9 +348,10 @@ class Dialogue:
         ids, cached = reply.input_ids, talk.given + own
         talk.pieces.append((own, ids, positions - talk.origin))
         if own:
-            talk.said.replies.append(reply.parts)
+            talk.said.replies.append(reply.content)
             talk.said.behind.append(own)
             talk.said.pictures += reply.pictures
+            talk.replied += len(ids)
         if reply.grids:
             said = talk.said
             said.grids += reply.grids

@@ -134,7 +134,7 @@ FLOORS = (
         "common.environments": ("common.reward_functions",),
         "common.dialogue": ("common.environments",),
         "common.records": ("common.transcripts",),
-        "common.audit": (),
+        "common.audit": ("common.rewards",),
     },
     {
         "train_ppo_vl": (),

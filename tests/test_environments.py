@@ -105,10 +105,10 @@ def as_rendered(env, batch, i: int) -> str:
     """The chat template's own text of a whole conversation up to the last turn of the policy, each a sign."""
     said, prompt = batch.conversations[i], env.prompts[int(batch.group[i])]
     *before, last = prompt.messages
-    messages = [*before, {**last, "content": last["content"] + replies.as_content(said.opening)}]
+    messages = [*before, {**last, "content": last["content"] + said.opening}]
     for reply in said.replies:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": "#"}]})
-        messages.append({"role": said.role, "content": replies.as_content(reply)})
+        messages.append({"role": said.role, "content": reply})
     return env.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + "#"
 
 
@@ -311,8 +311,8 @@ def verdict_chances(folder: Path, prompt, said, turns: list[str], words: list[st
     pictures = [Image.open(path).convert("RGB") for path in prompt.images] + said.pictures
     told = [("user", said.opening)] if said.opening else []
     for k, turn in enumerate(turns):
-        told += [("assistant", [turn])] + ([("user", said.replies[k])] if k < len(said.replies) else [])
-    lines = [role + ": " + "".join(part if isinstance(part, str) else "<|cut|>" for part in parts) for role, parts in told]
+        told += [("assistant", [{"text": turn}])] + ([("user", said.replies[k])] if k < len(said.replies) else [])
+    lines = [role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told]
     question = judgements.format_template(
         template("correct"), prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
     before, *behind = question.split("<|cut|>")

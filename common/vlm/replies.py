@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.buffers import Row
-from common.conversations import Part
+from common.conversations import Content
 from common.vlm.attention import PackedAttention, SlotCache
 from common.vlm.data import Processor
 from common.vlm.images import as_rgb
@@ -38,7 +38,7 @@ LIMIT = 1 << 30
 class Reply:
     """A reply or a first observation."""
 
-    parts: list[Part]
+    content: Content = field(default_factory=list)
     pictures: list[Image.Image] = field(default_factory=list)  # RGB
     patches: Tensor | None = None  # of all pictures, one after the other
     grids: tuple[tuple, ...] = ()
@@ -49,14 +49,16 @@ class Reply:
 def read_parts(said: Any, processor: Processor) -> Reply:
     """A text, a picture (Pillow's, or the path of one), or a list of these, not yet encoded."""
     given = list(said) if isinstance(said, list | tuple) else [said]
-    reply = Reply(parts=[])
+    reply = Reply()
     for part in given:
         if isinstance(part, str):
             part.encode("utf-8")
-            reply.parts.append(part)
+            reply.content.append({"type": "text", "text": part})
         elif isinstance(part, Image.Image | Path):
-            reply.pictures.append(as_rgb(part))
-            reply.parts.append(list(reply.pictures[-1].size))
+            picture = as_rgb(part)
+            size = {"width": picture.width, "height": picture.height}
+            reply.content.append({"type": "image", **size})
+            reply.pictures.append(picture)
         else:
             raise ValueError(
                 "expected a text, a picture of Pillow's, a pathlib.Path of one, or a list of these;"
@@ -78,14 +80,6 @@ def check_pictures(processor: Processor) -> None:
         raise ValueError(f"pictures for {name}, a model of text only")
     if not processor.family.replies_show_pictures:
         raise ValueError(f"pictures in replies are not supported for {name}")
-
-
-def as_content(parts: list[Part]) -> list[dict]:
-    """Parts as the content of a message."""
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-        for part in parts
-    ]
 
 
 def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool) -> Tensor:
@@ -111,17 +105,16 @@ def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool)
 
 def render_reply(processor: Processor, reply: Reply, role: str) -> str:
     """What the template writes after the assistant's words: end of turn, reply, next turn."""
-    content = as_content(reply.parts)
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
         {"role": "assistant", "content": [{"type": "text", "text": SAID}]},
-        {"role": role, "content": content},
+        {"role": role, "content": reply.content},
     ]
     text = processor.render(processor.as_chat(messages), add_generation_prompt=True)
     _, found, tail = text.partition(SAID)
     if not found:
         raise ValueError("the chat template leaves out what the assistant said")
-    for part in content:
+    for part in reply.content:
         if part.get("text", "").strip() not in tail:
             raise ValueError(f"the chat template leaves out {part['text']!r:.80} of role {role!r}")
     shown = tail.count(processor.family.placeholder) if processor.family.has_pictures else 0
@@ -135,12 +128,8 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
 
 def check_template(processor: Processor, role: str, pictures: bool) -> None:
     """Raises ValueError: the chat template cannot say what an environment of that role may."""
-    if not pictures:
-        encode_reply(processor, Reply(["seen"]), role, by_string=False)
-        return
-    check_pictures(processor)
-    picture = Image.new("RGB", (64, 64), "white")
-    encode_reply(processor, read_parts([picture, "seen"], processor), role, by_string=False)
+    picture = [Image.new("RGB", (64, 64), "white")] if pictures else []
+    encode_reply(processor, read_parts([*picture, "seen"], processor), role, by_string=False)
 
 
 def encode_opening(
@@ -149,7 +138,7 @@ def encode_opening(
     """A prompt with a first observation at the end of its last message: text, token ids (P,) and
     how many of them are image tokens. Raises ValueError: more than ``limit`` tokens."""
     *before, last = prompt.messages
-    messages = [*before, {**last, "content": last["content"] + as_content(opening.parts)}]
+    messages = [*before, {**last, "content": last["content"] + opening.content}]
     text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids, limit)
     if len(ids) > limit:
         raise ValueError(
