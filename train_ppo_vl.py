@@ -737,11 +737,6 @@ def check_rows(
         raise UserError("--reward env: rewards of an environment need one: --env file.py:Class")
     if envs is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
-    if envs is not None and attention.linear_layers(rows.processor.config.get_text_config()):
-        raise UserError(
-            f"--env: {rows.processor.config.model_type} has layers of linear attention, whose states "
-            "cannot wait for an environment yet; choose a model with attention in every layer"
-        )
     if envs is not None:
         rewarded = [row for row in everything if reward.asks("env", row.label)]
         envs.check_rows(everything, rewarded, rows.processor)
@@ -2081,6 +2076,10 @@ class RolloutEngine:
         )
 
         self.make_slots(slots)
+        if dialogue is not None and self.cache.linear is not None:
+            self.cache.linear.done = self.done
+            if sampling.stop_strings:
+                self.poll = 1  # no state can be wound back to where a string has ended
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
@@ -2135,9 +2134,9 @@ class RolloutEngine:
             self.bar.update(len(results) - self.bar.n)
             while self.admit(waiting):
                 pass
-            self.harvest(results)  # one-token responses end with the prefill
             if self.dialogue is not None:
                 self.dialogue.listen(self, results)
+            self.harvest(results)  # turns of one token end with the prefill
             active = [slot for slot, owner in enumerate(self.owner) if owner]
             if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
                 active = self.compact(active)

@@ -21,10 +21,10 @@ from common.buffers import Batch
 from common.conversations import Conversation
 from common.rewards import RewardMix
 from common.vlm.model import compute_features, image_features
+from common.vlm.replies import Pixels, join_pixels
 
 # Nats. Below it even the rounding of bfloat16 would explain the difference.
 LEAST_GAP = 1e-4
-Pixels = tuple[Tensor, Tensor]  # patches of all pictures, grids
 
 
 @dataclass
@@ -93,9 +93,9 @@ class Audit:
                 have = len(pixels[group][1]) if group in pixels else 0
                 in_prompt = len(batch.prompts[group].grids) - have
                 if in_prompt and batch.number[i] == 0:
-                    opening = torch.cat(patches[:in_prompt]), torch.tensor(grids[:in_prompt])
-                    parts = [changed[group], opening] if group in pixels else [opening]
-                    changed[group] = tuple(map(torch.cat, zip(*parts)))
+                    parts = [changed[group]] if group in pixels else []
+                    parts.append((torch.cat(patches[:in_prompt]), torch.tensor(grids[:in_prompt])))
+                    changed[group] = join_pixels(parts)
                 said = with_pictures(model, said, patches[in_prompt:])
             conversations.append(said)
         result = replace(batch, patches=changed, features={}, conversations=conversations)

@@ -24,7 +24,7 @@ from common.environments import Call, Environment, Environments, Workers, env_ro
 from common.vlm import model as vlm
 from common.vlm import replies
 from common.vlm.data import Processor
-from common.vlm.replies import Reply, Resumed
+from common.vlm.replies import Pixels, Reply, Resumed
 
 Key = tuple[int, int]  # (group, sample number)
 
@@ -73,7 +73,7 @@ class Dialogue:
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.workers = Workers(self.args.env_workers, self.args.env_timeout)
         self.talks: dict[Key, Talk] = {}
-        self.shared_patches: dict[int, tuple[Tensor, Tensor]] = {}  # by group, with the prompt's
+        self.shared_pixels: dict[int, Pixels] = {}  # by group, with the prompt's own
 
     # First observations
 
@@ -132,7 +132,10 @@ class Dialogue:
         row, talks = batch.prompts[group], [self.talks[group, k] for k in range(count)]
         if talks[0].environment.shared:
             opening = next(talk.opening for talk in talks if talk.opening)
-            self.add_patches(batch, group, opening)
+            if opening.grids:
+                parts = [batch.patches[group]] if group in batch.patches else []
+                parts.append((opening.patches, torch.tensor(opening.grids)))
+                self.shared_pixels[group] = replies.join_pixels(parts)
             for talk in talks:
                 talk.opening = None
             text, ids, image_tokens = self.encode_opening(row, opening)
@@ -161,16 +164,6 @@ class Dialogue:
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
 
-    def add_patches(self, batch: Batch, group: int, opening: Reply) -> None:
-        """Add the pictures of a shared observation to those of its prompt."""
-        if not opening.grids:
-            return
-        patches, grids = opening.patches, torch.tensor(opening.grids)
-        if group in batch.patches:
-            before = batch.patches[group]
-            patches, grids = torch.cat([before[0], patches]), torch.cat([before[1], grids])
-        self.shared_patches[group] = patches, grids
-
     def with_prompts(self, batch: Batch, changes: dict[int, dict]) -> Batch:
         """The batch with prompts as `open_group` has changed them, on all ranks."""
         prompts, features = list(batch.prompts), dict(batch.features)
@@ -180,7 +173,7 @@ class Dialogue:
             known = changed | {"input_ids": ids, "grids": grids}
             prompts[group] = replace(prompts[group], **known)
             features.pop(group, None)
-        patches = batch.patches | self.shared_patches
+        patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
     @property

@@ -24,6 +24,8 @@ import toy
 import train_ppo_vl as ppo
 from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
 from common.environments import Workers
+from common.vlm import linear_attention
+from common.vlm.linear_attention import SlotStates
 from common.vlm import replies
 from common.vlm.data import Processor
 
@@ -113,10 +115,10 @@ def as_rendered(env, batch, i: int) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ exactness
-@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
 def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
-    """Qwen2.5-VL and Qwen3-VL, pictures in prompts, first observations and replies; turns that end by a token or a string;
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a string;
     and the text of the tokens is what the template writes of the whole conversation."""
     env = start(checkpoint, picture_rows, "--max_new_tokens", "48", "--stop_strings", stop)
     if not stop:
@@ -131,7 +133,7 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint,
             assert as_told(env, batch, i) == as_rendered(env, batch, i)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("qwen2_vl", "qwen3_5"))])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("qwen2_vl")])
 def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     try:
         model = write_family(kind, tmp_path, picture_rows)
@@ -206,6 +208,61 @@ def test_conversations_do_not_depend_on_slots_threads_or_polling(
     captured = graphs_of()
     same(talk(env, "Slow", 4, slots=7, env_workers=2), expected)
     assert len(captured) > 1 and not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def hybrid(tmp_path, picture_rows):
+    """Qwen3.5, whose slots hold states."""
+    env = start(write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens", "32")
+    end_often(env)
+    return env
+
+
+def test_states_of_linear_attention_wait(hybrid, monkeypatch):
+    """Slots are refilled and moved, and decoded over while their samples wait."""
+    init = ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = 8
+
+    expected = talk(hybrid, "Slow", 4)
+    assert sum(len(said.replies) for said in expected.conversations) > 20
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    for slots, workers, tokens in ((0, 6, 600), (3, 4, 90)):
+        with computing(hybrid.actor, max_tokens_per_pack=tokens):
+            same(talk(hybrid, "Slow", 4, slots=slots, env_workers=workers), expected)
+
+
+def never_done(method):
+    def method_of_all(states, *inputs):
+        states.done, done = None, states.done
+        out = method(states, *inputs)
+        states.done = done
+        return out
+    return method_of_all
+
+
+FAULTS = {
+    "states go on": (SlotStates, "recur", never_done),
+    "inputs go on": (SlotStates, "convolve", never_done),
+    "states are lost": (linear_attention, "padded_rule", lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None)),
+    "inputs are lost": (linear_attention, "before_segments", lambda before: lambda table, rows, _: before(table, rows, False)),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
+    """The sampler's log-probs are those of the packed rows, unless a part is taken away."""
+    if fault is not None:
+        owner, name, change = FAULTS[fault]
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+        linear_attention.choose_rule.cache_clear()
+    batch = talk(hybrid, "Words", 3)
+    monkeypatch.undo()
+    linear_attention.choose_rule.cache_clear()
+    gap = float((ppo.score_sampled(hybrid.actor, batch) - batch.logprobs).abs().max())
+    assert gap < 1e-5 if fault is None else gap > 1e-3
 
 
 def test_environments_run_side_by_side(qwen25, picture_rows):
@@ -436,9 +493,6 @@ def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp
     refused("rows.jsonl:2: --reward env: label 'quiz' has no environment", "--env",
             json.dumps({"game": f"{PROGRAMS}:Words"}))
     refused("--reward env: .* need one", "--env", "")
-    hybrid = write_checkpoint(tmp_path / "hybrid", "qwen3_5")
-    with pytest.raises(process.UserError, match="--env: qwen3_5 has layers of linear attention"):
-        ppo.main(run_flags(hybrid, labelled, tmp_path / "refused"))
     refused("rm: scalar models", "--reward", "rm:somewhere")
     refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
     refused("has no method .reset.", "--env", f"{PROGRAMS}:picture")

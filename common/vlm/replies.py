@@ -32,6 +32,7 @@ from common.vlm.rows import Prompt
 
 SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
 LIMIT = 1 << 30
+Pixels = tuple[Tensor, Tensor]  # patches of some pictures, and their grids
 
 
 @dataclass
@@ -71,6 +72,12 @@ def read_parts(said: Any, processor: Processor) -> Reply:
         patches, grids = zip(*map(processor.family.patches, reply.pictures))
         reply.patches, reply.grids = torch.cat(patches), tuple(grids)
     return reply
+
+
+def join_pixels(parts: list[Pixels]) -> Pixels:
+    """One after the other."""
+    patches, grids = zip(*parts)
+    return torch.cat(patches), torch.cat(grids)
 
 
 def check_pictures(processor: Processor) -> None:
