@@ -890,12 +890,6 @@ class Sampling:
             cuda_graphs=rollout.cuda_graphs,
         )
 
-    def blank(self) -> "Sampling":
-        """The same, where the policy gets the pictures of environments in one colour."""
-        if self.environments is None:
-            return self
-        return replace(self, environments=replace(self.environments, blank=True))
-
     def head(self, step: Tensor) -> dict[str, Any]:
         """The arguments of `logprobs.logits_fp32` for tokens at positions ``step`` (n,) of their
         responses."""
@@ -1322,16 +1316,17 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
             results = engine.generate()
     del engine  # its slots and graphs
     memory.release()
+    keys = [(group, number) for group in own for number in range(samples_per_prompt)]
+    found = [results[key] for key in keys]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for group in own:
-        responses[group] = [results[group, number].tokens for number in range(samples_per_prompt)]
-    found = [results[group, number] for group in own for number in range(samples_per_prompt)]
+    for (group, _), response in zip(keys, found):
+        responses[group].append(response.tokens)
     local = batch.with_targets(responses)
     local.logprobs = torch.cat([torch.zeros(0), *(response.logprobs for response in found)])
     local.truncated = torch.tensor([response.truncated for response in found], dtype=torch.bool)
     local.sampling = sampling
     if dialogue is not None:
-        dialogue.fill(local, [(group, k) for group in own for k in range(samples_per_prompt)])
+        dialogue.fill(local, keys)
     return local.gathered()
 
 
@@ -1805,19 +1800,16 @@ def evaluate(
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations, labels, seen = [], [], audit.Audit(actor, reward)
-    blindly = functools.partial(rollout, actor, sampling=sampling.blank(), samples_per_prompt=1)
+    conversations, labels = [], []
+    seen = audit.Audit(actor, reward, score_sampled, rollout)
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
-            # the audit needs the pictures, of which a rollout keeps only features
-            pictured = replace(prompts, patches=dict(prompts.patches), features={})
-            batch = rollout(actor, pictured, sampling, count)
+            pixels = dict(prompts.patches)  # of which a rollout keeps only features
+            batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if args.rollout.vision_audit:
-                seen.add(batch, prompts.patches, functools.partial(score_sampled, actor))
-                if sampling.greedy:
-                    seen.answer_blindly(batch, prompts, blindly)
+                seen.add(batch, replace(prompts, patches=pixels, features={}))
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)

@@ -33,50 +33,51 @@ class Audit:
 
     policy: nn.Module  # with its `model` and `processor`
     reward: RewardMix
+    score: Callable  # (policy, batch) -> (N,) log-probs of its tokens
+    answer: Callable  # (policy, prompts, sampling, samples of each prompt) -> batch with samples
     blank: list[float] = field(default_factory=list)  # log-prob with its pictures, less with blanks
     other: list[float] = field(default_factory=list)  # ... less with those of another prompt
     # what greedy answers to blank pictures earn, and those to prompts without pictures
     rewards: list[float] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)  # NaN where a reward has none
 
-    def add(self, batch: Batch, pixels: dict[int, Pixels], score: Callable) -> None:
-        """Two packed forwards of a batch with samples.
+    def add(self, batch: Batch, prompts: Batch) -> None:
+        """Look at a scored batch; every rank calls. ``prompts``: what it answers, with this rank's
+        pictures as they were decoded."""
+        shown = has_pictures(batch)
+        if any(shown):
+            self.compare(batch, prompts.patches, shown)
+        if batch.sampling.greedy:
+            blind = self.answer_blindly(batch, prompts) if any(shown) else batch
+            self.rewards += blind.scores.tolist()
+            self.accuracies += blind.component("accuracy").tolist()
 
-        Args:
-            pixels: of this rank's prompts, as they were decoded.
-            score: batch -> (N,) log-probs of its tokens, on every rank.
-        """
-        groups, shown = batch.group.tolist(), has_pictures(batch)
-        if not any(shown):
-            return
+    def compare(self, batch: Batch, pixels: dict[int, Pixels], shown: list[bool]) -> None:
+        """The same answers with other pictures: two packed forwards."""
+        groups = batch.group.tolist()
         with_pictures = batch.per_sample_sum(batch.logprobs.double())
         blanked = self.repainted(batch, pixels, self.policy.processor.family.blank)
-        blind = batch.per_sample_sum(score(blanked).double())
+        blind = batch.per_sample_sum(self.score(self.policy, blanked).double())
         gaps = (with_pictures - blind).tolist()
         self.blank += [gap for gap, seen in zip(gaps, shown) if seen]
         partner = partners(batch)
         if partner:
-            other = batch.per_sample_sum(score(swapped(batch, partner)).double())
-            gaps = (with_pictures - other).tolist()
+            found = self.score(self.policy, swapped(batch, partner))
+            gaps = (with_pictures - batch.per_sample_sum(found.double())).tolist()
             self.other += [gap for gap, group in zip(gaps, groups) if group in partner]
 
-    def answer_blindly(self, batch: Batch, prompts: Batch, answer: Callable) -> None:
-        """One more rollout, of blank pictures, and its rewards.
-
-        Args:
-            batch: greedy answers to ``prompts``, scored.
-            prompts: with this rank's pictures, as they were decoded.
-            answer: prompts -> one greedy answer to each, of a policy that gets the pictures of
-                environments blank.
-        """
-        if any(has_pictures(batch)):
-            blank = painted(prompts.patches, self.policy.processor.family.blank)
-            batch = answer(replace(prompts, patches=blank, features={}))
-            if self.reward.model_sources():  # they judge by the true pictures
-                batch = self.repainted(batch, prompts.patches, lambda patches: patches)
-            self.reward.score(batch, self.policy.processor)
-        self.rewards += batch.scores.tolist()
-        self.accuracies += batch.component("accuracy").tolist()
+    def answer_blindly(self, batch: Batch, prompts: Batch) -> Batch:
+        """Answers to the same prompts with blank pictures, scored: one more rollout."""
+        sampling, processor = batch.sampling, self.policy.processor
+        if sampling.environments is not None:
+            blank = replace(sampling.environments, blank=True)
+            sampling = replace(sampling, environments=blank)
+        blank = painted(prompts.patches, processor.family.blank)
+        blind = self.answer(self.policy, replace(prompts, patches=blank), sampling, 1)
+        if self.reward.model_sources():  # they judge by the true pictures
+            blind = self.repainted(blind, prompts.patches, lambda patches: patches)
+        self.reward.score(blind, processor)
+        return blind
 
     def repainted(self, batch: Batch, pixels: dict[int, Pixels], paint: Callable) -> Batch:
         """The batch with other pictures: what ``paint`` makes of the patches of a prompt's own, and
@@ -105,16 +106,13 @@ class Audit:
 
     def metrics(self) -> dict[str, float]:
         """Means over all samples with pictures, the same on every rank."""
-        found = {}
-        for name, gaps in (("", self.blank), ("_other_row", self.other)):
-            if gaps:
-                found[f"eval/vision_gap_logprob{name}"] = sum(gaps) / len(gaps)
+        columns = {"vision_gap_logprob": self.blank, "vision_gap_logprob_other_row": self.other}
         graded = [value for value in self.accuracies if not math.isnan(value)]
         if self.blank and graded:
-            found["eval/accuracy_blanked"] = sum(graded) / len(graded)
-        elif self.blank and self.rewards:
-            found["eval/reward_blanked"] = sum(self.rewards) / len(self.rewards)
-        return found
+            columns["accuracy_blanked"] = graded
+        elif self.blank:
+            columns["reward_blanked"] = self.rewards
+        return {f"eval/{name}": sum(own) / len(own) for name, own in columns.items() if own}
 
 
 def warning(metrics: dict[str, float]) -> str:

@@ -48,13 +48,24 @@ class Talk:
     call: Call | None = None  # while it thinks
     opening: Reply | None = None  # a first observation that comes after the prompt
     response: Response | None = None  # the own tokens of all finished turns
-    # of each reply: own tokens before it, ids (E,), positions (3, E) from the prompt's end
-    pieces: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    # turns and replies after the prompt: ids (n,), which are own (n,), rotary positions from the
+    # prompt's end (n, 3)
+    stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     given: int = 0  # tokens of the prompt and of all replies
     replied: int = 0  # tokens of all replies, without a first observation
     origin: int = 0  # rotary position after the prompt
     following: int = 0  # rotary position of the turn's first token
     begun: int = 0  # own tokens before the turn
+
+    def add(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
+        """Add a turn or a reply (n,) with its rotary positions (n,) or (3, n) to the stream."""
+        places = (positions - self.origin).expand(3, -1).T
+        self.stream.append((ids, torch.full((len(ids),), is_own), places))
+
+    def add_turn(self, tokens: Tensor) -> None:
+        """Add what is new of all own tokens (n,)."""
+        new = tokens[self.begun :]
+        self.add(new, self.following + torch.arange(len(new)), is_own=True)
 
 
 class Dialogue:
@@ -226,8 +237,7 @@ class Dialogue:
         slots = {owner: slot for slot, owner in enumerate(engine.owner) if owner}
         waiting = {key: self.talks[key] for key in slots if self.is_waiting(key)}
         all_wait = bool(waiting) and len(waiting) == len(slots)
-        text = f"{len(waiting)} wait for their environments" if all_wait else ""
-        engine.bar.set_postfix_str(text, refresh=all_wait)
+        engine.bar.set_postfix_str(f"{len(waiting)} wait for environments", refresh=all_wait)
         if all_wait:
             self.workers.wait([talk.call for talk in waiting.values()])
         going_on, freed = [], []
@@ -306,11 +316,12 @@ class Dialogue:
         batch: list[tuple[int, Talk, Reply]] = []
         size = 0
         for part in waiting:
-            size += 1 + len(part[2].input_ids)
-            if batch and size > self.model.compute.max_tokens_per_pack:
+            tokens = 1 + len(part[2].input_ids)
+            if batch and size + tokens > self.model.compute.max_tokens_per_pack:
                 self.resume(engine, batch)
-                batch, size = [], 1 + len(part[2].input_ids)
+                batch, size = [], 0
             batch.append(part)
+            size += tokens
         if batch:
             self.resume(engine, batch)
 
@@ -321,10 +332,9 @@ class Dialogue:
         resumed, state = [], []
         for (slot, talk, reply), shown in zip(batch, features):
             resumed.append(self.add_reply(talk, slot, reply, shown))
-            own = talk.begun
-            state.append((slot, talk.given + own, talk.following, own))
-            engine.stored[slot] = talk.given + own
-            engine.searched[slot] = engine.begun[slot] = own
+            engine.stored[slot] = talk.given + talk.begun
+            engine.searched[slot] = engine.begun[slot] = talk.begun
+            state.append((slot, engine.stored[slot], talk.following, talk.begun))
         row = replies.reply_row(self.model, engine.cache, resumed, features)
         hidden = vlm.hidden_states(self.model, row)  # (L, H)
         last = torch.tensor([len(part.input_ids) for part in resumed]).cumsum(0) - 1
@@ -339,12 +349,13 @@ class Dialogue:
         start = talk.following + own - talk.begun  # rotary position of the reply
         positions = start + reply.positions  # (3, E)
         ids, cached = reply.input_ids, talk.given + own
-        talk.pieces.append((own, ids, positions - talk.origin))
         if own:
+            talk.add_turn(talk.response.tokens)
             talk.said.replies.append(reply.content)
             talk.said.behind.append(own)
             talk.said.pictures += reply.pictures
             talk.replied += len(ids)
+        talk.add(ids, positions, is_own=False)
         if reply.grids:
             said = talk.said
             said.grids += reply.grids
@@ -370,36 +381,19 @@ class Dialogue:
         """Add the conversations of the samples ``keys``, in the order of the batch."""
         own = batch.split(batch.tokens)
         talks = [self.talks[key] for key in keys]
-        streams = [stream_of(talk.pieces, tokens) for talk, tokens in zip(talks, own)]
-        columns = list(zip(*streams)) or [(), (), ()]
         empty = torch.zeros(0, dtype=torch.int64)
-        batch.spans = torch.tensor([len(ids) for ids, *_ in streams], dtype=torch.int64)
-        batch.stream = torch.cat([empty, *columns[0]])
-        batch.is_own = torch.cat([empty.bool(), *columns[1]])
-        batch.places = torch.cat([empty.view(0, 3), *columns[2]])
+        parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
+        for talk, tokens in zip(talks, own):
+            talk.add_turn(tokens)
+            parts += talk.stream
+        batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
+        sizes = [sum(len(ids) for ids, *_ in talk.stream) for talk in talks]
+        batch.spans = torch.tensor(sizes, dtype=torch.int64)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         for start, talk in zip(batch.offsets.tolist(), talks):
             for end, reward in zip(talk.said.ends, talk.said.rewards):
                 batch.turn_rewards[start + end - 1] = reward
         batch.conversations = [talk.said for talk in talks]
-
-
-def stream_of(
-    pieces: list[tuple[int, Tensor, Tensor]], tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A sample's own ``tokens`` (n,) with the replies between them: token ids (r,), which are own
-    (r,) bool, rotary positions from the prompt's end (r, 3)."""
-    ids, is_own, places = [], [], []
-    begun = following = 0
-    last = (len(tokens), torch.zeros(0, dtype=torch.int64), torch.zeros(3, 0, dtype=torch.int64))
-    for end, reply, positions in [*pieces, last]:
-        turn = tokens[begun:end]
-        ids += [turn, reply]
-        is_own += [torch.ones(len(turn)).bool(), torch.zeros(len(reply)).bool()]
-        places += [following + torch.arange(len(turn))[:, None].expand(-1, 3), positions.T]
-        begun = end
-        following = int(positions.max()) + 1 if len(reply) else following + len(turn)
-    return torch.cat(ids), torch.cat(is_own), torch.cat(places)
 
 
 def common_prefix(one: Tensor, other: Tensor) -> int:

@@ -120,9 +120,10 @@ def load_class(spec: str) -> Environment:
     """The class ``path.py:Class``. Raises UserError: it is none, or lacks what a class needs."""
     found = load_object("--env", spec, "an existing path.py:Class, or JSON {label: path.py:Class}")
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if not inspect.isclass(found) or missing:
-        lacks = f"has no method {missing[0]!r}" if missing else "is no class"
-        raise UserError(f"--env {spec}: {found!r:.80} {lacks}; see launch/README.md")
+    if missing:
+        raise UserError(
+            f"--env {spec}: {found!r:.80} has no method {missing[0]!r}; see launch/README.md"
+        )
     try:
         inspect.signature(found).bind()
         inspect.signature(found.reset).bind("self", "row")
@@ -180,7 +181,6 @@ class Call:
     """A call of a user's program: what it returned, or what it raised."""
 
     work: Callable[[], Any]
-    limit: float  # seconds
     result: Any = None
     error: BaseException | None = None
     ended: bool = False
@@ -214,7 +214,7 @@ class Workers:
     threads: int = 0
 
     def submit(self, work: Callable[[], Any]) -> Call:
-        call = Call(work, self.limit)
+        call = Call(work)
         if self.threads < max(1, self.count):
             self.add_thread()
         self.waiting.put(call)
@@ -265,10 +265,7 @@ class Workers:
             self.news.clear()
             if any([self.has_ended(call) for call in calls]):
                 return
-            first = min(call.started for call in calls) + self.limit
-            left = first - time.monotonic()
-            # a call that no thread has taken yet has no deadline: look again soon
-            self.news.wait(min(max(left, 0.0), 1.0) + 0.001)
+            self.news.wait(0.1)  # of a late call there is no news
 
     def close(self) -> None:
         """Let the threads end once they are done."""

@@ -75,26 +75,25 @@ def conversation_metrics(
     """Means over samples, as ``section/``...; of several labels also one by one."""
     if not conversations:
         return {}
-    metrics = _means(conversations, f"{section}/{{}}")
-    names = sorted({label for label in labels if label is not None})
-    if len(names) < 2:
-        return metrics
-    for name in names:
-        own = [said for said, label in zip(conversations, labels) if label == name]
-        metrics |= _means(own, f"{section}/{{}}/{name}")
+    parts: dict[str, list[Conversation]] = {}
+    for said, label in zip(conversations, labels):
+        if label is not None:
+            parts.setdefault(f"/{label}", []).append(said)
+    if len(parts) < 2:
+        parts = {}
+    metrics = {}
+    for label, own in {"": conversations, **parts}.items():
+        columns = {
+            "turns": [len(said.behind) + 1 for said in own],
+            "env_seconds": [said.seconds for said in own],
+        }
+        for ending in ENDINGS:
+            columns[f"ended_{ending}"] = [said.ended == ending for said in own]
+        for name, values in columns.items():
+            metrics[f"{section}/{name}{label}"] = sum(values) / len(values)
+        failed = sum(said.error != "" for said in own)
+        metrics[f"{section}/env_errors{label}"] = float(failed)
     return metrics
-
-
-def _means(conversations: list[Conversation], name: str) -> dict[str, float]:
-    count = len(conversations)
-    found = {
-        "turns": sum(len(said.behind) + 1 for said in conversations) / count,
-        "env_seconds": sum(said.seconds for said in conversations) / count,
-        "env_errors": float(sum(said.error != "" for said in conversations)),
-    }
-    for ending in ENDINGS:
-        found[f"ended_{ending}"] = sum(said.ended == ending for said in conversations) / count
-    return {name.format(key): value for key, value in found.items()}
 
 
 def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:

@@ -259,7 +259,8 @@ class PackedDelta:
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
         rows = padded[WIDTH - 1 :]  # the row, and behind it zeros
         if self.resumed:
-            rows = torch.cat([rows, self.states.inputs[layer, self.slots].float().flatten(0, 1)])
+            held = self.states.inputs[layer, self.slots].float()
+            rows = torch.cat([rows, held.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
         for i in range(1, WIDTH):
@@ -289,11 +290,13 @@ class PackedDelta:
 def before_segments(table: np.ndarray, rows: np.ndarray, resumed: bool) -> np.ndarray:
     """What stands for ``rows`` (S, ...) before the start of their segments: row N, which is one of
     zeros, or of segments that are resumed the inputs of their slots, K - 1 of each, behind it."""
+    size = table[-1, 1]  # N
     if not resumed:
-        return np.full_like(rows, table[-1, 1])
-    segment = np.arange(1, len(table) + 1) * (WIDTH - 1)  # where each slot's inputs end
-    ends = table[-1, 1] + 1 + segment - table[:, 0]
-    return rows + ends.reshape(-1, *[1] * (rows.ndim - 1))
+        return np.full_like(rows, size)
+    count = np.arange(1, len(table) + 1)
+    ends = size + 1 + count * (WIDTH - 1)  # of each slot's inputs
+    away = ends - table[:, 0]
+    return rows + away.reshape(-1, *[1] * (rows.ndim - 1))
 
 
 def beyond_segments(table: np.ndarray, resumed: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -444,7 +447,8 @@ class SlotStates:
         """
         if self.done is not None:
             done = self.done[: len(q), None]
-            decay, strength = decay.masked_fill(done, 0), strength.masked_fill(done, 0)
+            decay = decay.masked_fill(done, 0)
+            strength = strength.masked_fill(done, 0)
         state = self.states[layer, : len(q)]  # (B, Hv, Dk, Dv)
         scale, dtype = q.shape[-1] ** -0.5, v.dtype
         q, k, v, strength = (x.float() for x in (q, k, v, strength))

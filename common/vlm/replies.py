@@ -22,7 +22,7 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common.buffers import Row
+from common.buffers import Row, ragged_index
 from common.conversations import Content
 from common.vlm.attention import PackedAttention, SlotCache
 from common.vlm.data import Processor
@@ -189,20 +189,15 @@ def reply_row(
 ) -> Row:
     """One packed row of conversations that go on, each behind the keys and values of its slot."""
     compute = model.compute
-    rows, slots, places = [], [], []  # where each slot's new keys and values come from and go to
-    kept_slots, kept_places, segments = [], [], []
-    start, behind = 0, sum(len(part.input_ids) for part in resumed)
-    for slot, cached, ids, _ in resumed:
-        end = start + len(ids)
-        rows.append(torch.arange(start, end))
-        slots.append(torch.full((len(ids),), slot))
-        places.append(cached + torch.arange(len(ids)))
-        kept_slots.append(torch.full((cached,), slot))
-        kept_places.append(torch.arange(cached))
-        segments.append((start, end, behind, behind + cached))
-        start, behind = end, behind + cached
-    plan = tuple(torch.cat(parts).to(compute.device) for parts in (rows, slots, places))
-    kept = tuple(torch.cat(parts).to(compute.device) for parts in (kept_slots, kept_places))
+    slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
+    counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
+    ends = counts.cumsum(0)
+    size = int(ends[-1])  # L; the slots' keys and values stand behind the row
+    kept_ends = size + cached.cumsum(0)
+    segments = torch.stack([ends - counts, ends, kept_ends - cached, kept_ends], dim=1).tolist()
+    plan = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)
+    kept = slot.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
+    plan, kept = (tuple(x.to(compute.device) for x in part) for part in (plan, kept))
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
     image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
