@@ -345,8 +345,8 @@ def check_host(needed: float) -> None:
     if free is not None and needed * processes > free:
         problem = (
             f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for the "
-            f"{processes} ranks of a machine, and {free / GIB:.1f} GiB are free: more machines, "
-            "less in --offload, or --save_every 0"
+            f"{processes} ranks of a machine, but {free / GIB:.1f} GiB are free: use more "
+            "machines, offload less, or pass --save_every 0"
         )
     problem = next(filter(None, distributed.gather_json(problem)), None)
     if problem:

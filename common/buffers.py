@@ -71,7 +71,7 @@ class Batch:
     number: Tensor = field(default_factory=_integers)  # (S,) which of its prompt's samples this is
     # (S,) response tokens, a sampled end token included
     lengths: Tensor = field(default_factory=_integers)
-    truncated: Tensor | None = None  # (S,) bool: ended by the token limit
+    truncated: Tensor | None = None  # (S,) bool: ended by a limit, of tokens or of turns
     tokens: Tensor = field(default_factory=_integers)  # (N,)
     logprobs: Tensor | None = None  # (N,) as recorded when the tokens were sampled
     sampling: Any = None  # how they were drawn; training uses the same
@@ -98,6 +98,7 @@ class Batch:
     old_logprobs: Tensor | None = None  # (N,) under the policy at the start of the update
     ref_logprobs: Tensor | None = None  # (N,)
     kl: Tensor | None = None  # (N,) to the reference, before the update
+    kl_coef: float = 0.0  # weight of the KL in this step
     entropy: Tensor | None = None  # (N,) under the policy at the start of the update
     values: Tensor | None = None  # (N,) critic's value of the state before the token
     advantages: Tensor | None = None  # (N,)

@@ -38,7 +38,8 @@ class Conversation:
     seconds: float = 0.0  # that its environment took
     # of the pictures that stand between the policy's tokens; not of those in the prompt
     grids: list[tuple] = field(default_factory=list)
-    # Only on the rank that ran the environment:
+    owner: int = 0  # the rank that ran the environment
+    # Only on that rank:
     pictures: list = field(default_factory=list)  # Pillow's, those of the opening first
     patches: list[Tensor] = field(default_factory=list)  # of `grids`, until they have features
     features: Tensor | None = None  # (K, M, H) of `grids`, on the CPU
@@ -58,6 +59,8 @@ class Conversation:
 def gather(own: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
     found: list[Conversation] = []
+    for said in own:
+        said.owner = dist.get_rank()
     for rank, part in enumerate(distributed.gather_json([said.shared() for said in own])):
         if rank == dist.get_rank():
             found += own

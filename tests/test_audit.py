@@ -62,7 +62,7 @@ def test_gaps_are_those_of_forwards_with_other_pictures(checkpoint, rows, flags)
     batch = take(env)
     pixels = dict(batch.patches)
     batch = ppo.rollout(env.actor, batch, env.sampling, 2)
-    found = audit.Audit(env.actor, None, ppo.score_sampled, ppo.rollout)
+    found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
     found.add(batch, dataclasses.replace(batch, patches=pixels))
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
     own = {group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)}
@@ -96,7 +96,7 @@ def test_pictures_of_environments_are_blanked_too(qwen25, rows):
         prompts = take(env)
         pixels = dict(prompts.patches)
         batch = talk(env, name, 2, batch=prompts)
-        found = audit.Audit(env.actor, None, ppo.score_sampled, ppo.rollout)
+        found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
         found.add(batch, dataclasses.replace(batch, patches=pixels))
         shown = [bool(said.grids) or bool(batch.prompts[group].grids)
                  for group, said in zip(batch.group.tolist(), batch.conversations)]
@@ -108,7 +108,7 @@ def test_pictures_of_environments_are_blanked_too(qwen25, rows):
                 assert said.features.shape == other.features.shape
         # these pictures have one colour already, so that those of replies stay as they are
         only = dataclasses.replace(blank, features=batch.features, patches=batch.patches)
-        gap = (ppo.score_sampled(env.actor, only) - batch.logprobs).abs().max()
+        gap = (ppo.logprobs_as_drawn(env.actor, only) - batch.logprobs).abs().max()
         assert gap < 1e-3
 
 
@@ -183,7 +183,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
 def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
     """k3 of the first minibatch alone, per token: 0 where the two agree, by the formula where they do not."""
     env = fresh(qwen25, picture_rows)
-    now = ppo.score_sampled(env.actor, env.batch)
+    now = ppo.logprobs_as_drawn(env.actor, env.batch)
     env.batch.logprobs = env.batch.old_logprobs = now.clone()
     env.trained.lr = 0.0
     assert update_actor(env)["rollout/train_kl"] < 1e-9

@@ -92,7 +92,7 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
                 raise UserError(
                     f"{reason}. The run would train on wrong numbers: try another --attention, "
                     "other versions of torch and flash-attn, or --dtype float32; --self_check off "
-                    "starts all the same"
+                    "starts the run anyway"
                 )
             say(f"warning: {reason}; taking {backends[0]}")
     for model in models:

@@ -57,11 +57,10 @@ def give_turns(table: torch.Tensor) -> None:
         prefill(engine, members)
 
     def sample_to_end(engine, hidden, slots):
-        done, step = engine.done[slots].clone(), engine.count_done[slots]
+        done, step = engine.done[slots].clone(), engine.response_tokens[slots].clone()
         sample(engine, hidden, slots)
-        ended = (step[:, None] + 1 == engine.ends[slots]).any(dim=1)
-        stop = engine.sampling.stop_ids[0]
-        ids = torch.where(ended, stop, engine.last[slots])
+        ended = ~done & (step[:, None] + 1 == engine.ends[slots]).any(dim=1)
+        ids = torch.where(ended, engine.sampling.stop_ids[0], engine.last[slots])
         engine.out_tokens[engine.rows[slots], step] = engine.last[slots] = ids
         engine.done[slots] = done | ended
 
