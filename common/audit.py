@@ -130,10 +130,9 @@ def warning(metrics: dict[str, float]) -> str:
 
 def has_pictures(batch: Batch) -> list[bool]:
     """(S,) whether a sample's prompt or conversation has pictures. The same on every rank."""
-    shown = [bool(batch.prompts[group].grids) for group in batch.group.tolist()]
-    for i, said in enumerate(batch.conversations):
-        shown[i] = shown[i] or bool(said.grids)
-    return shown
+    prompts = [batch.prompts[group] for group in batch.group.tolist()]
+    conversations = batch.conversations or [Conversation()] * len(prompts)
+    return [bool(row.grids or said.grids) for row, said in zip(prompts, conversations)]
 
 
 def painted(pixels: dict[int, Pixels], paint: Callable) -> dict[int, Pixels]:

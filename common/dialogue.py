@@ -22,6 +22,7 @@ from common import distributed
 from common.buffers import Batch
 from common.conversations import Conversation
 from common.environments import Call, Environment, Environments, Workers, env_row, read_step
+from common.process import describe
 from common.vlm import model as vlm
 from common.vlm import replies
 from common.vlm.data import Processor
@@ -151,8 +152,12 @@ class Dialogue:
             for talk in talks:
                 talk.opening = None
             text, ids, image_tokens = self.encode_opening(row, opening)
-            changed = {"text": text, "image_tokens": image_tokens, "input_ids": ids.tolist()}
-            return changed | {"grids": opening.grids}
+            return {
+                "text": text,
+                "input_ids": ids.tolist(),
+                "image_tokens": image_tokens,
+                "grids": opening.grids,
+            }
         whole = []  # the prompt of each sample with its own observation
         cut = len(row.input_ids)
         for talk in talks:
@@ -235,23 +240,23 @@ class Dialogue:
 
     def listen(self, engine, results: dict[Key, Response]) -> None:
         """Take what environments have answered. If all samples wait, so does this."""
-        slots = {owner: slot for slot, owner in enumerate(engine.owner) if owner}
-        waiting = {key: self.talks[key] for key in slots if self.is_waiting(key)}
-        all_wait = bool(waiting) and len(waiting) == len(slots)
+        taken = {slot: self.talks[owner] for slot, owner in enumerate(engine.owner) if owner}
+        waiting = {slot: talk for slot, talk in taken.items() if talk.call}
+        all_wait = bool(waiting) and len(waiting) == len(taken)
         engine.bar.set_postfix_str(f"{len(waiting)} wait for environments", refresh=all_wait)
         if all_wait:
             self.workers.wait([talk.call for talk in waiting.values()])
         going_on, freed = [], []
-        for key, talk in waiting.items():
+        for slot, talk in waiting.items():
             if not self.workers.has_ended(talk.call):
                 continue
             reply = self.hear(talk)
             if talk.said.ended:
                 is_cut = talk.said.ended.endswith("_limit")
-                results[key] = talk.response._replace(truncated=is_cut)
-                freed.append(slots[key])
+                results[engine.owner[slot]] = talk.response._replace(truncated=is_cut)
+                freed.append(slot)
             else:
-                going_on.append((slots[key], talk, reply))
+                going_on.append((slot, talk, reply))
         engine.release(freed)
         self.resume_all(engine, going_on)
 
@@ -281,11 +286,11 @@ class Dialogue:
         with --on_env_error stop."""
         call, talk.call = talk.call, None
         talk.said.seconds += call.seconds
-        problem = call.problem(__file__)
-        if not problem:
+        if call.error is None:
             return call.result
+        problem = describe(call.error, __file__)
         if call.late:
-            talk.object = None  # still at it: it cannot be closed
+            talk.object, problem = None, str(call.error)  # it is still busy: it cannot be closed
         problem = f"{talk.environment.spec}: {talk.source}: {problem}"
         if self.args.on_env_error == "stop":
             raise ValueError(problem)
@@ -337,11 +342,10 @@ class Dialogue:
             engine.searched[slot] = engine.begun[slot] = talk.begun
             state.append((slot, engine.stored[slot], talk.following, talk.begun))
         row = replies.reply_row(self.model, engine.cache, resumed, features)
-        hidden = vlm.hidden_states(self.model, row)  # (L, H)
-        last = torch.tensor([len(part.input_ids) for part in resumed]).cumsum(0) - 1
+        hidden = vlm.hidden_states(self.model, row)[row.predict]  # (b, H)
         columns = torch.tensor(state, device=hidden.device).T  # (4, b)
         engine.restart(*columns)
-        engine.sample(hidden[last.to(hidden.device)], columns[0])
+        engine.sample(hidden, columns[0])
 
     def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
         """Add a reply to a conversation; returns what has to be prefilled."""

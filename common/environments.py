@@ -27,7 +27,7 @@ import numpy as np
 
 from common.conversations import ROLES
 from common.flags import absolute
-from common.process import UserError, describe
+from common.process import UserError
 from common.reward_functions import load_object
 from common.settings import EnvArgs
 from common.vlm.data import Processor
@@ -72,12 +72,11 @@ class Environments:
                     f"{row.source}: --reward env: label {row.label!r} has no environment in "
                     f"--env {self.args.env}"
                 )
-        seen: set[str] = set()
+        first: dict[Environment | None, Prompt] = {}  # row of each
         for row in rows:
-            environment = self.of(row)
-            if environment is None or environment.spec in seen:
-                continue
-            seen.add(environment.spec)
+            first.setdefault(self.of(row), row)
+        first.pop(None, None)
+        for environment, row in first.items():
             try:
                 check_template(processor, environment.role, environment.pictures)
             except ValueError as error:
@@ -187,12 +186,6 @@ class Call:
     late: bool = False  # given up while it was running
     started: float = math.inf  # when a thread took it
     seconds: float = 0.0
-
-    def problem(self, own_file: str) -> str:
-        """What went wrong, "" if nothing did."""
-        if self.error is None:
-            return ""
-        return str(self.error) if self.late else describe(self.error, own_file)
 
 
 @dataclass

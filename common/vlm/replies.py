@@ -187,7 +187,8 @@ def reply_features(model: nn.Module, replies: list[Reply]) -> list[Tensor | None
 def reply_row(
     model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor | None]
 ) -> Row:
-    """One packed row of conversations that go on, each behind the keys and values of its slot."""
+    """One packed row of conversations that go on, each behind the keys and values of its slot; its
+    end predicts the next turn."""
     compute = model.compute
     slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
     counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
@@ -208,4 +209,5 @@ def reply_row(
         image_rows=image_rows.to(compute.device),
         features=torch.cat(shown, dim=1).to(compute.device) if shown else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
+        predict=ends.to(compute.device) - 1,
     )
