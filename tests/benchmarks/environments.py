@@ -1,4 +1,4 @@
-"""Rollouts with environments: what a wait of 50 ms costs, seconds on the clock, alternated in one process.
+"""Rollouts with environments: what a wait of 50 ms costs, seconds on the clock and of the CPU, alternated in one process.
 
     python tests/benchmarks/environments.py [--size tiny|5m|20m|33m] [--samples 128] [--seconds 0.05] [--workers 16]
 
@@ -93,19 +93,22 @@ def main() -> None:
     give_turns(torch.from_numpy(lengths))
     pixels = [data.load_pixels(row, loaded.processor) for row in loaded.train]
 
-    def roll(sampling: ppo.Sampling, seconds: float) -> float:
+    def roll(sampling: ppo.Sampling, seconds: float) -> tuple[float, float]:
         asks.seconds = seconds
         batch = Batch(loaded.train, list(range(prompts)), [0] * prompts, patches=dict(enumerate(pixels)))
-        start = time.perf_counter()
+        start = time.perf_counter(), time.process_time()
         samples = ppo.rollout(actor, batch, sampling, SAMPLES)
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start[0], time.process_time() - start[1]
         assert samples.lengths.tolist() == lengths.sum(axis=2).flatten().tolist()
         assert all(len(said.replies) == TURNS - 1 for said in samples.conversations)
+        if samples.conversations:
+            replied.append(float((samples.spans - samples.lengths).double().mean()))
         return seconds
 
+    replied: list[float] = []
     programs = {"one turn": (sampling, 0.0), "answers at once": (answering, 0.0),
                 f"{1000 * flags.seconds:g} ms": (answering, flags.seconds)}
-    found: dict[str, list[float]] = {name: [] for name in programs}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
     for repeat in range(flags.repeats + 1):
         for name, program in programs.items():
             seconds = roll(*program)
@@ -113,11 +116,14 @@ def main() -> None:
                 found[name].append(seconds)
     torch.distributed.destroy_process_group()
     waits = flags.samples * TURNS * flags.seconds
-    print(f"{flags.samples} samples of {TURNS} turns, {lengths.sum(axis=2).mean():.0f} own tokens (mean); {flags.workers} threads, "
+    print(f"{flags.samples} samples of {TURNS} turns, {lengths.sum(axis=2).mean():.0f} own tokens and {replied[-1]:.0f} of "
+          f"replies (mean); {flags.workers} threads, "
           f"{waits:.1f} s of waiting in all, {waits / flags.workers:.1f} s for each")
     for name, values in found.items():
-        ratios = ", ".join(f"{min(values) / min(found[other]):.2f} of {other}" for other in list(programs)[:2])
-        print(f"{name:16s} {min(values):6.2f} s   ({', '.join(f'{v:.2f}' for v in values)})   {ratios}")
+        best = min(values)[0]
+        ratios = ", ".join(f"{best / min(found[other])[0]:.2f} of {other}" for other in list(programs)[:2])
+        print(f"{name:16s} {best:6.2f} s, {min(cpu for _, cpu in values):.2f} of the CPU   "
+              f"({', '.join(f'{clock:.2f}' for clock, _ in values)})   {ratios}")
 
 
 if __name__ == "__main__":
