@@ -200,6 +200,8 @@ class RewardMix:
         scores = torch.zeros_like(unscored)
         components: dict[str, Tensor] = {}
         judgements = [""] * size
+        if any(source.kind == "env" for source in self.sources):  # also if it scores none of these
+            batch.early_scores = torch.zeros(len(batch.tokens), dtype=torch.float64)
         for source in self.sources:
             used = [i for i, chosen in enumerate(weights) if source.name in chosen]  # n samples
             if not used:
