@@ -56,8 +56,8 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (63_569, 36_000),
-    "train_ppo_vl.py: expressions": (9_089, 8_000),
+    "product: expressions": (63_705, 36_000),
+    "train_ppo_vl.py: expressions": (9_085, 8_000),
     "train_grm_vl.py: expressions": (3_311, 3_200),
     "file: expressions": (2_516, 2_300),
     "script: imported names": (52, 45),
@@ -134,7 +134,7 @@ FLOORS = (
         "common.environments": ("common.reward_functions",),
         "common.dialogue": ("common.environments",),
         "common.records": ("common.transcripts",),
-        "common.audit": (),
+        "common.audit": ("common.rewards",),
     },
     {
         "train_ppo_vl": (),
