@@ -99,11 +99,15 @@ FLOORS = (
             "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
         ),
         "common.vlm.layers": (),
+        "common.vlm.compilation": (
+            "common.vlm.attention", "common.vlm.linear_attention", "common.vlm.model",
+        ),
         "common.graphs": (),
         "common.fsdp": (),
         "common.vlm.weights": (
             "common.vlm.families", "common.vlm.folder", "common.vlm.data", "common.vlm.attention",
-            "common.vlm.linear_attention", "common.vlm.model", "common.vlm.layers", "common.fsdp",
+            "common.vlm.linear_attention", "common.vlm.model", "common.vlm.layers",
+            "common.vlm.compilation", "common.fsdp",
         ),
         "common.vlm.self_check": (
             "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",

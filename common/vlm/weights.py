@@ -36,6 +36,7 @@ from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
 from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
+from common.vlm.compilation import compile_layers
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
@@ -273,13 +274,15 @@ class Builder:
         return model
 
     def prepare(self, model: nn.Module) -> None:
-        """Adapters and gradient checkpointing, as the flags say."""
+        """Adapters, gradient checkpointing and compiled layers, as the flags say."""
         if self.args.lora_rank:
             add_adapters(
                 model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
             )
         if self.args.gradient_checkpointing == "on":
             recompute_layers(model)
+        if self.args.compile == "layers" and self.compute.device.type != "meta":
+            compile_layers(model)
 
 
 def recompute_layers(model: nn.Module) -> None:
