@@ -286,7 +286,7 @@ def largest_pack(peak: Callable, choice: Choice, longest: int, gib: float) -> in
     """The largest --max_tokens_per_pack, not above the run's own, with which it fits; 0: none that
     holds a sequence."""
     sizes = range(-(-longest // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
-    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n))[0] > gib)
+    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n)) > gib)
     return sizes[fitting - 1] if fitting else 0
 
 
