@@ -496,8 +496,7 @@ def longest_sequence(args: Args) -> int:
 
 def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.JudgeMemory:
     """What the memory of a GPU depends on."""
-    prompts = [example.prompt for example in rows.held_out]
-    prompts += [question.prompt for question in rows.train]
+    prompts = [row.prompt for row in (*rows.held_out, *rows.train)]
     return budget.JudgeMemory(
         judge,
         shards=args.run.hsdp or ranks,
@@ -651,15 +650,12 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 
 def check_likelihoods(records: list[dict], step: int) -> None:
     """Raises UserError: a loss or a probability is not finite."""
-    bad = []
     for record in records:
         if not math.isfinite(record["loss"] + sum(record["probabilities"].values())):
-            bad.append(record["info"]["row"])
-    if bad:
-        raise UserError(
-            f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out "
-            f"examples is not finite, the first of them {bad[0]}; are the weights?"
-        )
+            raise UserError(
+                f"evaluation after step {step}: the loss of {record['info']['row']} is not finite; "
+                "are the weights?"
+            )
 
 
 def generate(
@@ -719,15 +715,12 @@ def generation_inputs(
 def plain_attention(model: nn.Module):
     """transformers' own attention in the language model: `generate` pads, and knows no packed
     rows."""
-    configs = [model.config.get_text_config(), vlm.decoder(model).config]
-    kept = [config._attn_implementation for config in configs]
-    for config in configs:
+    for config in (model.config.get_text_config(), vlm.decoder(model).config):
         config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        for config, name in zip(configs, kept):
-            config._attn_implementation = name
+        vlm.use_attention(model, model.compute.backend)
 
 
 def score_verdicts(
@@ -748,10 +741,10 @@ def score_verdicts(
     totals = batch.per_sample_sum(score_tokens(judge, batch).double())  # (S,)
     scores = {}
     for group in set(batch.group.tolist()):
-        target, *candidates = totals[batch.group == group]
-        chances = torch.tensor(candidates).softmax(dim=0).tolist()
+        own = totals[batch.group == group]  # of the target, and of each verdict
+        chances = own[1:].softmax(dim=0).tolist()
         probabilities = dict(zip(verdicts[examples[group].kind], chances))
-        scores[group] = {"loss": -float(target), "probabilities": probabilities}
+        scores[group] = {"loss": -float(own[0]), "probabilities": probabilities}
     return scores
 
 
@@ -766,6 +759,13 @@ def score_tokens(judge: Judge, batch: Batch) -> Tensor:
 
 def judgement_record(settings: dict, index: int, example: Example, text: str) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
+    verdict = read_verdict(settings, example, text)
+    said = {"generated_text": text, "predicted_answer": verdict, "index": index}
+    return example_record(example) | said
+
+
+def example_record(example: Example) -> dict:
+    """What a record says of a question and its right judgement."""
     prompt = example.prompt
     info = {
         "row": prompt.source,
@@ -777,11 +777,8 @@ def judgement_record(settings: dict, index: int, example: Example, text: str) ->
     }
     return {
         "info": info,
-        "generated_text": text,
         "response_text": example.text,
         "gt_answer": example.verdict,
-        "predicted_answer": read_verdict(settings, example, text),
-        "index": index,
         "order": example.order,
         "tokens": len(example.target),
     }
@@ -862,7 +859,7 @@ def report(
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
         shown = records[: args.run.log_samples]
-        cards = draw_cards(shown, "target", "{nats_per_token} nats per token")
+        cards = draw_cards(shown, "response_text", "{nats_per_token} nats per token")
         log.samples(step, records, cards)
     log.settle(args.checkpoint.max_failed_saves)
 
@@ -872,17 +869,8 @@ def target_records(questions: list[Question], batch: Batch, target_logprobs: Ten
     records = []
     parts = zip(batch.group.tolist(), batch.number.tolist(), batch.split(target_logprobs))
     for group, number, logp in parts:
-        example = questions[group].examples[number]
-        records.append(
-            {
-                "row": example.prompt.source,
-                "order": example.order,
-                "images": list(example.prompt.images),
-                "question": data.user_text(example.prompt.messages),
-                "target": example.text,
-                "nats_per_token": f"{-float(logp.mean()):.3f}",
-            }
-        )
+        record = example_record(questions[group].examples[number])
+        records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})
     return records
 
 
@@ -891,10 +879,9 @@ def draw_cards(records: list[dict], text: str, caption: str) -> list:
     cards = []
     if distributed.is_main():
         for record in records:
-            asked = record.get("info", record)
-            frames = images.read_frames(asked["images"], 6)
-            said = caption.format(**record)
-            cards.append(sample_card(frames, asked["question"], record[text], said))
+            info, said = record["info"], caption.format(**record)
+            frames = images.read_frames(info["images"], 6)
+            cards.append(sample_card(frames, info["question"], record[text], said))
     return cards
 
 

@@ -195,7 +195,7 @@ class Batch:
         picks = dict.fromkeys(PER_TOKEN, self.flat_index(order))
         if self.spans is not None:
             picks |= dict.fromkeys(PER_STREAM_TOKEN, self.stream_index(order))
-        chosen: dict[str, Any] = {}
+        chosen = {}
         for name, value in tensor_fields(self).items():
             chosen[name] = value[picks.get(name, order)]
         for name in LISTS:
@@ -207,15 +207,15 @@ class Batch:
     def select_prompts(self, groups: list[int]) -> "Batch":
         """The prompts ``groups``, ascending, with their samples."""
         place = {group: k for k, group in enumerate(groups)}
-        kept = [i for i, group in enumerate(self.group.tolist()) if group in place]
-        part = self.select(torch.tensor(kept, dtype=torch.int64))._renumbered(place)
+        kept = torch.isin(self.group, torch.tensor(groups, dtype=torch.int64))
+        part = self.select(kept.nonzero()[:, 0])._renumbered(place)
         prompts = {name: [getattr(self, name)[g] for g in groups] for name in PER_PROMPT}
         return replace(part, **prompts)
 
     def _renumbered(self, place: dict[int, int]) -> "Batch":
         """The batch with other indices of its prompts, without what is known of prompts that get
         none."""
-        changes: dict[str, Any] = {
+        changes = {
             "group": torch.tensor([place[g] for g in self.group.tolist()], dtype=torch.int64),
             "dropped": [place[g] for g in self.dropped if g in place],
         }
@@ -232,7 +232,7 @@ class Batch:
             end = start + len(part.prompts)
             shifted.append(part._renumbered(dict(enumerate(range(start, end)))))
             start = end
-        joined: dict[str, Any] = {"sampling": parts[0].sampling}
+        joined = {"sampling": parts[0].sampling}
         for name in tensor_fields(parts[0]):
             joined[name] = torch.cat([getattr(part, name) for part in shifted])
         for name in (*PER_PROMPT, "dropped", *LISTS):
@@ -346,7 +346,7 @@ def make_blocks(
     for i, group in enumerate(batch.group.tolist()):
         members.setdefault(group, []).append(i)
 
-    blocks: list[Block] = []
+    blocks = []
     for group in sorted(members if groups is None else map(int, groups)):
         own = members.get(group, [])
         prompt = batch.prompt_lengths[group]
@@ -360,8 +360,7 @@ def _blocks_of_prompt(
     group: int, members: list[int], lengths: list[int], prompt: int, max_tokens: int
 ) -> Iterator[Block]:
     """Fill blocks of at most ``max_tokens`` tokens, or of one response."""
-    current: list[int] = []
-    size = prompt
+    current, size = [], prompt
     for i in members:
         if current and size + lengths[i] > max_tokens:
             yield group, tuple(current)
@@ -375,7 +374,7 @@ def _blocks_of_prompt(
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
     """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first
     (Graham 1969)."""
-    heap: list[tuple[float, int, list[int]]] = [(0.0, b, []) for b in range(bins)]
+    heap = [(0.0, b, []) for b in range(bins)]  # load, number, indices
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, b, part = heap[0]  # the lightest
         part.append(i)
@@ -400,7 +399,10 @@ def make_packs(
     for share in shares:
         count = max(count, min(len(share), -(-sum(sizes[i] for i in share) // max_tokens)))
     while True:
-        packs = [_pack_share(share, sizes, count) for share in shares]
+        packs = []
+        for share in shares:
+            parts = balanced_partition([sizes[i] for i in share], count)
+            packs.append([[share[k] for k in part] for part in parts])
         if max(_largest_of_several(own, sizes) for own in packs) <= max_tokens:
             break
         # in growing strides: one by one takes minutes with thousands of packs
@@ -425,11 +427,6 @@ def _sizes_and_costs(
         sizes.append(size)
         costs.append(size + scores / (6 * hidden_size))
     return sizes, costs
-
-
-def _pack_share(share: list[int], sizes: list[int], count: int) -> list[list[int]]:
-    packs = balanced_partition([sizes[i] for i in share], count)
-    return [[share[k] for k in pack] for pack in packs]
 
 
 def _largest_of_several(packs: list[list[int]], sizes: list[int]) -> int:
@@ -472,12 +469,12 @@ class Row:
         """(L,) number of samples that contain each token: a shared prompt counts once for each of
         its responses."""
         counts = torch.zeros(self.input_ids.shape[1])
-        shared = {p_start for _, _, p_start, p_end in self.segments if p_end > p_start}
         for start, end, p_start, p_end in self.segments:
-            is_whole = (self.predict >= start) & (self.predict < end)  # (T,)
-            if p_end > p_start or start not in shared and is_whole.any():
+            # A shared prompt predicts by its last row alone, a sample with its prompt never by that.
+            inside = (self.predict >= start) & (self.predict < end - 1)  # (T,)
+            if p_end > p_start or inside.any():
                 counts[start:end] += 1
-                counts[p_start:p_end] += 1  # of a sample alone with its prompt: nothing
+                counts[p_start:p_end] += 1
         return counts
 
     def label_text(self, skipped: Tensor) -> "Row":
@@ -516,7 +513,7 @@ def build_row(
     collectives, with gradient 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with and without replies
+    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
     segments, places, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     rows = ragged_index(starts, counts)  # (R,)
@@ -524,8 +521,7 @@ def build_row(
     said, offsets, is_own = batch.in_row(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
-    is_prompt = torch.ones(length, dtype=torch.bool)  # (L,)
-    is_prompt[rows] = False
+    is_prompt = torch.ones(length).bool().index_fill_(0, rows, False)  # (L,)
     input_ids = torch.zeros(length, dtype=torch.int64)
     positions = torch.zeros(3, length, dtype=torch.int64)
     if blocks:
@@ -558,9 +554,7 @@ def _lay_out(
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
     """Segments of a row; for every sample (first row, end of its prompt, first position); and the
     row's length."""
-    segments: list[Segment] = []
-    places: list[tuple[int, int, int]] = []
-    size = 0
+    segments, places, size = [], [], 0
     for group, members in blocks:
         start, end = size, size + batch.prompt_lengths[group]
         following = int(prompt_positions[group].max()) + 1

@@ -1,6 +1,6 @@
 """Does it run here? Starts short runs of train_ppo_vl.py, kills one, resumes it and loads what it exports.
 
-    bash launch/smoke.sh [--out FOLDER] [--ranks N] [flags of train_ppo_vl.py]
+    bash launch/smoke.sh [--out FOLDER] [flags of train_ppo_vl.py]
 
 With --model and --data the runs are of that model, else of random weights. Every run is judged by its exit code, by
 updates that were skipped and by the sampler gap, the mean difference of log-probs between rollout and training, which is
@@ -50,14 +50,13 @@ def main(argv: list[str] | None = None) -> int:
                                      allow_abbrev=False)
     gpus = torch.cuda.device_count()
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S"))
-    parser.add_argument("--ranks", type=int, default=gpus or 2, help="processes of the runs on all ranks")
     own, given = parser.parse_known_args(argv)
     own.out.mkdir(parents=True)
     report = {"machine": describe_machine(), "flags": given, "runs": []}
     print(f"{gpus} GPUs, torch {torch.__version__}; {own.out}", flush=True)
     task = [] if "--model" in given else write_random_task(own.out / "task", large=gpus > 0)
     flags = [*STEP[gpus > 0].split(), *COMMON.split(), *task, *given]
-    for run in do_runs(own, flags, gpus):
+    for run in do_runs(own.out, flags, gpus):
         print(f"{run['name']}: {'; '.join(run['problems']) or 'ok'}, {run['seconds']:.0f} s", flush=True)
         report["runs"].append(run)
     report["passed"] = not any(run["problems"] for run in report["runs"])
@@ -75,14 +74,14 @@ def main(argv: list[str] | None = None) -> int:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def do_runs(own: argparse.Namespace, flags: list[str], gpus: int) -> Iterator[dict[str, Any]]:
+def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict[str, Any]]:
     """What was found of each run: those on one rank; on all ranks one that is killed after its first checkpoint, the same
     resumed, and its export loaded."""
     for name, more in plan_runs(gpus):
-        yield Run(name, own.out / name.replace(" ", "-"), 1, [*flags, *more]).finish()
-    name, out = f"{own.ranks} ranks", own.out / "interrupted"
+        yield Run(name, folder / name.replace(" ", "-"), 1, [*flags, *more]).finish()
+    ranks, out = gpus or 2, folder / "interrupted"
     flags = [*flags, "--save_every", "2", "--kl_coef", "0.01", "--steps"]
-    killed = Run(f"{name}, killed", out, own.ranks, [*flags, "1000"])
+    killed = Run(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"])
     while killed.is_alive() and newest_checkpoint(out) is None:
         time.sleep(0.1)
     kill(killed.process)
@@ -93,7 +92,7 @@ def do_runs(own: argparse.Namespace, flags: list[str], gpus: int) -> Iterator[di
         return
     yield found
     last = newest + 2
-    resumed = Run(f"{name}, resumed", out, own.ranks, [*flags, str(last), "--resume", "must", "--export_every", "-1"])
+    resumed = Run(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must", "--export_every", "-1"])
     found = resumed.finish()
     if f"resuming from {out}/checkpoints/step-{newest}" not in found["tail"]:
         found["problems"].append(f"it did not resume from step {newest}")
