@@ -67,7 +67,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints.resume(
         state, roles, run_flags(args, rows), flags.neutral_flags(args), read_only=read_only
     )
-    rows.settings["held_out"] = newest_evaluation(args.run.out, state)
+    state.last_evaluation = newest_evaluation(args.run.out, state)
+    rows.judge_json["held_out"] = state.last_evaluation
     if args.run.export_only:
         return checkpoints.export_now(trained, rows.processor)
     log = open_log(args, rows, state.step)
@@ -75,7 +76,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
-    with checkpoints, open_stream(args, rows, state) as stream:
+    with checkpoints, open_loader(args, rows, state) as loader:
         for step in range(state.step, max(state.step, last) + 1):  # steps done so far
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
@@ -83,8 +84,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.save_if_due(step, last, state, roles, now=stopping)
             if stopping and step < last:
                 break
-            if evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                checkpoints.check_quality(evaluate(judge, rows, state, log, args))
+            if evaluates_after(step, args, rows) and not log.has_evaluation(step):
+                checkpoints.check_keep_best(evaluate(judge, rows, state, log, args))
             checkpoints.export_if_due(step, last, trained, rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -92,13 +93,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             # One step.
             logging.timer.reset()
             with logging.timer("data"):
-                batch = next_batch(stream)
+                batch = next_batch(loader)
             with logging.timer("update"):
                 metrics, target_logprobs = update(trained, batch, step + 1)
-            advance(state, metrics, stream, rows, args)
+            advance(state, metrics, loader, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # recorded before it is saved
-            report(log, stream.rows, batch, target_logprobs, state, args)
+            report(log, loader.rows, batch, target_logprobs, state, args)
             checkpoints.check_skipped(state, roles, args.optim.max_skipped_steps)
 
     return log.close(state.step, last, state.metrics)
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class JudgeArgs:
-    """judgements (texts: given, or a file; empty: those in judge.json of --model, else built in)"""
+    """judgements (a text, or a file that holds it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
     pictures_template: str = flag(
@@ -141,7 +142,7 @@ class UpdateArgs:
 
     max_epochs: int = flag(
         2,
-        "passes over the data, the last step filled up; 0, or if --steps is given: --steps counts",
+        "passes over the data, rounded up to whole steps; 0, or with --steps: --steps decides",
         low=0,
         neutral=True,
     )
@@ -189,9 +190,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given = flags.parse(Args, __doc__, argv, toy="grm_args.json")
-    in_config = args.optim.steps != settings.OptimArgs.steps and "max_epochs" not in given
-    if "steps" in given or in_config:
+    args, given, named = flags.parse(Args, __doc__, argv, toy="grm_args.json")
+    if "steps" in given or ("steps" in named and "max_epochs" not in named):
         args = replace(args, update=replace(args.update, max_epochs=0))
     check_args(args)
     return replace(args, judge=read_texts(args.judge))
@@ -313,7 +313,7 @@ class Rows:
         return list(itertools.chain(*self.train_sets))
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def judge_json(self) -> dict[str, Any]:
         """What judge.json of an export will hold."""
         return self.processor.files["judge"]
 
@@ -392,7 +392,7 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_stream(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in their order, from where the run stands."""
     order = data.DrawOrder(
         rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
@@ -400,11 +400,11 @@ def open_stream(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     return data.PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
 
 
-def next_batch(stream: data.PromptLoader) -> Batch:
+def next_batch(loader: data.PromptLoader) -> Batch:
     """The prompts of a step with the targets of their questions; prompts whose pictures do not
     decode have none."""
-    batch = stream.take()
-    targets = [[example.target for example in question.examples] for question in stream.rows]
+    batch = loader.take()
+    targets = [[example.target for example in question.examples] for question in loader.rows]
     for group in batch.dropped:
         targets[group] = []
     return batch.with_targets(targets)
@@ -418,8 +418,8 @@ class TrainState:
     step: int = 0  # steps done
     dropped_prompts: int = 0  # whose pictures did not decode
     loss_mean: float | None = None  # running average
-    held_out: dict | None = None  # what judge.json says of the newest evaluation
-    # by role: in a row, without an applied update
+    last_evaluation: dict | None = None  # what judge.json says of it
+    # role -> consecutive steps without an applied update
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
@@ -431,11 +431,11 @@ class TrainState:
 
 
 def advance(
-    state: TrainState, metrics: dict[str, float], stream: data.PromptLoader, rows: Rows, args: Args
+    state: TrainState, metrics: dict[str, float], loader: data.PromptLoader, rows: Rows, args: Args
 ) -> None:
     """Count a step that is done, and add the counters to its metrics."""
     state.step += 1
-    state.dropped_prompts = stream.dropped
+    state.dropped_prompts = loader.dropped
     state.skipped_steps = checkpoint.count_skipped(
         state.skipped_steps, {"train/judge_skipped": metrics["train/skipped"]}
     )
@@ -444,7 +444,7 @@ def advance(
         before = loss if state.loss_mean is None else state.loss_mean
         metrics["train/loss_mean"] = state.loss_mean = 0.9 * before + 0.1 * loss
     passes = state.step * args.data.prompts_per_step / len(rows.train)
-    metrics |= {"train/dropped_prompts": stream.dropped, "train/epoch": passes}
+    metrics |= {"train/dropped_prompts": loader.dropped, "train/epoch": passes}
     state.metrics = metrics
 
 
@@ -577,7 +577,7 @@ def join_rows(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
 # -------------------------------------------------------------------------------------------------
 
 
-def evaluation_due(step: int, args: Args, rows: Rows) -> bool:
+def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
     """Whether to evaluate after ``step`` steps."""
     return bool(rows.held_out) and logging.evaluation_due(
         step, args.run, args.optim.steps, args.data.prompts_per_step, len(rows.train)
@@ -592,8 +592,8 @@ def evaluate(
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
-    state.held_out = rows.settings["held_out"] = accuracy.held_out_record(summary)
-    for warning in accuracy.chance_warnings(rows.settings, args.optim.steps):
+    state.last_evaluation = rows.judge_json["held_out"] = accuracy.held_out_record(summary)
+    for warning in accuracy.chance_warnings(rows.judge_json, args.optim.steps):
         log.line(warning)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
@@ -639,7 +639,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
             for group, example in enumerate(loader.rows):
                 index = next(waiting)
                 if group in scores:
-                    record = judgement_record(rows.settings, index, example, texts[group])
+                    record = judgement_record(rows.judge_json, index, example, texts[group])
                     records.append(record | scores[group])
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
@@ -654,7 +654,7 @@ def check_likelihoods(records: list[dict], step: int) -> None:
         if not math.isfinite(record["loss"] + sum(record["probabilities"].values())):
             raise UserError(
                 f"evaluation after step {step}: the loss of {record['info']['row']} is not finite; "
-                "are the weights?"
+                "check the weights for NaN or infinity"
             )
 
 
@@ -792,7 +792,7 @@ def verdicts_of(settings: dict, kind: str) -> list[str]:
 def read_verdict(settings: dict, example: Example, text: str) -> str | None:
     """The verdict of a judgement on an example; None if there is none."""
     which = settings["which_answer"]
-    # The right verdict is known too: of a judge that was trained on no scores, none is.
+    # Also the right verdict: a judge that was not trained on scores knows none of them.
     words = [*verdicts_of(settings, example.kind), example.verdict or ""]
     said = judgements.parse_verdict(text, which, words)
     if not said and example.kind == "response":  # any text may be its verdict
@@ -805,11 +805,11 @@ def newest_evaluation(out: Path, state: TrainState) -> dict | None:
     after its checkpoint was saved, so that evaluation is in its own file only; the checkpoint knows
     the one before."""
     path = out / "eval" / f"eval_result_{state.step}.json"
+    newest = state.last_evaluation
     with distributed.raise_on_all_ranks(f"{path}: "):
         if distributed.is_main() and state.step and path.exists():
-            state.held_out = accuracy.held_out_record(json.loads(path.read_text())["summary"])
-    state.held_out = distributed.from_main(state.held_out)
-    return state.held_out
+            newest = accuracy.held_out_record(json.loads(path.read_text())["summary"])
+    return distributed.from_main(newest)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -861,7 +861,7 @@ def report(
         shown = records[: args.run.log_samples]
         cards = draw_cards(shown, "response_text", "{nats_per_token} nats per token")
         log.samples(step, records, cards)
-    log.settle(args.checkpoint.max_failed_saves)
+    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:

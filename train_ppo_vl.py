@@ -37,8 +37,6 @@ from common.process import UserError, catch_signals, run_main
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
-# batch sizes of CUDA graphs; the number of slots is one too
-GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
 GRAPH_PAYS = 2
 
@@ -59,34 +57,34 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     actor, critic, reference = load_models(args, models, ranks)
     load_reward_models(args, reward, models, ranks)
 
-    trained = make_trained(args, actor, critic, reference)
+    roles = make_roles(args, actor, critic, reference)
     state = TrainState.fresh(args)
     read_only = args.run.eval_only or args.run.export_only
     checkpoints.resume(
-        state, trained, run_flags(args, rows), flags.neutral_flags(args), read_only=read_only
+        state, roles, run_flags(args, rows), flags.neutral_flags(args), read_only=read_only
     )
     if args.run.export_only:
-        return checkpoints.export_now(trained["actor"], rows.processor)
-    fsdp.put_away(trained)
+        return checkpoints.export_now(roles["actor"], rows.processor)
+    fsdp.put_away(roles)
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environments=envs)
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
     begun, last = state.step, args.optim.steps
-    with checkpoints, open_stream(args, rows, state) as stream:
+    with checkpoints, open_loader(args, rows, state) as loader:
         for step in range(begun, max(begun, last) + 1):  # steps done so far
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
-            checkpoints.save_if_due(step, last, state, trained, now=stopping)
+            checkpoints.save_if_due(step, last, state, roles, now=stopping)
             if stopping and step < last:
                 break
-            if evaluation_due(step, args, rows) and not log.has_evaluation(step):
-                metrics, *answers = evaluate(trained["actor"], reward, rows, sampling, args)
-                report_evaluation(log, metrics, *answers, state)
-                checkpoints.check_quality(metrics)
-            checkpoints.export_if_due(step, last, trained["actor"], rows.processor)
+            if evaluates_after(step, args, rows) and not log.has_evaluation(step):
+                metrics, records, pictures = evaluate(roles["actor"], reward, rows, sampling, args)
+                report_evaluation(log, metrics, records, pictures, state)
+                checkpoints.check_keep_best(metrics)
+            checkpoints.export_if_due(step, last, roles["actor"], rows.processor)
             if step == last or args.run.eval_only:
                 break
 
@@ -94,26 +92,26 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             logging.timer.reset()
             with logging.profiled(step + 1, args.update.profile, args.run.out):
                 # prompts, responses and their rewards
-                batch, metrics = collect(actor, stream, reward, sampling, state, args)
+                batch, metrics = collect(actor, loader, reward, sampling, state, args)
                 checkpoints.commit_if_written()
                 with logging.timer("score"):
                     # old and reference log-probs, values
-                    score(batch, actor, reference, critic, args)
+                    score(batch, actor, critic, reference, args)
                 with logging.timer("advantages"):
                     metrics |= compute_advantages(batch, state, args)
                 if critic is not None:
                     with logging.timer("update_critic"):
-                        metrics |= update_critic(trained["critic"], batch, step + 1, args)
+                        metrics |= update_critic(roles["critic"], batch, step + 1, args)
                 if step >= args.update.critic_warmup_steps:
                     with logging.timer("update_actor"):
                         metrics |= update_actor(
-                            trained["actor"], batch, step + 1, state.kl.value, rows.text, args
+                            roles["actor"], reference, batch, step + 1, rows.text, args
                         )
             move_reference(step + 1, actor, reference, args)
-            advance(state, batch, metrics, stream, rows, args)
+            advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, reward, checkpoints, args)  # recorded before it is saved
-            checkpoints.check_skipped(state, trained, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(state, roles, args.optim.max_skipped_steps)
             check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
@@ -137,7 +135,7 @@ class Estimator(NamedTuple):
 class PolicyLoss(NamedTuple):
     """What the actor minimises."""
 
-    terms: Callable  # of `losses.Ratios`, clip_low, clip_high, dual_clip -> `losses.Terms`
+    compute: Callable  # of `losses.Ratios`, clip_low, clip_high, dual_clip -> `losses.Terms`
     clip: tuple[float, float]  # how far the ratio may go below and above 1 (gmpo: in log space)
     aggregation: str = "token-mean"  # as in the paper
 
@@ -209,7 +207,7 @@ class RowArgs:
         "JSONL of prompt, images, response for a next-token loss beside the RL loss; empty: none",
     )
     ptx_coef: float = flag(
-        0.0, "weight of their next-token loss in the actor's loss (PPO-ptx); 0: off", low=0
+        0.0, "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off", low=0
     )
     ptx_batch: int = flag(64, "rows of --ptx_data per update of the actor, over all ranks", low=1)
     ptx_labels: str = flag(
@@ -378,8 +376,9 @@ class AlgorithmArgs:
     )
     mask_truncated: bool = flag(
         False,
-        "leave responses cut by --max_new_tokens out of the policy loss (DAPO's overlong "
-        "filtering); value, KL and entropy losses and the statistics of rewards keep them",
+        "leave responses that a limit ended (tokens; with --env turns and replies too) out of the "
+        "policy loss (DAPO's overlong filtering); value, KL and entropy losses and the statistics "
+        "of rewards keep them",
     )
     importance_cap: float = flag(
         0.0,
@@ -423,8 +422,8 @@ class UpdateArgs:
     )
     offload: str = flag(
         "none",
-        "what is kept in host memory while not in use: the optimizers' states; all: the "
-        "reference and reward models too",
+        "what is kept in host memory while not in use. optimizer: the optimizers' states; all: "
+        "the reference and reward models too",
         choices=("none", "optimizer", "all"),
         neutral=True,
     )
@@ -499,7 +498,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given = flags.parse(Args, __doc__, argv, toy="args.json")
+    args, given, _ = flags.parse(Args, __doc__, argv, toy="args.json")
     if "reward" in given and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
     of_critic = {"critic_model", "critic_lr", "value_clip", "gae_lambda", "critic_warmup_steps"}
@@ -609,7 +608,7 @@ def check_kl_args(args: Args, refuse: Callable) -> None:
             refuse(getattr(algorithm, name), f"--{name} is of no use without a --kl_coef above 0")
     refuse(
         algorithm.reference_every and args.model.lora_rank,
-        "--reference_every does not go with --lora_rank, whose reference is the model without adapters",
+        "--reference_every and --lora_rank: choose one; with adapters the reference is the base model",
     )
     samples = args.data.prompts_per_step * args.rollout.samples_per_prompt
     refuse(
@@ -733,7 +732,7 @@ def check_rows(
     reward.check_rows(everything)
     kinds = {source.kind for source in reward.sources}
     if envs is None and "env" in kinds:
-        raise UserError("--reward env: rewards of an environment need one: --env file.py:Class")
+        raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
     if envs is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
     if envs is not None and attention.linear_layers(rows.processor.config.get_text_config()):
@@ -758,7 +757,7 @@ def load_text(args: Args, processor: data.Processor) -> TextRows | None:
     return TextRows(rows, data.PromptLoader(processor, args.data))
 
 
-def open_stream(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training prompts in order, from the point that the run has reached."""
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
@@ -810,7 +809,7 @@ def advance(
     state: TrainState,
     batch: Batch,
     metrics: dict[str, float],
-    stream: data.PromptLoader,
+    loader: data.PromptLoader,
     rows: Rows,
     args: Args,
 ) -> None:
@@ -819,9 +818,9 @@ def advance(
         metrics["train/kl_coef"] = state.kl.value
         state.kl.update(metrics["train/kl"], len(batch))
     state.step += 1
-    state.batches_taken, state.dropped_prompts = stream.taken, stream.dropped
+    state.batches_taken, state.dropped_prompts = loader.taken, loader.dropped
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
-    state.evaluations += evaluation_due(state.step, args, rows)
+    state.evaluations += evaluates_after(state.step, args, rows)
     state.skipped_steps = checkpoint.count_skipped(state.skipped_steps, metrics)
     state.streak.extend(batch, state.step)
     for part in ("rollout", "train"):
@@ -894,13 +893,13 @@ class Sampling:
             cuda_graphs=rollout.cuda_graphs,
         )
 
-    def head(self, step: Tensor) -> dict[str, Any]:
+    def logits_options(self, step: Tensor) -> dict[str, Any]:
         """The arguments of `logprobs.logits_fp32` for tokens at positions ``step`` (n,) of their
         responses."""
-        head = {"temperature": self.temperature, "banned": self.banned}
+        options = {"temperature": self.temperature, "banned": self.banned}
         if self.min_new_tokens:
-            head |= {"row_banned": step < self.min_new_tokens, "row_banned_ids": self.stop_ids}
-        return head
+            options |= {"row_banned": step < self.min_new_tokens, "row_banned_ids": self.stop_ids}
+        return options
 
 
 class Policy(nn.Module):
@@ -916,7 +915,7 @@ class Policy(nn.Module):
         row: Row,
         sampling: Sampling | None,
         entropy: bool = False,
-        reference: tuple | None = None,
+        reference: tuple[Tensor, Tensor] | None = None,
         hidden_only: bool = False,
     ):
         """Returns logp (T,) float32, entropy (T,) or None, and exact KL (T,) or None.
@@ -924,24 +923,24 @@ class Policy(nn.Module):
         Args:
             sampling: how the tokens were drawn; None, for text that was not sampled: the plain
                 model, with no temperature and nothing banned.
-            reference: hidden states (T, H) and head (V, H) of the reference, for the exact KL.
+            reference: `reference_outputs`, hidden states (T, H) and head (V, H), for the exact KL.
             hidden_only: return the hidden states (T, H) that predict the responses, and nothing
-                else.
+                else. (A flag, not a method: FSDP gathers weights only in `forward`.)
         """
         hidden = vlm.hidden_states(self.model, row)[row.predict]  # (T, H)
         if hidden_only:
             return hidden
-        head = {"chunk": self.model.compute.head_chunk}
+        options = {"chunk": self.model.compute.head_chunk}
         if sampling is not None:
-            head |= sampling.head(row.step)
+            options |= sampling.logits_options(row.step)
         weight = self.model.lm_head.weight  # (V, H)
         logp, entropies = logprobs.linear_logprobs(
-            hidden, weight, row.targets, entropy=entropy, **head
+            hidden, weight, row.targets, entropy=entropy, **options
         )
         kl = None
         if reference is not None:
             ref_hidden, ref_weight = reference
-            kl = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **head)
+            kl = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options)
         return logp, entropies, kl
 
 
@@ -997,11 +996,83 @@ def build_models(
     return models
 
 
+def build_reward_models(
+    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
+) -> dict[str, nn.Module]:
+    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
+    name, on meta; all are frozen.
+
+    Raises:
+        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
+            trained on, rows with pictures or videos that its family cannot see.
+    """
+    models: dict[str, nn.Module] = {}
+    if args.run.export_only:
+        return models
+    planned = actor.model.compute.device.type == "meta"
+    for source in reward.model_sources():
+        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
+            folder = weights.resolve_folder(source.folder, weights=not planned)
+            # A reward model sees pictures at the size that it was trained on.
+            processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
+            reward.check_media(source, processor, rows.train + rows.held_out)
+            shares_tower = weights.same_tower(folder, processor, actor.model, actor.processor)
+            model = weights.build_frozen(
+                processor.config,
+                actor.model.compute,
+                args.longest,
+                vision=not shares_tower,
+                head=source.kind == "grm",
+            )
+            model.folder = folder
+            module = Policy(model, processor) if source.kind == "grm" else Critic(model)
+            models[source.name] = module.requires_grad_(False)
+            if not planned:
+                source.ask = make_reward_model(source, module, processor, shares_tower, args)
+    return models
+
+
+def make_reward_model(
+    source: rewards.Source,
+    module: nn.Module,
+    processor: data.Processor,
+    shares_tower: bool,
+    args: Args,
+) -> Callable:
+    """The callable that asks a reward model: (batch, texts, samples) -> columns and notes."""
+    common = {
+        "spec": source.spec,
+        "module": module,
+        "processor": processor,
+        "shares_tower": shares_tower,
+        "offload": args.update.offload,
+        "data": args.data,
+    }
+    if source.kind == "rm":
+        return reward_models.ScalarModel(**common, values=functools.partial(score_tokens, module))
+    sampling = Sampling(
+        max_new_tokens=args.reward.grm_max_new_tokens,
+        banned=processor.banned_mask().to(module.model.compute.device),
+        stop_ids=torch.tensor(processor.stop_ids, device=module.model.compute.device),
+        seed=args.run.seed,
+        stream=JUDGE,
+        greedy=True,
+        slots=args.rollout.slots,
+        cuda_graphs=args.rollout.cuda_graphs,
+    )
+    return reward_models.Judge(
+        **common,
+        args=args.reward,
+        likelihoods=functools.partial(plain_logprobs, module),
+        write=functools.partial(rollout, module, sampling=sampling, samples_per_prompt=1),
+    )
+
+
 def fit_memory(
     args: Args, models: dict[str, nn.Module], rows: Rows, ranks: distributed.Ranks
 ) -> None:
-    """Hold the run against the memory of a GPU, and decide --gradient_checkpointing auto. Raises
-    UserError on every rank alike: it does not fit."""
+    """Check that the run fits into GPU memory, and resolve --gradient_checkpointing auto. Raises
+    UserError on every rank alike if it does not fit."""
     if args.run.export_only:
         return
     plan = memory_plan(args, models, rows, ranks.world)
@@ -1031,9 +1102,7 @@ def memory_plan(
         or algorithm.high_entropy_ratio < 1
         or algorithm.kl_estimator == "full",
         exact_kl=args.exact_kl_in_loss,
-        critique_tokens=args.reward.grm_max_new_tokens
-        if args.reward.grm_mode == "critique"
-        else 0,
+        critique_tokens=args.reward.grm_max_new_tokens if args.reward.grm_mode == "critique" else 0,
         trains=not args.run.eval_only,
         saved=saved_roles(args),
     )
@@ -1051,12 +1120,12 @@ def saved_roles(args: Args) -> tuple[str, ...]:
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference; check on the actor that this machine computes
-    right."""
+    """Shard and load actor, critic and reference; check this machine's kernels on
+    the actor."""
     with distributed.raise_on_all_ranks():
         for role in ("actor", "critic", "reference"):
             if role in models:
-                load(models[role], args, ranks)
+                shard_and_load(models[role], args, ranks)
     self_check.settle([module.model for module in models.values()], args.model)
     actor, reference = models["actor"], models.get("reference")
     if reference is not None:
@@ -1066,7 +1135,7 @@ def load_models(
     return actor, models.get("critic"), reference
 
 
-def load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
+def shard_and_load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
     """Shard a module that is on meta, allocate the shards and stream the weights into them. Returns
     the names of the weights in the files that were read."""
     shard(module, ranks)
@@ -1104,66 +1173,6 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
     return fully_shard(module, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 
 
-def make_trained(
-    args: Args, actor: Policy, critic: Critic | None, reference: Policy | None
-) -> dict[str, fsdp.Trained | nn.Module]:
-    """What checkpoints hold, by role: models with their optimizers, and a reference that moves."""
-    update = args.update
-    trained: dict[str, fsdp.Trained | nn.Module] = {}
-    trained["actor"] = fsdp.Trained(
-        actor,
-        args.optim,
-        update.actor_lr,
-        delay=update.critic_warmup_steps,
-        ema_beta=update.ema_beta,
-        offload=update.offload,
-    )
-    trained["actor"].reference = reference
-    if critic is not None:
-        trained["critic"] = fsdp.Trained(
-            critic, args.optim, update.critic_lr, offload=update.offload
-        )
-    if args.algorithm.reference_every:
-        trained["reference"] = reference
-    return trained
-
-
-def build_reward_models(
-    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
-) -> dict[str, nn.Module]:
-    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
-    name, on meta; all are frozen.
-
-    Raises:
-        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
-            trained on, rows with pictures or videos that its family cannot see.
-    """
-    models: dict[str, nn.Module] = {}
-    if args.run.export_only:
-        return models
-    planned = actor.model.compute.device.type == "meta"
-    for source in reward.model_sources():
-        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            folder = weights.resolve_folder(source.folder, weights=not planned)
-            # A reward model sees pictures at the size that it was trained on.
-            processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
-            reward.check_media(source, processor, rows.train + rows.held_out)
-            shares_tower = weights.same_tower(folder, processor, actor.model, actor.processor)
-            model = weights.build_frozen(
-                processor.config,
-                actor.model.compute,
-                args.longest,
-                vision=not shares_tower,
-                head=source.kind == "grm",
-            )
-            model.folder = folder
-            module = Policy(model, processor) if source.kind == "grm" else Critic(model)
-            models[source.name] = module.requires_grad_(False)
-            if not planned:
-                source.ask = asker(source, module, processor, shares_tower, args)
-    return models
-
-
 def load_reward_models(
     args: Args, reward: rewards.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> None:
@@ -1173,7 +1182,7 @@ def load_reward_models(
     for source in reward.model_sources():
         module = models[source.name]
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            found = load(module, args, ranks)
+            found = shard_and_load(module, args, ranks)
             if source.kind == "rm" and not found & weights.VALUE_HEADS:
                 raise ValueError(
                     f"no value head: none of the weights {', '.join(sorted(weights.VALUE_HEADS))}"
@@ -1181,40 +1190,25 @@ def load_reward_models(
         fsdp.offload(module, args.update.offload)
 
 
-def asker(
-    source: rewards.Source,
-    module: nn.Module,
-    processor: data.Processor,
-    shares_tower: bool,
-    args: Args,
-) -> Callable:
-    """The callable that asks a reward model: (batch, texts, samples) -> columns and notes."""
-    common = {
-        "spec": source.spec,
-        "module": module,
-        "processor": processor,
-        "shares_tower": shares_tower,
-        "offload": args.update.offload,
-        "data": args.data,
-    }
-    if source.kind == "rm":
-        return reward_models.ScalarModel(**common, values=functools.partial(score_tokens, module))
-    sampling = Sampling(
-        max_new_tokens=args.reward.grm_max_new_tokens,
-        banned=processor.banned_mask().to(module.model.compute.device),
-        stop_ids=torch.tensor(processor.stop_ids, device=module.model.compute.device),
-        seed=args.run.seed,
-        stream=JUDGE,
-        greedy=True,
-        slots=args.rollout.slots,
-        cuda_graphs=args.rollout.cuda_graphs,
+def make_roles(
+    args: Args, actor: Policy, critic: Critic | None, reference: Policy | None
+) -> dict[str, fsdp.Trained | nn.Module]:
+    """What checkpoints hold, by role: models with their optimizers, and a reference that moves."""
+    update = args.update
+    roles: dict[str, fsdp.Trained | nn.Module] = {}
+    roles["actor"] = fsdp.Trained(
+        actor,
+        args.optim,
+        update.actor_lr,
+        delay=update.critic_warmup_steps,
+        ema_beta=update.ema_beta,
+        offload=update.offload,
     )
-    return reward_models.Judge(
-        **common,
-        args=args.reward,
-        likelihoods=functools.partial(score_plainly, module),
-        write=functools.partial(rollout, module, sampling=sampling, samples_per_prompt=1),
-    )
+    if critic is not None:
+        roles["critic"] = fsdp.Trained(critic, args.optim, update.critic_lr, offload=update.offload)
+    if args.algorithm.reference_every:
+        roles["reference"] = reference
+    return roles
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1224,7 +1218,7 @@ def asker(
 
 def collect(
     actor: Policy,
-    stream: data.PromptLoader,
+    loader: data.PromptLoader,
     reward: rewards.RewardMix,
     sampling: Sampling,
     state: TrainState,
@@ -1240,15 +1234,17 @@ def collect(
     size = args.data.prompts_per_step
     dynamic = args.algorithm.dynamic_sampling
     parts: list[Batch] = []
-    useful = 0  # without --dynamic_sampling it reaches `size` with the last rollout at the earliest
-    while len(parts) < (dynamic or args.rollout.rollouts_per_step) and useful < size:
-        parts.append(sample_and_score(actor, stream, reward, sampling, args))
+    useful = 0  # prompts
+    for _ in range(dynamic or args.rollout.rollouts_per_step):
+        parts.append(sample_and_score(actor, loader, reward, sampling, args))
         useful += len(rewards.groups_with_spread(parts[-1]))
+        if dynamic and useful >= size:
+            break
 
     batch = Batch.concatenate(parts)
     metrics = {
         "rollout/rollouts": len(parts),
-        "rollout/dropped_prompts": stream.dropped,
+        "rollout/dropped_prompts": loader.dropped,
         "rollout/generated_tokens": sum(part.generated_tokens for part in parts),
     }
     if args.algorithm.reward_norm:
@@ -1270,7 +1266,7 @@ def collect(
 
 def sample_and_score(
     actor: Policy,
-    stream: data.PromptLoader,
+    loader: data.PromptLoader,
     reward: rewards.RewardMix,
     sampling: Sampling,
     args: Args,
@@ -1278,7 +1274,7 @@ def sample_and_score(
     """One rollout of the next prompts, with its scores; for remax also those of one greedy response
     to each prompt."""
     with logging.timer("data"):
-        prompts = stream.take()
+        prompts = loader.take()
     with logging.timer("rollout"):
         batch = rollout(actor, prompts, sampling, args.rollout.samples_per_prompt)
         if args.algorithm.advantage == "remax":
@@ -1320,16 +1316,16 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
             results = engine.generate()
     del engine  # its slots and graphs
     memory.release()
+    samples = [(group, number) for group in own for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for group in own:
-        responses[group] = [results[group, number].tokens for number in range(samples_per_prompt)]
-    found = [results[group, number] for group in own for number in range(samples_per_prompt)]
+    for group, number in samples:
+        responses[group].append(results[group, number].tokens)
     local = batch.with_targets(responses)
-    local.logprobs = torch.cat([torch.zeros(0), *(response.logprobs for response in found)])
-    local.truncated = torch.tensor([response.truncated for response in found], dtype=torch.bool)
+    local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
+    local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
     local.sampling = sampling
     if dialogue is not None:
-        dialogue.fill(local, [(group, k) for group in own for k in range(samples_per_prompt)])
+        dialogue.fill(local, samples)
     return local.gathered()
 
 
@@ -1362,23 +1358,23 @@ def score_tokens(
     return result if outputs > 1 else result[0]
 
 
-def score_sampled(policy: Policy, batch: Batch) -> Tensor:
+def logprobs_as_drawn(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs of samples as they were drawn."""
     return score_tokens(policy, batch, lambda row: policy(row, batch.sampling))
 
 
-def score_plainly(policy: Policy, batch: Batch) -> Tensor:
+def plain_logprobs(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs under the model as it is: no temperature, nothing banned."""
     return score_tokens(policy, batch, lambda row: policy(row, None))
 
 
 def score(
-    batch: Batch, actor: Policy, reference: Policy | None, critic: Critic | None, args: Args
+    batch: Batch, actor: Policy, critic: Critic | None, reference: Policy | None, args: Args
 ) -> None:
     """Fill those of old_logprobs, entropy, ref_logprobs, kl and values that the flags need."""
     algorithm = args.algorithm
-    # As the sampler recorded them: the policy is still the one that sampled, so there is no need of
-    # a forward pass.
+    # As the sampler recorded them: the policy is still the one that sampled, so no forward pass is
+    # needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
         logp, batch.entropy = score_tokens(
@@ -1388,18 +1384,18 @@ def score(
             batch.old_logprobs = logp
     if reference is not None:
         with fsdp.onloaded(reference, args.update.offload):
-            score_reference(batch, actor, reference, algorithm.kl_estimator)
+            fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
     if critic is not None:
         batch.values = score_tokens(critic, batch)
 
 
-def score_reference(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
+def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless the KL is exact, ref_logprobs."""
     if estimator == "full":
         batch.kl = score_tokens(
             actor,
             batch,
-            lambda row: actor(row, batch.sampling, reference=reference_head(reference, row))[2],
+            lambda row: actor(row, batch.sampling, reference=reference_outputs(reference, row))[2],
         )
         fsdp.rest_after_scoring(reference)
         return
@@ -1411,7 +1407,7 @@ def score_reference(batch: Batch, actor: Policy, reference: Policy, estimator: s
 
 
 @torch.no_grad()
-def reference_head(reference: Policy, row: Row) -> tuple[Tensor, Tensor]:
+def reference_outputs(reference: Policy, row: Row) -> tuple[Tensor, Tensor]:
     """Reference hidden states (T, H) and its LM head (V, H), still unsharded after the forward."""
     with weights.without_adapters(reference.model):
         hidden = reference(row, None, hidden_only=True)
@@ -1443,15 +1439,16 @@ def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
 
 
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
-    """Fill advantages and returns, the whole step at once, the same on every rank. Returns the
-    rollout's metrics."""
+    """Fill advantages, returns and in_policy_loss, for the whole step at once and alike on every
+    rank. Returns the rollout's metrics."""
     algorithm = args.algorithm
     estimator = ESTIMATORS[algorithm.advantage]
     kl = torch.zeros(len(batch.tokens)) if batch.kl is None else batch.kl  # (N,)
+    batch.kl_coef = state.kl.value
     earned = losses.Earned(
         scores=shape_scores(batch.scores, batch.lengths, state, args),
         kl=kl,
-        kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
+        kl_coef=batch.kl_coef if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         group=batch.group,
         early=early_scores(batch, state, args),
@@ -1467,11 +1464,11 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
-    batch.in_policy_loss = policy_tokens(batch, algorithm)
+    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     return batch_metrics(batch) | {"rollout/return": float(earned.scores_after_kl.mean())}
 
 
-def policy_tokens(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
+def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
     kept = torch.ones(len(batch.tokens), dtype=torch.bool)
     if algorithm.high_entropy_ratio < 1:
@@ -1527,19 +1524,19 @@ class Minibatch(NamedTuple):
 
 def minibatches_of(module: nn.Module, batch: Batch, step: int, args: Args) -> Iterator[Minibatch]:
     """The minibatches of all epochs of 1-based ``step``."""
+    all_tokens = torch.ones_like(batch.in_policy_loss)
     for epoch in range(args.update.epochs):
         seed = (args.run.seed, step, epoch)
         for groups in batch.minibatches(args.update.minibatches, seed):
-            every = torch.ones_like(batch.in_policy_loss)
             yield Minibatch(
                 groups,
-                weights=token_weights(batch, groups, every, args),
-                policy_weights=token_weights(batch, groups, batch.in_policy_loss, args),
-                expert_load=expert_load(module, batch, groups, args),
+                weights=minibatch_weights(batch, groups, all_tokens, args),
+                policy_weights=minibatch_weights(batch, groups, batch.in_policy_loss, args),
+                expert_load=count_experts(module, batch, groups, args),
             )
 
 
-def token_weights(batch: Batch, groups, kept: Tensor, args: Args) -> Tensor:
+def minibatch_weights(batch: Batch, groups, kept: Tensor, args: Args) -> Tensor:
     """(N,) loss weight of every token in the minibatch of the prompts ``groups``, from its counts
     over all ranks; 0 elsewhere and where ``kept`` (N,) is false."""
     in_minibatch = torch.isin(batch.group, torch.as_tensor(groups))  # (S,)
@@ -1555,12 +1552,12 @@ def update_critic(trained: fsdp.Trained, batch: Batch, step: int, args: Args) ->
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
     with trained.onloaded():
-        for part in minibatches_of(critic, batch, step, args):
-            if not part.weights.any():
+        for minibatch in minibatches_of(critic, batch, step, args):
+            if not minibatch.weights.any():
                 continue
             stats = []
-            for row in vlm.packed_rows(critic.model, batch, part.groups):
-                loss, row_stats = critic_loss(critic, row, batch, part, args)
+            for row in vlm.packed_rows(critic.model, batch, minibatch.groups):
+                loss, row_stats = critic_loss(critic, row, batch, minibatch, args)
                 backward(loss)
                 stats.append(row_stats)
             norm, applied = trained.update(step)
@@ -1569,39 +1566,41 @@ def update_critic(trained: fsdp.Trained, batch: Batch, step: int, args: Args) ->
 
 
 def critic_loss(
-    critic: Critic, row: Row, batch: Batch, part: Minibatch, args: Args
+    critic: Critic, row: Row, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict]:
     """This row's share of the loss of a minibatch, and its statistics."""
     with vlm.router_logits(critic.model) as routed:
         values = critic(row)  # (T,)
-    old, returns, weight = row.pick(batch.values, batch.returns, part.weights)  # (T,) each
+    old, returns, weight = row.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
     stats = {"critic_loss": loss.detach()}
-    return loss + balance_loss(critic, row, routed, part.expert_load, args), stats
+    return loss + row_balance_loss(critic, row, routed, minibatch.expert_load, args), stats
 
 
 def update_actor(
     trained: fsdp.Trained,
+    reference: Policy | None,
     batch: Batch,
     step: int,
-    kl_coef: float,
     text: TextRows | None,
     args: Args,
 ) -> dict[str, float]:
     """Policy-gradient updates: all epochs and minibatches of 1-based ``step``, or until --target_kl
     is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
-    exact = trained.reference if args.exact_kl_in_loss else None
+    exact = reference if args.exact_kl_in_loss else None
     updates = 0
     actor.train()
     with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
-        for number, part in enumerate(minibatches_of(actor, batch, step, args)):
-            if not part.policy_weights.any():  # no token of the policy loss: nothing to learn from
+        for number, minibatch in enumerate(minibatches_of(actor, batch, step, args)):
+            if (
+                not minibatch.policy_weights.any()
+            ):  # no token of the policy loss: nothing to learn from
                 continue
             text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
             stats = []
-            for row in vlm.packed_rows(actor.model, batch, part.groups):
-                loss, row_stats = actor_loss(trained, row, batch, part, kl_coef, args)
+            for row in vlm.packed_rows(actor.model, batch, minibatch.groups):
+                loss, row_stats = actor_loss(actor, reference, row, batch, minibatch, args)
                 backward(loss)
                 stats.append(row_stats)
             if exact is not None:
@@ -1612,10 +1611,9 @@ def update_actor(
             if text is not None:
                 stats.append(backward_text(actor, text, text_batch, args))
             if updates:  # after an update the policy is no longer the one that sampled
-                stats = [
-                    {name: value for name, value in row.items() if not name.startswith("sampler_")}
-                    for row in stats
-                ]
+                for found in stats:
+                    found.pop("sampler_gap", None)
+                    found.pop("sampler_kl", None)
             norm, applied = trained.update(step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
@@ -1629,37 +1627,38 @@ def update_actor(
 
 
 def actor_loss(
-    trained: fsdp.Trained, row: Row, batch: Batch, part: Minibatch, kl_coef: float, args: Args
+    actor: Policy,
+    reference: Policy | None,
+    row: Row,
+    batch: Batch,
+    minibatch: Minibatch,
+    args: Args,
 ) -> tuple[Tensor, dict[str, Any]]:
     """This row's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
 
     A statistic is a `Mean` (a sum over tokens of the row, and their number), a `Largest`, or a
     plain number: the row's share of a loss of the minibatch, ``(weight * term).sum()``.
     """
-    actor, algorithm = trained.module, args.algorithm
-    exact = reference_head(trained.reference, row) if args.exact_kl_in_loss else None
+    algorithm = args.algorithm
+    exact = reference_outputs(reference, row) if args.exact_kl_in_loss else None
     with vlm.router_logits(actor.model) as routed:
         logp, entropy, kl = actor(row, batch.sampling, entropy=True, reference=exact)  # (T,) each
     # (T,) each
     old, sampled, advantages = row.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
-    weight, policy_weight = row.pick(part.weights, part.policy_weights)  # (T,) each
+    weight, policy_weight = row.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
     (kept,) = row.pick(batch.in_policy_loss)  # (T,) bool
-    tokens, n_kept = len(row.targets), int(batch.in_policy_loss[row.flat].sum())
 
     ratios = losses.Ratios(logp, old, advantages, row.sample, len(batch), kept)
-    found = POLICY_LOSSES[algorithm.policy_loss].terms(ratios, *args.clip, algorithm.dual_clip)
-    terms = found.terms
+    found = POLICY_LOSSES[algorithm.policy_loss].compute(ratios, *args.clip, algorithm.dual_clip)
+    terms = found.per_token
     if algorithm.importance_cap:
         terms = terms * (old - sampled).exp().clamp(max=algorithm.importance_cap)
     loss = (policy_weight * terms).sum()
-    sums = losses.ratio_sums(ratios, found)
-    stats = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
-    stats["ratio_max"] = logging.Largest(losses.largest_ratio(ratios, found))
+    # counted on the host: kept.sum() would wait for the device
+    n_kept = int(batch.in_policy_loss[row.flat].sum())
+    stats = policy_stats(ratios, found, n_kept) | sampler_stats(logp.detach(), sampled)
+    stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
     stats["policy_loss"] = loss.detach()
-    stats["entropy"] = logging.Mean(entropy.detach().sum(), tokens)
-    apart = logp.detach() - sampled  # (T,) 0 but for rounding, before a step's first update
-    stats["sampler_gap"] = logging.Mean(apart.abs().sum(), tokens)
-    stats["sampler_kl"] = logging.Mean((apart.expm1() - apart).sum(), tokens)  # k3
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
@@ -1668,13 +1667,31 @@ def actor_loss(
             # (T,)
             kl = losses.kl_penalty(algorithm.kl_estimator, logp, *row.pick(batch.ref_logprobs))
         kl_loss = (weight * kl).sum()
-        loss = loss + kl_coef * kl_loss
+        loss = loss + batch.kl_coef * kl_loss
         stats["kl_loss"] = kl_loss.detach()
-    if part.expert_load is not None:
-        balance = balance_loss(actor, row, routed, part.expert_load, args)
+    if minibatch.expert_load is not None:
+        balance = row_balance_loss(actor, row, routed, minibatch.expert_load, args)
         loss = loss + balance
         stats["aux_loss"] = balance.detach()
     return loss, stats
+
+
+def policy_stats(ratios: losses.Ratios, found: losses.Terms, n_kept: int) -> dict[str, Any]:
+    """Ratios and clipping, over the ``n_kept`` tokens of the policy loss."""
+    sums = losses.ratio_sums(ratios, found)
+    stats: dict[str, Any] = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
+    stats["ratio_max"] = logging.Largest(losses.largest_ratio(ratios, found))
+    return stats
+
+
+def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
+    """How far log-probs (T,) are from those that the sampler recorded: only rounding, before the
+    first update of a step."""
+    apart = logp - sampled
+    return {
+        "sampler_gap": logging.Mean(apart.abs().sum(), len(apart)),
+        "sampler_kl": logging.Mean((apart.expm1() - apart).sum(), len(apart)),  # k3
+    }
 
 
 def backward(loss: Tensor) -> None:
@@ -1703,7 +1720,7 @@ def move_reference(step: int, actor: Policy, reference: Policy | None, args: Arg
 
 
 @torch.no_grad()
-def expert_load(module: nn.Module, batch: Batch, groups, args: Args) -> Tensor | None:
+def count_experts(module: nn.Module, batch: Batch, groups, args: Args) -> Tensor | None:
     """(E,) how often each expert is chosen in a minibatch, over all ranks: the balance loss of a
     row depends on all rows."""
     if not args.update.aux_loss_coef:
@@ -1719,7 +1736,7 @@ def expert_load(module: nn.Module, batch: Batch, groups, args: Args) -> Tensor |
     return load
 
 
-def balance_loss(
+def row_balance_loss(
     module: nn.Module, row: Row, routed: list[Tensor], load: Tensor | None, args: Args
 ) -> Tensor | float:
     """This row's share of the load-balancing loss of a minibatch, weighted; 0 without one."""
@@ -1736,7 +1753,8 @@ def balance_loss(
 
 def start_text(text: TextRows | None, step: int, number: int, args: Args) -> tuple | None:
     """Begin to decode the pictures of the rows for update ``number`` of 1-based ``step``. The rows
-    are a function of (seed, updates so far), so a resumed run continues the sequence."""
+    are a function of (seed, updates planned before this one), so a resumed run continues the
+    sequence."""
     if text is None:
         return None
     size = args.rows.ptx_batch
@@ -1767,7 +1785,7 @@ def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> 
             count += int((~banned[batch.prompts[group].input_ids[1:]]).sum())
     if not actor.model.trains_vision:  # a trained tower computes them in each forward
         vlm.compute_features(actor.model, batch)
-    load = expert_load(actor, batch, None, args)
+    load = count_experts(actor, batch, None, args)
     total = torch.zeros((), device=actor.model.compute.device)
     for row in vlm.packed_rows(actor.model, batch):
         if args.rows.ptx_labels == "text":
@@ -1775,7 +1793,7 @@ def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> 
         with vlm.router_logits(actor.model) as routed:
             logp, *_ = actor(row, None)  # (T,)
         loss = -logp.sum() / count
-        backward(args.rows.ptx_coef * (loss + balance_loss(actor, row, routed, load, args)))
+        backward(args.rows.ptx_coef * (loss + row_balance_loss(actor, row, routed, load, args)))
         total += loss.detach()
     return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / dist.get_world_size()}
 
@@ -1785,7 +1803,7 @@ def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> 
 # -------------------------------------------------------------------------------------------------
 
 
-def evaluation_due(step: int, args: Args, rows: Rows) -> bool:
+def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
     """Whether to evaluate after ``step`` steps."""
     return bool(rows.held_out) and logging.evaluation_due(
         step, args.run, args.optim.steps, args.data.prompts_per_step, len(rows.train)
@@ -1811,7 +1829,7 @@ def evaluate(
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if args.rollout.vision_audit:
-                seen.add(actor.model, batch, pixels, functools.partial(score_sampled, actor))
+                seen.add(actor.model, batch, pixels, functools.partial(logprobs_as_drawn, actor))
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)
@@ -1972,15 +1990,15 @@ def report(
     warning = state.streak.warning(reward, batch, log.out, args.optim.steps)
     if warning:
         log.line(f"warning: {warning}")
-    log.settle(args.checkpoint.max_failed_saves)
+    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def check_sampler(
     log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
 ) -> None:
-    """Compare the log-probs of the sampler with those of training, by value. A gap that rounding
-    does not explain raises a UserError after the first update of this process, on every rank alike,
-    and is warned of later.
+    """Compare the sampler's log-probs with those of training. A gap beyond rounding raises a
+    UserError on every rank alike after the first update of this process, and is only warned of
+    later.
 
     Args:
         begun: the step at which this process began.
@@ -1993,9 +2011,9 @@ def check_sampler(
         return
     problem = (
         f"step {state.step}: train/sampler_gap {gap:.3g} is above {limit:g}: the log-probs that the "
-        "sampler recorded are not those that the update finds for the same tokens, so it is not "
-        "the policy that sampled which is trained. Try --attention sdpa, or --cuda_graphs off; "
-        "--sampler_gap_limit moves the limit (0: none)"
+        "sampler recorded differ from those that the update computes for the same tokens, so the "
+        "sampling policy is not the policy being trained. Try --attention sdpa or --cuda_graphs "
+        "off; --sampler_gap_limit changes the limit (0: none)"
     )
     if state.step == 1 + max(begun, args.update.critic_warmup_steps):
         raise UserError(problem)
@@ -2033,6 +2051,10 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 # Appendix: the rollout engine
 # -------------------------------------------------------------------------------------------------
+
+
+# batch sizes of CUDA graphs; the number of slots is one too
+GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 class RolloutEngine:
@@ -2082,7 +2104,7 @@ class RolloutEngine:
         self.rows = torch.arange(slots, device=device)
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # cached tokens, next position, response tokens
-        self.length, self.rope, self.count_done = self.counters
+        self.length, self.rope, self.response_tokens = self.counters
         self.last = torch.zeros(slots, dtype=torch.int64, device=device)  # newest token
         # noise key of the sequence
         self.keys = torch.zeros(slots, dtype=torch.int64, device=device)
@@ -2090,7 +2112,7 @@ class RolloutEngine:
         # One spare column: a finished slot keeps computing, and writes past its end.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
-        names = ("length", "rope", "count_done", "last", "keys", "done")
+        names = ("length", "rope", "response_tokens", "last", "keys", "done")
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
         # On the host: (group, sample number), None where the slot is free.
         self.owner: list[tuple[int, int] | None] = [None] * slots
@@ -2105,7 +2127,7 @@ class RolloutEngine:
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        work = memory.rollout_work(self.actor, self.sampling.slots)
+        work = memory.rollout_work(self.actor, slots=0)
         room = memory.without_margin(free) - work
         text = self.actor.model.config.get_text_config()
         slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
@@ -2128,6 +2150,7 @@ class RolloutEngine:
             if self.dialogue is not None:
                 self.dialogue.listen(self, results)
             active = [slot for slot, owner in enumerate(self.owner) if owner]
+            # compact when an eighth of the decoded slots is free
             if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
                 active = self.compact(active)
             active = [slot for slot in active if self.speaks(slot)]
@@ -2141,7 +2164,7 @@ class RolloutEngine:
         return results
 
     def speaks(self, slot: int) -> bool:
-        """Whether a slot has a sample, and that does not wait for its environment."""
+        """Whether a slot holds a sample that is not waiting for its environment."""
         owner = self.owner[slot]
         return owner is not None and not (self.dialogue and self.dialogue.is_waiting(owner))
 
@@ -2168,7 +2191,7 @@ class RolloutEngine:
         sample's first token."""
         model, batch, device = self.actor.model, self.batch, self.compute.device
         rows, slots, places = [], [], []  # where each slot's keys and values come from and go to
-        last_rows, state = [], []
+        last_rows, started = [], []
         size = 0
         for group, samples in members:
             length = batch.prompt_lengths[group]
@@ -2178,7 +2201,7 @@ class RolloutEngine:
                 slots.append(torch.full((length,), slot))
                 places.append(torch.arange(length))
                 last_rows.append(size + length - 1)
-                state.append((slot, length, following, batch.draws[group], number))
+                started.append((slot, length, following, batch.draws[group], number))
                 self.owner[slot] = group, number
                 self.stored[slot] = length
                 self.searched[slot] = self.begun[slot] = 0
@@ -2187,19 +2210,19 @@ class RolloutEngine:
         row = vlm.prompt_row(model, batch, [group for group, _ in members], self.cache, plan)
         hidden = vlm.hidden_states(model, row)  # (L, H)
 
-        slot, length, following, draw, number = torch.tensor(state, device=device).T  # (b,) each
-        self.restart(slot, length, following, 0)
-        self.keys[slot] = logprobs.sequence_keys(
-            self.sampling.seed, self.sampling.stream, draw, number
+        columns = torch.tensor(started, device=device).T  # (5, b)
+        own_slots, lengths, positions, draws, numbers = columns
+        self.restart(own_slots, lengths, positions, 0)
+        self.keys[own_slots] = logprobs.sequence_keys(
+            self.sampling.seed, self.sampling.stream, draws, numbers
         )
-        self.sample(hidden[last_rows], slot)
-        self.count_done[slot] = 1
+        self.sample(hidden[last_rows], own_slots)
         if self.dialogue is not None:
-            self.dialogue.begin(self, state)
+            self.dialogue.begin(self, started)
 
     def restart(self, slot: Tensor, length: Tensor, following: Tensor, own: Tensor | int) -> None:
         """Let slots (b,) sample their token number ``own``, after so many cached tokens."""
-        self.length[slot], self.rope[slot], self.count_done[slot] = length, following, own
+        self.length[slot], self.rope[slot], self.response_tokens[slot] = length, following, own
         self.done[slot] = False
 
     def decode(self, size: int) -> None:
@@ -2209,8 +2232,10 @@ class RolloutEngine:
         longest = min(max(self.stored[:size]) + 1, capacity)
         self.stored[:size] = [min(n + 1, capacity - 1) for n in self.stored[:size]]
         if self.graphs is None:
-            return self.step(size, longest)
-        size = min(next(s for s in (*GRAPH_SIZES, self.cache.slots) if s >= size), self.cache.slots)
+            self.step(size, longest)
+            return
+        slots = self.cache.slots
+        size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
         self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:
@@ -2224,17 +2249,17 @@ class RolloutEngine:
             ),
         )
         hidden = vlm.hidden_states(self.actor.model, row)  # (B, H)
-        live = ~self.done[:size]
+        self.counters[:2, :size] += ~self.done[:size]
         self.sample(hidden, slice(0, size))
-        self.counters[:, :size] += live
 
     def sample(self, hidden: Tensor, slots: Tensor | slice) -> None:
-        """Draw the next token of ``slots`` (b,) from their last hidden states (b, H), and mark the
-        slots that it finishes."""
-        sampling, step = self.sampling, self.count_done[slots]  # (b,)
+        """Draw the next token of ``slots`` (b,) from their last hidden states (b, H), count it, and
+        mark the slots that it finishes."""
+        sampling, live = self.sampling, ~self.done[slots]
+        step = self.response_tokens[slots]  # (b,) position of the token in its response
         # (b, V)
         logits = logprobs.logits_fp32(
-            hidden, self.actor.model.lm_head.weight, **sampling.head(step)
+            hidden, self.actor.model.lm_head.weight, **sampling.logits_options(step)
         )
         if sampling.greedy:
             ids = logits.argmax(dim=-1)
@@ -2249,6 +2274,7 @@ class RolloutEngine:
         # not torch.isin: from ten ids on it sorts, which a graph cannot capture
         stopped = (ids[:, None] == sampling.stop_ids).any(dim=1)
         self.done[slots] = self.done[slots] | stopped | (step + 1 >= sampling.max_new_tokens)
+        self.response_tokens[slots] += live
 
     def harvest(self, results: dict[tuple[int, int], Response]) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the
@@ -2258,7 +2284,7 @@ class RolloutEngine:
         ready = [slot for slot in active if done[slot] or self.sampling.stop_strings]
         if not ready:
             return
-        counts = self.count_done[ready].tolist()
+        counts = self.response_tokens[ready].tolist()
         tokens = self.out_tokens[ready, : max(counts)].cpu()
         logps = self.out_logprobs[ready, : max(counts)].cpu()
         stop_ids = set(self.sampling.stop_ids.tolist())

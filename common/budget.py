@@ -342,8 +342,8 @@ def check_host(needed: float) -> None:
         if free is not None and needed * processes > free:
             raise ValueError(
                 f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for "
-                f"the {processes} ranks of a machine, and {free / GIB:.1f} GiB are free: more "
-                "machines, less in --offload, or --save_every 0"
+                f"the {processes} ranks of a machine, but {free / GIB:.1f} GiB are free: use more "
+                "machines, offload less, or pass --save_every 0"
             )
 
 

@@ -74,7 +74,7 @@ class Batch:
     number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
     # response tokens, a sampled end token included
     lengths: PerSample = field(default_factory=_integers)
-    truncated: PerSample = None  # bool: ended by the token limit
+    truncated: PerSample = None  # bool: ended by a limit, of tokens or of turns
     tokens: PerToken = field(default_factory=_integers)
     logprobs: PerToken = None  # as recorded when the tokens were sampled
     sampling: Any = None  # how they were drawn; training uses the same
@@ -101,6 +101,7 @@ class Batch:
     old_logprobs: PerToken = None  # under the policy at the start of the update
     ref_logprobs: PerToken = None
     kl: PerToken = None  # to the reference, before the update
+    kl_coef: float = 0.0  # weight of the KL in this step
     entropy: PerToken = None  # under the policy at the start of the update
     values: PerToken = None  # critic's value of the state before the token
     advantages: PerToken = None

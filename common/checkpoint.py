@@ -96,7 +96,7 @@ class Checkpoints:
             if not os.path.exists(mark):  # each node would keep its own shards
                 host = socket.gethostname()
                 raise ValueError(
-                    f" on {host} is not the folder of rank 0: nodes need one file system"
+                    f" on {host} is not rank 0's folder: use a file system that all nodes share"
                 )
         if is_main():
             mark.rmdir()
@@ -240,8 +240,8 @@ class Checkpoints:
         path = Path(from_main(weights.absolute_model(choice)))
         if self.is_own(path) and not self.read_only:
             raise UserError(
-                f"--resume {path} is a checkpoint of this very --out, which goes on from its "
-                "newest one without the flag; to go back to an earlier one, choose another --out"
+                f"--resume {path} is a checkpoint of this --out itself: leave out --resume to "
+                "continue from the newest one, or choose another --out to start from this one"
             )
         found = None if self.is_own(path) else self.newest_sound(own)
         found = found or self.newest_sound([path] if path.is_dir() else [])
@@ -272,7 +272,7 @@ class Checkpoints:
         steps = self.flags["steps"]
         if saved["step"] > steps and not self.read_only:
             raise ValueError(
-                f"{path} is further than --steps {steps}; raise --steps, or start another --out "
+                f"{path} is already beyond --steps {steps}; raise --steps, or start another --out "
                 "from an earlier checkpoint"
             )
         old = saved["arguments"]
@@ -483,7 +483,7 @@ class Checkpoints:
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
 
-    def check_quality(self, metrics: dict[str, float]) -> None:
+    def check_keep_best(self, metrics: dict[str, float]) -> None:
         """Raises UserError if an evaluation has no metric of the name of --keep_best."""
         name = self.args.keep_best
         if name and name not in metrics:
@@ -504,11 +504,11 @@ class Checkpoints:
             finding = f"the first parameter that is not finite is {name}"
         found = self.newest_before(state.step, state.skipped_steps)
         path = from_main(str(found[1]) if found else None)
-        way_back = "no checkpoint is from before"
+        way_back = "there is no earlier checkpoint"
         if path:
             way_back = (
-                f"the newest checkpoint from before is {path}. With --resume and its path another "
-                "--out starts from there, say with a smaller learning rate"
+                f"the newest earlier checkpoint is {path}; to restart from it, pass "
+                "it to --resume with a new --out, perhaps with a smaller learning rate"
             )
         raise UserError(
             f"step {state.step}: the gradient of the {role} was not finite and all its updates "

@@ -2,11 +2,11 @@
 
     open      environments are reset; first observations become part of the prompts
     end_turn  a turn has ended: its environment is asked in a thread, the slot keeps its cache
-    listen    replies are prefilled behind the caches of their slots, and finished samples leave
+    listen    replies are prefilled after what their slots have cached; finished samples leave
     fill      what was said, as a batch has it
 
-While an environment thinks, its slot is done, so decoding over it changes nothing that counts: not
-its tokens, and of its cache only what the reply overwrites.
+While an environment is running, its slot is marked done. Decoding still computes it, but leaves its
+tokens as they are and changes only cache entries that the reply will overwrite.
 """
 
 import functools
@@ -352,7 +352,6 @@ class Dialogue:
         columns = torch.tensor(state, device=hidden.device).T  # (4, b)
         engine.restart(*columns)
         engine.sample(hidden[last.to(hidden.device)], columns[0])
-        engine.count_done[columns[0]] += 1
 
     def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
         """Add a reply to a conversation; returns what has to be prefilled."""

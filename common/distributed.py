@@ -36,7 +36,6 @@ ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MAST
 class Ranks:
     """Where this process stands among all of them."""
 
-    rank: int
     world: int
     device: torch.device
     mesh: DeviceMesh
@@ -53,7 +52,7 @@ def start(timeout: float, hsdp: int) -> Ranks:
     """
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     device = choose_device()
     shape, names = (world,), ("shards",)
     if hsdp:
@@ -74,7 +73,7 @@ def start(timeout: float, hsdp: int) -> Ranks:
             "--max_restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun",
             flush=True,
         )
-    return Ranks(rank, world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
+    return Ranks(world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
 
 def choose_device() -> torch.device:
@@ -85,8 +84,8 @@ def choose_device() -> torch.device:
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > gpus:
         raise UserError(
-            f"{processes} processes on this machine, and torch sees {gpus} GPUs here: "
-            f"--nproc_per_node {gpus}; or CUDA_VISIBLE_DEVICES= (nothing), to use none"
+            f"{processes} processes were started on this machine, but torch sees {gpus} GPUs: use "
+            f"--nproc_per_node {gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on CPUs"
         )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)

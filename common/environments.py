@@ -82,9 +82,9 @@ class Environments:
             except ValueError as error:
                 hint = ""
                 if environment.pictures:
-                    hint = "; a class that never shows pictures says so: pictures = False"
+                    hint = "; if the class never shows pictures, set pictures = False in it"
                 raise UserError(
-                    f"{row.source}: --env {environment.spec} cannot speak to this model: {error}"
+                    f"{row.source}: --env {environment.spec} does not work with this model: {error}"
                     f"{hint}"
                 ) from error
 

@@ -85,8 +85,11 @@ def absolute(path: str) -> str:
 # -------------------------------------------------------------------------------------------------
 
 
-def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple[Any, set[str]]:
-    """An ``args_class`` with the values of flags, and the names of the flags that were given.
+def parse(
+    args_class: type, doc: str, argv: list[str] | None, toy: str
+) -> tuple[Any, set[str], set[str]]:
+    """An ``args_class`` with the values of flags, the names of the flags on the command line, and
+    those on the command line or in --config.
 
     The command line overrides --config, which overrides the defaults. Without --config,
     --export_only reads the run's own args.json, and without --model the embedded toy's file ``toy``
@@ -102,8 +105,8 @@ def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple
             config = own_config(args_class, given)
         elif given.keys() & {"data", "eval_data"}:
             raise UserError(
-                "--model and --data are needed together; without both, the toy's model learns "
-                "from its own rows"
+                "--model and --data are needed together; without both, the built-in toy is trained "
+                "on its own rows"
             )
         else:
             config = embedded_toy(toy)
@@ -117,7 +120,7 @@ def parse(args_class: type, doc: str, argv: list[str] | None, toy: str) -> tuple
         groups[group.name] = group.type(
             **{name: value for name, value in values.items() if name in names}
         )
-    return args_class(**groups), set(given)
+    return args_class(**groups), set(given), set(values)
 
 
 def build_parser(args_class: type, description: str) -> "Parser":
@@ -132,7 +135,7 @@ def build_parser(args_class: type, description: str) -> "Parser":
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="JSON object of flags (such as <out>/args.json); flags override it",
+        help="JSON file of flags (such as <out>/args.json); the command line overrides it",
     )
     for group in dataclasses.fields(args_class):
         section = parser.add_argument_group(group.type.__doc__)

@@ -36,8 +36,6 @@ class Trained:
         delay: first steps in which the model is not trained; its schedule starts after them.
         ema_beta: weight of the past in the running average; 0: no average.
         offload: "none", or what keeps the optimizer's state in host memory between its updates.
-    Attributes:
-        reference: the frozen policy of a KL, if there is one; set by the script.
     """
 
     def __init__(
@@ -53,7 +51,6 @@ class Trained:
         self.module, self.args, self.lr, self.delay = module, args, lr, delay
         self.ema_beta, self.offload = ema_beta, offload
         self.device = module.model.compute.device
-        self.reference: nn.Module | None = None
         self.optimizer = adamw(module, lr, args)
         if ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.

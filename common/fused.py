@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class Fused:
-    """A function of tensors that is compiled at its first call on a GPU, for any sizes. Where that
-    fails, it is said once and the function runs as it is written.
+    """A function of tensors that is compiled at its first call on a GPU, for any sizes. If that
+    fails, a warning is printed once and the function runs uncompiled.
 
     Args:
         devices: types of device where it is compiled.

@@ -78,7 +78,7 @@ class StepGraphs:
         if problem:
             restore(self.state, eager)
             self.give_up(
-                f"the CUDA graph of {size} slots does not do what the step does: {problem}"
+                f"the CUDA graph of {size} slots does not reproduce the eager step: {problem}"
             )
 
     def give_up(self, problem: str) -> None:
@@ -119,7 +119,7 @@ def difference(
     same = eager["last"][live] == replayed["last"][live]  # (b,) whose new tokens are the same
     others = len(live) - int(same.sum())
     if others > max(1, len(live) // 8):
-        return f"{others} of {len(live)} tokens are others"
+        return f"{others} of {len(live)} tokens differ"
     slots = live[same]
     # (b', longest): only the newest token's entry is new
     gaps = (eager["out_logprobs"][slots] - replayed["out_logprobs"][slots]).abs()

@@ -394,7 +394,7 @@ def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt
     held_out = []
     for path, _ in parse_datasets(args.eval_data):
         held_out += load_judgements(path, processor, args)
-    # A judge that learned its verdicts behind critiques only goes on writing critiques.
+    # A judge whose training verdicts all followed a critique keeps writing critiques.
     writes = {
         kind
         for kind, entry in learned.items()
@@ -419,7 +419,7 @@ def load_responses(
 
     def build(index: int, source: str, row: dict) -> tuple[Prompt, Tensor]:
         if check_judgement(row) != "response":
-            raise ValueError("a judgement; rows of --ptx_data have a prompt and a response")
+            raise ValueError("a judgement row; --ptx_data needs rows with prompt and response")
         (ask,) = read_judgement(row, {"which_answer": "last"}, "given")
         asked = Asked(
             ask["question"], ask["images"], index=index, source=source, folder=folder, row=row

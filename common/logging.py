@@ -375,7 +375,7 @@ class RunLogger:
             tqdm.write(text)
             sys.stdout.flush()  # a redirected stdout would keep the line for minutes
 
-    def settle(self, limit: int) -> None:
+    def write_due(self, limit: int) -> None:
         """Try to write what is due. Raises UserError after ``limit`` steps in a row in which that
         failed."""
         problem = self.write_records()
@@ -385,7 +385,7 @@ class RunLogger:
         self.failed += 1
         self.line(
             f"warning: records up to step {self.last_step} were not written ({self.failed} in a "
-            f"row), the next step tries again: {problem}"
+            f"row); they are retried after the next step: {problem}"
         )
         if self.failed >= limit:
             raise UserError(

@@ -366,10 +366,10 @@ class Ratios:
     """The tokens of a packed row as a policy loss sees them.
 
     Args:
-        logp, old, adv: (N,) log-probs under the trained policy and at the start of the update;
+        logp, old, adv: (T,) log-probs under the trained policy and at the start of the update;
             advantages.
-        seq: (N,) int64 in [0, n_seq), the sequence of each token.
-        kept: (N,) bool, tokens that count in means over a sequence and in statistics; the others
+        seq: (T,) int64 in [0, n_seq), the sequence of each token.
+        kept: (T,) bool, tokens that count in means over a sequence and in statistics; the others
             get weight 0.
     """
 
@@ -389,7 +389,7 @@ class Ratios:
         self.up, self.down = adv > 0, adv < 0
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """(N,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
+        """(T,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
         total = x.new_zeros(self.n_seq).index_add(0, self.seq, x * self.kept)
         count = x.new_zeros(self.n_seq).index_add(0, self.seq, self.kept.to(x.dtype))
         return (total / count.clamp(min=1))[self.seq]
@@ -397,10 +397,10 @@ class Ratios:
 
 @dataclass
 class Terms:
-    """(N,) terms of a policy-gradient loss, to be summed with `token_weights`, and where they were
+    """(T,) terms of a policy-gradient loss, to be summed with `token_weights`, and where they were
     clipped."""
 
-    terms: Tensor
+    per_token: Tensor
     ratio: Tensor
     high: Tensor | None = None  # bool: clipped from above
     low: Tensor | None = None  # bool: clipped from below
@@ -413,8 +413,8 @@ def ppo(x: Ratios, low: float, high: float, dual_clip: float = 0.0) -> Terms:
     found = _clipped(x, x.ratio, low, high)
     if dual_clip:
         found.dual = x.down & (x.ratio > dual_clip)
-        found.terms = torch.where(
-            x.down, torch.minimum(found.terms, -dual_clip * x.adv), found.terms
+        found.per_token = torch.where(
+            x.down, torch.minimum(found.per_token, -dual_clip * x.adv), found.per_token
         )
     return found
 
@@ -428,7 +428,7 @@ def gspo(x: Ratios, low: float, high: float) -> Terms:
 def _clipped(x: Ratios, ratio: Tensor, low: float, high: float) -> Terms:
     clipped = ratio.clamp(1 - low, 1 + high)
     return Terms(
-        terms=torch.maximum(-x.adv * ratio, -x.adv * clipped),
+        per_token=torch.maximum(-x.adv * ratio, -x.adv * clipped),
         ratio=ratio,
         high=x.up & (ratio > 1 + high),
         low=x.down & (ratio < 1 - low),
@@ -442,7 +442,7 @@ def cpgd_loss(x: Ratios, low: float, high: float) -> Terms:
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
     clipped = torch.where(x.up, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
     return Terms(
-        terms=-x.adv * clipped,
+        per_token=-x.adv * clipped,
         ratio=x.ratio,
         high=x.up & (x.logp > upper),
         low=x.down & (x.logp < lower),
@@ -455,7 +455,7 @@ def gmpo(x: Ratios, low: float, high: float) -> Terms:
     adv = x.sequence_mean(x.adv)
     clipped = torch.where(adv > 0, x.delta.clamp(max=high), x.delta.clamp(min=-low))
     return Terms(
-        terms=-adv * x.sequence_mean(clipped).exp(),
+        per_token=-adv * x.sequence_mean(clipped).exp(),
         ratio=x.ratio,
         high=(adv > 0) & (x.delta > high),
         low=(adv < 0) & (x.delta < -low),
@@ -466,7 +466,7 @@ def cispo(x: Ratios, low: float, high: float) -> Terms:
     """The clipped ratio as a constant weight of the log-prob (MiniMax-M1 2025)."""
     clipped = x.ratio.detach().clamp(1 - low, 1 + high)
     return Terms(
-        terms=-clipped * x.adv * x.logp,
+        per_token=-clipped * x.adv * x.logp,
         ratio=x.ratio,
         high=x.ratio > 1 + high,
         low=x.ratio < 1 - low,

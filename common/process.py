@@ -132,8 +132,8 @@ def run_main(program: Callable[[], Any]) -> None:
     except RuntimeError as error:
         if not is_lost_contact(error):
             raise
-        # The peers' own reasons stand above; this rank only lost them. NCCL's is its message's last
-        # line.
+        # The failed ranks have printed their own reasons; this one only lost contact with them. In
+        # NCCL's message the reason is the last line.
         rank = os.environ.get("RANK", 0)
         reason = " ".join(str(error).partition("Exception raised from")[0].split())
         print(

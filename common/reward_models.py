@@ -66,8 +66,8 @@ class RewardModel:
 
     @contextmanager
     def about(self, row: Prompt):
-        """What the model cannot be asked about a row, every rank finds out alike: a UserError that
-        names both."""
+        """A ValueError about a row becomes a UserError that names the model and the row. Every rank
+        raises it alike."""
         try:
             yield
         except ValueError as error:
@@ -299,8 +299,8 @@ class Judge(RewardModel):
         """Raises UserError. The likeliest of NaN would be the first verdict."""
         if not logprobs.isfinite().all():
             raise UserError(
-                f"--reward {self.spec}: log-probs of what the judge says are not finite; are its"
-                " weights?"
+                f"--reward {self.spec}: the judge's log-probs are not finite; check its weights for"
+                " NaN or infinity"
             )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import distributed
+from common import distributed, losses
 from common.buffers import Batch
 from common.flags import absolute
 from common.process import UserError, describe
@@ -340,10 +340,7 @@ def add_components(
 
 def groups_with_spread(batch: Batch) -> list[int]:
     """The prompts whose samples do not all earn the same."""
-    scores: dict[int, list[float]] = {}
-    for group, score in zip(batch.group.tolist(), batch.scores.tolist()):
-        scores.setdefault(group, []).append(score)
-    return [group for group, own in sorted(scores.items()) if max(own) - min(own) >= 1e-6]
+    return batch.group[losses.has_spread(batch.scores, batch.group)].unique().tolist()
 
 
 def groups_without_spread(batch: Batch) -> int:

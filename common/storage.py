@@ -203,7 +203,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         missing = ", ".join(sorted(name for name in names if not (folder / name).exists()))
         if missing:
             raise OSError(
-                f"{missing}: written by other ranks, but not to the {folder} that rank 0 sees"
+                f"{missing}: written by other ranks, but not in {folder} on rank 0; is it shared?"
             )
 
 

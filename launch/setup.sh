@@ -1,4 +1,4 @@
-# Sourced by quickstart.sh and tests/run.sh from the repository's root: makes .venv, installs into it, activates it.
+# Sourced from the repository's root, by you or by a script that ends on errors (set -e): makes .venv, installs into it, activates it.
 # Usage: source launch/setup.sh [further packages]
 find_python() {
     for candidate in python3.12 python3.11 python3 python; do
@@ -18,11 +18,11 @@ find_cpu_build() {
 # The stamp holds what was installed, so a second run installs nothing and a changed requirements.txt is noticed.
 wanted="$(cat requirements.txt) $*"
 if [[ "$(cat .venv/installed 2>/dev/null)" != "$wanted"* ]]; then    # further packages of another run do no harm
-    python="$(find_python)" || exit 1
+    python="$(find_python)" || return 1
     echo "installing into .venv with $($python --version): once, some minutes"
-    [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; exit 1; }
+    [ -x .venv/bin/python ] || "$python" -m venv .venv || { echo "error: '$python -m venv' failed; install the venv module (Debian: python3-venv)" >&2; return 1; }
     build="$(find_cpu_build)"
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ${build:+"torch==$build"} "$@" || exit 1
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt ${build:+"torch==$build"} "$@" || return 1
     echo "$wanted" > .venv/installed
 fi
 source .venv/bin/activate

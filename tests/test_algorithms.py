@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -267,10 +266,10 @@ CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "gmpo": (0
 
 def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, reference=None) -> torch.Tensor:
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
-    trained = SimpleNamespace(module=env.actor, reference=reference)
+    batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args)
     for row in vlm.packed_rows(env.actor.model, batch, part.groups):
-        ppo.backward(ppo.actor_loss(trained, row, batch, part, kl_coef, args)[0])
+        ppo.backward(ppo.actor_loss(env.actor, reference, row, batch, part, args)[0])
     found = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
     return found
@@ -318,7 +317,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
         best = sorted(range(len(tokens)), key=lambda t: -entropy[t])[:max(1, int(0.4 * len(tokens)))]
         keep.append([t in best for t in range(len(tokens))])
     samples.old_logprobs = env.batch.old_logprobs
-    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     assert [part.tolist() for part in samples.split(samples.in_policy_loss)] == keep
     found = head_gradient(env, args, samples)
     wanted = oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep, per_sequence=True)
@@ -344,37 +343,37 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     samples = env.batch.select(torch.arange(16))
     samples.truncated = torch.arange(16) % 3 == 0
     args = with_flags(env.args, mask_truncated=True, policy_loss=name, kl_in="reward")
-    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     trained = Caught(env.actor, args)
     with computing(env.actor, max_tokens_per_pack=600):
-        metrics = ppo.update_actor(trained, samples, 1, 0.0, None, args)
+        metrics = ppo.update_actor(trained, None, samples, 1, None, args)
     keep = [[i % 3 != 0] * n for i, n in enumerate(samples.lengths.tolist())]
     wanted = oracle_gradient(env, qwen25, name, CLIPS[name], keep, per_sequence=name == "gspo")
     found = trained.gradients[0]["model.lm_head.weight"]
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
     assert metrics["train/masked_responses"] == 6 and metrics["train/actor_updates"] == 1
     entropies = samples.entropy = torch.rand(len(samples.tokens), generator=torch.Generator().manual_seed(0))
-    both = ppo.policy_tokens(samples, with_flags(args, high_entropy_ratio=0.5).algorithm)
+    both = ppo.policy_loss_mask(samples, with_flags(args, high_entropy_ratio=0.5).algorithm)
     for i, (kept, own) in enumerate(zip(samples.split(both), samples.split(entropies))):
         best = sorted(own.tolist(), reverse=True)[:max(1, len(own) // 2)]
         assert kept.tolist() == [i % 3 != 0 and x in best for x in own.tolist()]
     samples.truncated[:] = True                                         # nothing to learn from: no update
-    samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
-    assert ppo.update_actor(trained, samples, 1, 0.0, None, args)["train/actor_updates"] == 0
+    samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+    assert ppo.update_actor(trained, None, samples, 1, None, args)["train/actor_updates"] == 0
     assert len(trained.gradients) == 1 and env.actor.model.lm_head.weight.grad is None
 
 
 def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
     """The critic's gradient, and what the actor's other terms add to its own, do not depend on the mask."""
     samples = env.batch.select(torch.arange(16))
-    samples.truncated = torch.arange(16) % 3 == 0
+    samples.truncated, samples.kl_coef = torch.arange(16) % 3 == 0, 0.5
     actor, critic = Caught(env.actor, env.args), Caught(env.critic, env.args)
     with computing(env.actor, max_tokens_per_pack=600), computing(env.critic, max_tokens_per_pack=600):
         for masked in (False, True):
             for terms in ({}, {"kl_in": "loss", "kl_estimator": "k3+"}, {"entropy_coef": 0.3}):
                 args = with_flags(env.args, **({"kl_in": "reward", "mask_truncated": masked} | terms))
-                samples.in_policy_loss = ppo.policy_tokens(samples, args.algorithm)
-                ppo.update_actor(actor, samples, 1, 0.5, None, args)
+                samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
+                ppo.update_actor(actor, None, samples, 1, None, args)
             ppo.update_critic(critic, samples, 1, args)
     flat = [torch.cat([part.flatten() for part in found.values()]) for found in actor.gradients + critic.gradients]
     plain, kl, entropy, plain_masked, kl_masked, entropy_masked, value, value_masked = flat
@@ -410,7 +409,7 @@ def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
     builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
-    ppo.load(reference, env.args, env.ranks)
+    ppo.shard_and_load(reference, env.args, env.ranks)
     with torch.no_grad():
         for parameter in reference.parameters():
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03
@@ -425,7 +424,7 @@ def test_the_exact_kl(env, qwen25):
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
     samples = env.batch.select(torch.arange(16))
     samples.kl = None
-    ppo.score(samples, env.actor, reference, None, args)
+    ppo.score(samples, env.actor, None, reference, args)
     loss, kls = torch.zeros(()), []
     for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
         prompt = env.prompts[group]

@@ -63,7 +63,7 @@ def test_gaps_are_those_of_forwards_with_other_pictures(checkpoint, rows, flags)
     pixels = dict(batch.patches)
     batch = ppo.rollout(env.actor, batch, env.sampling, 2)
     found = audit.Audit(env.processor.family)
-    found.add(env.actor.model, batch, pixels, lambda part: ppo.score_sampled(env.actor, part))
+    found.add(env.actor.model, batch, pixels, lambda part: ppo.logprobs_as_drawn(env.actor, part))
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
     own = {group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)}
     seen = by_hugging_face(env, oracle, batch, own)
@@ -97,7 +97,7 @@ def test_pictures_of_environments_are_blanked_too(qwen25, rows):
         pixels = dict(prompts.patches)
         batch = talk(env, name, 2, batch=prompts)
         found = audit.Audit(env.processor.family)
-        found.add(env.actor.model, batch, pixels, lambda part: ppo.score_sampled(env.actor, part))
+        found.add(env.actor.model, batch, pixels, lambda part: ppo.logprobs_as_drawn(env.actor, part))
         shown = [bool(said.grids) or bool(batch.prompts[group].grids)
                  for group, said in zip(batch.group.tolist(), batch.conversations)]
         assert len(found.blank) == sum(shown) and all(abs(gap) < 1e3 for gap in found.blank)
@@ -108,7 +108,7 @@ def test_pictures_of_environments_are_blanked_too(qwen25, rows):
                 assert said.features.shape == other.features.shape
         # these pictures have one colour already, so that those of replies stay as they are
         only = dataclasses.replace(blank, features=batch.features, patches=batch.patches)
-        gap = (ppo.score_sampled(env.actor, only) - batch.logprobs).abs().max()
+        gap = (ppo.logprobs_as_drawn(env.actor, only) - batch.logprobs).abs().max()
         assert gap < 1e-3
 
 
@@ -137,7 +137,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
 def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
     """k3 of the first minibatch alone, per token: 0 where the two agree, by the formula where they do not."""
     env = fresh(qwen25, picture_rows)
-    now = ppo.score_sampled(env.actor, env.batch)
+    now = ppo.logprobs_as_drawn(env.actor, env.batch)
     env.batch.logprobs = env.batch.old_logprobs = now.clone()
     env.trained.lr = 0.0
     assert update_actor(env)["rollout/train_kl"] < 1e-9

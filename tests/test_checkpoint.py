@@ -594,7 +594,7 @@ def test_nodes_that_share_no_disk(lives, flags, tmp_path):
     (tmp_path / "node").mkdir()
     hooks = [["other_disk", 1, str(tmp_path / "node")]]
     output = lives(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
-    assert "is not the folder of rank 0: nodes need one file system" in output and socket.gethostname() in output
+    assert "is not rank 0's folder: use a file system that all nodes share" in output and socket.gethostname() in output
     output = lives(flags(tmp_path / "late", "--save_blocking"), 2, [["other_disk", 1, str(tmp_path / "node"), 1]])
     assert re.search(r"step 1 was not saved \(1 in a row\): .* shard-00002.*written by other ranks", output)
     assert steps(tmp_path / "late") == [2] and list((tmp_path / "node").glob("shard-00002*"))
@@ -630,7 +630,7 @@ def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, tmp_path, monkeypatch):
     """The save that is on its way when the evaluation of its step turns out so is committed."""
     values = iter((1.0, float("nan")))
-    monkeypatch.setattr(ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, []))
+    monkeypatch.setattr(ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, [], []))
     refused(flags(tmp_path / "run", "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
     assert steps(tmp_path / "run") == [2, 1] and [record["step"] for record in records(tmp_path / "run")] == [0, 1, 2]
 
@@ -752,7 +752,7 @@ def test_a_lost_policy_stops_the_run(flags, tmp_path):
     assert steps(out) == [3, 1] and (skipped(out, 1), skipped(out, 3)) == ({"actor": 0}, {"actor": 2})
     refused([*argv, "--steps", "9"], "step 4: the gradient of the actor was not finite",
             "skipped, 3 steps in a row; its parameters are finite; "
-            f"the newest checkpoint from before is {out}/checkpoints/step-1.")
+            f"the newest earlier checkpoint is {out}/checkpoints/step-1;")
     assert steps(out) == [3, 1] and [record["step"] for record in records(out)] == [1, 2, 3, 4]
     train([*argv, "--steps", "9", "--max_skipped_steps", "0"])
     assert steps(out) == [9, 1]
@@ -780,7 +780,7 @@ def test_a_weight_that_is_not_finite_is_named(lives, flags, qwen25, tmp_path):
     output = lives([*argv, "--model", str(model)], 2, codes=[2, 2])
     assert output.count("error: step 3: the gradient of the actor was not finite") == 1
     weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
-    assert re.search(f"first parameter that is not finite is {weight}; no checkpoint is from before", output)
+    assert re.search(f"first parameter that is not finite is {weight}; there is no earlier checkpoint", output)
     assert re.search(rf"step 1 was not saved .* on rank 1, .*: actor\.model\.{weight} is not finite", output)
     assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
     assert steps(tmp_path / "run") == [] and "Traceback" not in output
@@ -1014,7 +1014,7 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
 def test_resume_choices(flags, copy, tmp_path, capfd):
     refused(flags(copy, "--resume never"), "--resume never", str(copy))
     refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
-    refused(flags(copy, "--steps 1"), "step-2 is further than --steps 1; raise --steps")
+    refused(flags(copy, "--steps 1"), "step-2 is already beyond --steps 1; raise --steps")
     refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-9"), "step-9")
     truncate(copy / "checkpoints" / "step-2")
     refused(flags(tmp_path / "new", f"--resume {copy}/checkpoints/step-2"), "step-2")
@@ -1043,7 +1043,7 @@ def test_changed_flags(flags, copy, capfd):
 def test_going_back(flags, copy, tmp_path, capfd):
     """In another --out, where changed flags are listed; the run that it is taken from stays as it is."""
     path, before = copy / "checkpoints" / "step-1", sorted(copy.rglob("*"))
-    refused(flags(copy, f"--resume {path}"), f"--resume {path} is a checkpoint of this very --out", "choose another --out")
+    refused(flags(copy, f"--resume {path}"), f"--resume {path} is a checkpoint of this --out itself", "choose another --out")
     capfd.readouterr()
     train(flags(tmp_path / "new", f"--resume {path} --gamma 0.5"))
     assert re.search(f"resuming from {path}; changed: .*--gamma 1.0 -> 0.5", capfd.readouterr().out)

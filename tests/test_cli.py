@@ -145,7 +145,7 @@ REFUSED = {
     "--freezing_actor_steps 2": "did you mean --critic_warmup_steps?",
     "--reference_model m": "--reference_model is of no use without a --kl_coef above 0",
     "--reference_every 5": "--reference_every is of no use without a --kl_coef above 0",
-    "--reference_every 5 --kl_coef 0.1 --lora_rank 4": "--reference_every does not go with --lora_rank",
+    "--reference_every 5 --kl_coef 0.1 --lora_rank 4": "--reference_every and --lora_rank: choose one",
     "--kl_target 0.1": "--kl_target is of no use without a --kl_coef above 0",
     "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 100": "--kl_horizon",       # 512 samples would turn the weight negative
     "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",

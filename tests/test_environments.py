@@ -426,16 +426,16 @@ def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp
             ppo.main(run_flags(folder, labelled, tmp_path / "refused", *more))
 
     text = toy.CHAT_TEMPLATE
-    refused("rows.jsonl:1: --env .*Tool cannot speak .*0 places for 1 pictures of role 'tool'; .*pictures = False",
+    refused("rows.jsonl:1: --env .*Tool does not work .*0 places for 1 pictures of role 'tool'; .*pictures = False",
             "--env", f"{PROGRAMS}:Tool", template=text.replace(
                 "{%- if part.type == 'image' -%}",
                 "{%- if part.type == 'image' and message.role == 'tool' -%}{%- elif part.type == 'image' -%}"))
-    refused("rows.jsonl:1: --env .*Tool cannot speak .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
+    refused("rows.jsonl:1: --env .*Tool does not work .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
         "{%- for message in messages -%}",
         "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
     refused("rows.jsonl:2: --reward env: label 'quiz' has no environment", "--env",
             json.dumps({"game": f"{PROGRAMS}:Words"}))
-    refused("--reward env: .* need one", "--env", "")
+    refused("--reward env needs an environment", "--env", "")
     hybrid = write_checkpoint(tmp_path / "hybrid", "qwen3_5")
     with pytest.raises(process.UserError, match="--env: qwen3_5 has layers of linear attention"):
         ppo.main(run_flags(hybrid, labelled, tmp_path / "refused"))

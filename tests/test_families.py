@@ -484,7 +484,7 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
     assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
     assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
     save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(process.UserError, match="weight is not the weight that config.json ties it to"):
+    with pytest.raises(process.UserError, match="weight differs from the weight that config.json ties it to"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
@@ -523,11 +523,11 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
-        load = ppo.expert_load(env.actor, samples, None, args)
+        load = ppo.count_experts(env.actor, samples, None, args)
         for row in vlm.packed_rows(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(row, None)
-            share = ppo.balance_loss(env.actor, row, logits, load, args)
+            share = ppo.row_balance_loss(env.actor, row, logits, load, args)
             (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
@@ -574,16 +574,19 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_actor_and_critic_are_balanced(family):
     """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
+    def update_policy(trained, samples, step, args):
+        ppo.update_actor(trained, None, samples, step, None, args)
+
     for coef in (0.0, 0.5):
         env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
         samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
         samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
         samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
-        for module, update, more in ((env.critic, ppo.update_critic, ()), (env.actor, ppo.update_actor, (0.0, None))):
+        for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
             trained = fsdp.Trained(module, env.args.optim, 1e-3)
-            update(trained, samples, 1, *more, env.args)
+            update(trained, samples, 1, env.args)
             for router, old in zip(vlm.routers(module.model), before, strict=True):
                 assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
 
@@ -597,12 +600,12 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
                     "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
         samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.logprobs = logprobs(env.actor, samples, env.sampling)
-        ppo.score(samples, env.actor, env.reference, None, env.args)
+        ppo.score(samples, env.actor, None, env.reference, env.args)
         samples.advantages = torch.zeros(len(samples.tokens))
         samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
         trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
-        trained.reference = env.reference
-        found.append(ppo.update_actor(trained, samples, 1, 0.1, None, env.args)["train/aux_loss"])
+        samples.kl_coef = 0.1
+        found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] > 0.5
 
 

@@ -141,7 +141,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(process.UserError, match="2 processes on this machine, and torch sees 1 GPUs here: --nproc_per_node 1"):
+    with pytest.raises(process.UserError, match="2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
         distributed.start(60.0, 0)
 
 
@@ -275,13 +275,12 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
     weights = torch.ones(len(batch.tokens))
     batch.in_policy_loss = weights > 0
     part = ppo.Minibatch(range(4), weights, weights, None)
-    trained = ppo.make_trained(env.args, env.actor, None, None)["actor"]
     env.actor.train()
     for mode in ("default", "error"):                                              # the first time makes tables and workspaces
         for row in vlm.packed_rows(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                loss, _ = ppo.actor_loss(trained, row, batch, part, 0.0, env.args)
+                loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             loss.backward()

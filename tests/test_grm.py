@@ -318,7 +318,7 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
     kept = weight.clone()
     weight[0] = torch.nan
     try:
-        with pytest.raises(process.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; are"):
+        with pytest.raises(process.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; check"):
             evaluate(env, tmp_path, env.held_out[:2], 3)
     finally:
         weight.copy_(kept)
@@ -338,10 +338,10 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
     rows = grm.replace(env.rows, train_sets=[env.rows.train[:5] * 2])
-    due = lambda every: [step for step in range(10) if grm.evaluation_due(  # noqa: E731
+    due = lambda every: [step for step in range(10) if grm.evaluates_after(  # noqa: E731
         step, with_flags(env.args, eval_every=every, steps=9), rows)]
     assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
-    assert not grm.evaluation_due(9, env.args, grm.replace(rows, held_out=[]))
+    assert not grm.evaluates_after(9, env.args, grm.replace(rows, held_out=[]))
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -459,9 +459,9 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs", "1")
     total, steps = len(env.rows.train), env.args.optim.steps
     assert steps == -(-total // 4)
-    with grm.open_stream(env.args, env.rows, grm.TrainState()) as stream:
-        groups = [stream.order(step)[0] for step in range(steps)]
-        assert stream.order(steps) is None
+    with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
+        groups = [loader.order(step)[0] for step in range(steps)]
+        assert loader.order(steps) is None
     assert all(len(part) == 4 for part in groups)
     taken = [id(question) for part in groups for question in part][:total]
     assert sorted(taken) == sorted(map(id, env.rows.train))

@@ -152,7 +152,7 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
     for mode in ("verdict", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
-        with pytest.raises(process.UserError, match="log-probs of what the judge says are not finite"):
+        with pytest.raises(process.UserError, match="the judge's log-probs are not finite"):
             score(env, reward, batch)
 
 

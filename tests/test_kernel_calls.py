@@ -81,7 +81,7 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     kernels.calls.clear()
     trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
-    metrics = ppo.update_actor(trained, batch, 1, 0.0, None, env.args)
+    metrics = ppo.update_actor(trained, None, batch, 1, None, env.args)
     assert metrics["train/actor_skipped"] == 0 and metrics["train/actor_grad_norm"] > 0
     assert kernels.names() == {PACKED[backend]}
     assert metrics["train/sampler_gap"] < 0.01
@@ -92,10 +92,9 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
-    trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
     env.actor.train()
     for row in vlm.packed_rows(env.actor.model, batch):
-        ppo.actor_loss(trained, row, batch, part, 0.0, env.args)[0].backward()
+        ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
     return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
 
 
@@ -156,8 +155,8 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
                                "--attention", attention, *CASES[case]])
         loaded = grm.load_rows(args)
         judge = grm.build_judge(args, loaded, distributed.start(60.0, 0))
-        with grm.open_stream(args, loaded, grm.TrainState()) as stream:
-            batch = grm.next_batch(stream)
+        with grm.open_loader(args, loaded, grm.TrainState()) as loader:
+            batch = grm.next_batch(loader)
         kernels.calls.clear()
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]

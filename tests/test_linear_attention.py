@@ -584,13 +584,13 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(1000, dtype=torch.bool)
     batch.logprobs = batch.old_logprobs = torch.zeros(1000)
     batch.advantages = torch.randn(1000)
-    weights = ppo.token_weights(batch, range(1), batch.in_policy_loss, env.args)
-    part, trained = ppo.Minibatch(range(1), weights, weights, None), fsdp.Trained(env.actor, env.args.optim, 1e-3)
+    weights = ppo.minibatch_weights(batch, range(1), batch.in_policy_loss, env.args)
+    part = ppo.Minibatch(range(1), weights, weights, None)
     env.actor.train()
     for _ in range(2):                                                    # the second time as in an update of several rows
         with LiveBytes() as live:
             (row,) = vlm.packed_rows(env.actor.model, batch)
-            ppo.actor_loss(trained, row, batch, part, 0.0, env.args)[0].backward()
+            ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
     root, layer, _ = ppo.memory.gathered_bytes(env.actor)
     parts = ppo.memory.backward_bytes(env.actor, row.input_ids.shape[1], bool(flags_))
     assert 0.95 < (root + 2 * layer + sum(parts.values())) / live.peak < 1.3, (parts, live.peak)

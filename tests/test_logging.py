@@ -233,18 +233,18 @@ def test_records_that_do_not_fit_are_written_later(tmp_path, capsys):
         for step in (2, 3):
             log.samples(step, [{"response": "r" * size}] * 2, [card])
             log.step(step, {"x": float(step), **{f"long/{i}": 0.0 for i in range(200)}}, {})
-            log.settle(3)
+            log.write_due(3)
             assert log.failed == step - 1 and log.last_step == step
         assert (tmp_path / "metrics.jsonl").stat().st_size == size + 20                      # half a record
         with pytest.raises(process.UserError, match="3 times in a row, the last because: .*File too large"):
-            log.settle(3)
+            log.write_due(3)
         with pytest.raises(process.UserError, match="ended after step 3, but its last records could not be written: .*large"):
             log.close(3, 6, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     time.sleep(1)  # TensorBoard sorts its files by their second
     log.step(4, {"x": 4.0}, {})
-    log.settle(3)
+    log.write_due(3)
     assert log.failed == 0 and log.write_records() == ""
     log.close(6, 6, {})
     assert steps(tmp_path) == [1, 2, 3, 4]

@@ -139,23 +139,22 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--reference_model", str(qwen25))
     assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
     batch, runs = env.batch.select(torch.arange(16)), []
-    ppo.score(batch, env.actor, env.reference, None, env.args)
+    ppo.score(batch, env.actor, None, env.reference, env.args)
     expected = score(other.reference, batch)
     assert torch.equal(batch.ref_logprobs, expected) and batch.kl.abs().max() > 0.1
     assert torch.equal(score(env.actor, batch), batch.logprobs)                                         # they act again
-    args = with_flags(env.args, kl_estimator="full", kl_in="loss")
-    weights = ppo.token_weights(batch, range(4), batch.in_policy_loss, args)
+    args, batch.kl_coef = with_flags(env.args, kl_estimator="full", kl_in="loss"), 1.0
+    weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
     for checkpointing in (False, True):
         if checkpointing:
             env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
         for reference in (env.reference, other.reference):
-            ppo.score(batch, env.actor, reference, None, args)
+            ppo.score(batch, env.actor, None, reference, args)
             env.actor.train()
-            trained = SimpleNamespace(module=env.actor, reference=reference)
             with computing(env.actor, max_tokens_per_pack=110):
                 for row in vlm.packed_rows(env.actor.model, batch):
-                    loss, _ = ppo.actor_loss(trained, row, batch, part, 1.0, args)
+                    loss, _ = ppo.actor_loss(env.actor, reference, row, batch, part, args)
                     loss.backward()
             assert env.actor.training
             fsdp.rest_after_scoring(reference)

@@ -42,8 +42,8 @@ def estimate(name, scores, group, lengths):
 def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask=None):
     """Terms of a policy loss, and the sums of its statistics."""
     ratios = losses.Ratios(logp, old, adv, seq, n_seq, mask)
-    found = ppo.POLICY_LOSSES[name].terms(ratios, low, high, dual_clip)
-    return found.terms, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
+    found = ppo.POLICY_LOSSES[name].compute(ratios, low, high, dual_clip)
+    return found.per_token, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
 
 
 # Advantages

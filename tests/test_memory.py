@@ -55,14 +55,14 @@ def average_of(env) -> dict[str, torch.Tensor]:
 
 
 def step_of(env, step: int) -> dict[str, float]:
-    return ppo.update_actor(env.trained, env.batch, step, 0.0, None, env.args)
+    return ppo.update_actor(env.trained, None, env.batch, step, None, env.args)
 
 
 # ------------------------------------------------------------------------------------------------ the average
 def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
     env = fresh(qwen25, picture_rows, "--minibatches", "1", "--epochs", "1", *EMA, *more)
-    env.trained = ppo.make_trained(env.args, env.actor, None, None)["actor"]
+    env.trained = ppo.make_roles(env.args, env.actor, None, None)["actor"]
     fsdp.put_away({"actor": env.trained})
     return env
 
@@ -89,7 +89,7 @@ def test_average_is_the_recursion_over_the_applied_steps(
 
     def broken(*args):
         loss = true_loss(*args)
-        loss.terms = loss.terms * math.nan
+        loss.per_token = loss.per_token * math.nan
         return loss
 
     monkeypatch.setattr(losses, "ppo", broken)
@@ -331,7 +331,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
     monkeypatch.setattr(fsdp, "to_device", apart)
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    role = ppo.make_trained(env.args, env.actor, None, env.reference)["actor"]
+    role = ppo.make_roles(env.args, env.actor, None, env.reference)["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
     role.move_state(env.ranks.device)
@@ -361,7 +361,7 @@ def test_a_gpu_is_relieved(qwen25, picture_rows):
     """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
     the same after the way back."""
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    trained = ppo.make_trained(env.args, env.actor, None, env.reference)["actor"]
+    trained = ppo.make_roles(env.args, env.actor, None, env.reference)["actor"]
     batch = hand_batch(env)
     expected = score(env.reference, batch)
     for move, held in (

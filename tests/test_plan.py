@@ -228,16 +228,15 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     )
     batch.advantages = batch.returns = batch.values = torch.randn(n)
     batch.in_policy_loss = torch.ones(n, dtype=torch.bool)
-    weights = ppo.token_weights(batch, range(1), batch.in_policy_loss, env.args)
+    weights = ppo.minibatch_weights(batch, range(1), batch.in_policy_loss, env.args)
     part = ppo.Minibatch(range(1), weights, weights, None)
     for module in (env.actor, env.critic):
-        trained = fsdp.Trained(module, env.args.optim, 1e-3)
         module.train()
         for _ in range(2):  # the second time as in an update of several rows
             with LiveBytes() as live:
                 (row,) = vlm.packed_rows(module.model, batch)
                 if module is env.actor:
-                    loss, _ = ppo.actor_loss(trained, row, batch, part, 0.0, env.args)
+                    loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
                 else:
                     loss, _ = ppo.critic_loss(module, row, batch, part, env.args)
                 loss.backward()

@@ -114,7 +114,7 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
     for applied in (True, False):
         trained = Caught(env.actor, env.args, applied)
-        metrics = ppo.update_actor(trained, env.batch, 1, 0.0, env.text, env.args)
+        metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, env.args)
         caught, = trained.gradients
         assert distance(caught, {name: policy[name] + text[name] for name in policy}) < 1e-6
         assert distance(caught, policy) > 1e-2
@@ -122,7 +122,7 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
         assert not applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=1e-6)
     trained = Caught(env.actor, env.args)
     env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
-    metrics = ppo.update_actor(trained, env.batch, 1, 0.0, env.text, with_flags(env.args, target_kl=1e-6))
+    metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6))
     assert not trained.gradients and "train/ptx_loss" not in metrics
 
 
@@ -160,7 +160,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
 
 
 @pytest.mark.parametrize("line, message", [
-    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement; rows of --ptx_data have a prompt"),
+    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement row; --ptx_data needs rows with prompt"),
     ({"prompt": "a"}, "ptx.jsonl:1: a row needs a target"),
     ({"prompt": "a", "response": "b " * 700}, "ptx.jsonl:1: row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])

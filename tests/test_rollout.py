@@ -108,7 +108,7 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
     samples, _ = generate(env, step, 5)
     assert sum(prefilled) == sum(step.prompt_lengths)
     generate(env, step, 1, greedy=True)
-    ppo.score_plainly(env.actor, samples)
+    ppo.plain_logprobs(env.actor, samples)
     assert sum(pictures) == 4
 
 
@@ -312,7 +312,7 @@ def other_logprobs(step, size, capacity):
     engine.out_logprobs += 0.01 * (engine.out_logprobs != before)
 
 
-WRONG = {nothing: "tokens are others", other_tokens: "tokens are others",
+WRONG = {nothing: "tokens differ", other_tokens: "tokens differ",
          other_logprobs: "log-probs differ by 0.01 on average, at most 0.001"}
 
 

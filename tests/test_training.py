@@ -196,15 +196,15 @@ def env(qwen25, picture_rows):
 
 def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
     """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
-    weights = ppo.token_weights(batch, range(4), batch.in_policy_loss, args)
+    weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
+    batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
     packs = 0
     for row in vlm.packed_rows(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
-            trained = SimpleNamespace(module=module, reference=None)
-            loss, _ = ppo.actor_loss(trained, row, batch, part, args.algorithm.kl_coef, args)
+            loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
         ppo.backward(loss)
         packs += 1
     result = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
@@ -267,7 +267,7 @@ def test_weights_of_a_minibatch_equal_a_loop(env):
             expected[own] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
                              "seq-mean-token-mean": 1 / (sequences * max(1, len(own))),
                              "seq-mean-token-sum-norm": 1 / (sequences * args.rollout.max_new_tokens)}[mode]
-        assert torch.allclose(ppo.token_weights(env.batch, [0, 2], kept, args), expected, rtol=1e-6, atol=0), mode
+        assert torch.allclose(ppo.minibatch_weights(env.batch, [0, 2], kept, args), expected, rtol=1e-6, atol=0), mode
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
@@ -325,11 +325,11 @@ def test_an_update_has_that_gradient(env, monkeypatch):
     now = with_flags(env.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
     for module, update in (
         (env.critic, ppo.update_critic),
-        (env.actor, lambda trained, batch, step, args: ppo.update_actor(trained, batch, step, 0.3, None, args)),
+        (env.actor, lambda trained, batch, step, args: ppo.update_actor(trained, None, batch, step, None, args)),
     ):
         caught.clear()
         with computing(module, max_tokens_per_pack=110):
-            update(fsdp.Trained(module, env.args.optim, 1e-3), env.batch, 1, env.args)
+            update(fsdp.Trained(module, env.args.optim, 1e-3), dataclasses.replace(env.batch, kl_coef=0.3), 1, env.args)
         assert distance(caught, gradient(now, module, env.batch)[0]) < 1e-6
 
 
@@ -426,7 +426,7 @@ def fresh(qwen25, picture_rows, *more: str):
 
 def update_actor(env, args: ppo.Args | None = None) -> dict[str, float]:
     """Step 1 of a run without a KL and without --ptx_data."""
-    return ppo.update_actor(env.trained, env.batch, 1, 0.0, None, args or env.args)
+    return ppo.update_actor(env.trained, None, env.batch, 1, None, args or env.args)
 
 
 def weights_of(module) -> dict[str, torch.Tensor]:
@@ -471,7 +471,7 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
         for step in (1, 2):
             seen.clear()
             if module is env.actor:
-                ppo.update_actor(trained, env.batch, step, 0.0, None, args)
+                ppo.update_actor(trained, None, env.batch, step, None, args)
             else:
                 ppo.update_critic(trained, env.batch, step, args)
             orders |= {(step, epoch): tuple(map(int, seen[4 * epoch:4 * epoch + 4])) for epoch in range(3)}
@@ -507,8 +507,8 @@ def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monk
     """A number is a row's share of a loss, the other kinds say how they are reduced over rows and updates."""
     env, inner, rows = fresh(qwen25, picture_rows), ppo.actor_loss, []
 
-    def loss_with_more(trained, row, batch, part, *rest):
-        loss, stats = inner(trained, row, batch, part, *rest)
+    def loss_with_more(actor, reference, row, batch, part, *rest):
+        loss, stats = inner(actor, reference, row, batch, part, *rest)
         rows.append(row)
         stats["my_term"] = (part.weights[row.flat] * 3.0).sum()
         stats["my_mean"] = logging.Mean(row.targets.sum(), len(row.targets))
@@ -537,7 +537,7 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
     def broken(*args):
         found = true_loss(*args)
         calls.append(1)
-        found.terms = found.terms * (bad if len(calls) in broken.at else 1.0)
+        found.per_token = found.per_token * (bad if len(calls) in broken.at else 1.0)
         return found
 
     monkeypatch.setattr(losses, "ppo", broken)
@@ -567,7 +567,7 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
             return found
         if function == "value_loss":
             return found * math.nan
-        found.terms = found.terms * math.nan
+        found.per_token = found.per_token * math.nan
         return found
 
     monkeypatch.setattr(losses, function, broken)
@@ -630,7 +630,7 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     if place == "reward":
         monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
     else:
-        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[3]) or update(*args))
+        monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
     steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
                   "--kl_horizon", "24", "--critic_warmup_steps", "1", "--actor_lr", "1e-2", "--kl_in", place)
     value, expected = 0.1, [0.1] * (place == "reward")                        # a frozen step has rewards, and no update
@@ -746,7 +746,7 @@ def test_a_run_that_earns_nothing_says_so_once(qwen25, task, tmp_path, capsys, m
             "--save_blocking")
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         update = ppo.update_actor
-        patch.setattr(ppo, "update_actor", lambda *given: update(*given) if given[2] < 2 else 1 / 0)
+        patch.setattr(ppo, "update_actor", lambda *given: update(*given) if given[3] < 2 else 1 / 0)
         train(qwen25, task, tmp_path, *more)
     assert "warning" not in capsys.readouterr().out
     gc.collect()                                                                   # the dead run's lock
@@ -899,10 +899,10 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
     train(qwen25, task, tmp_path / "whole", *line, "--export_every", "1")
     update = ppo.update_actor
 
-    def interrupted(trained, batch, step, *more):
+    def interrupted(trained, reference, batch, step, *more):
         if step == 3:
             process.STOP_SIGNALS.append(signal.SIGTERM)
-        return update(trained, batch, step, *more)
+        return update(trained, reference, batch, step, *more)
 
     monkeypatch.setattr(ppo.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
     monkeypatch.setattr(process, "STOP_SIGNALS", [])
@@ -966,7 +966,7 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
     one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
-    with pytest.raises(process.UserError, match="no prompt is left"):
+    with pytest.raises(process.UserError, match="prompts of a batch is left"):
         train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
     bad = ("--eval_data", str(task / "bad.jsonl"), "--eval_only")
     held_out = ppo.main(flags(qwen25, task, tmp_path / "b", *bad, *one))

@@ -1,4 +1,4 @@
-"""What transformers leaves to its users, in rooms.
+"""What transformers leaves to its users, by module.
 
 images -> families -> rows -> data         from files to prompts
 attention -> model -> weights              from prompts to hidden states; checkpoints in and out

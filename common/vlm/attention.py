@@ -70,7 +70,7 @@ def flash_attn_problem() -> str:
     if spec is None:
         return "flash-attn is not installed"
     if spec.origin is None:  # flash-attn-4 is only a part of this package: flash_attn.cute
-        return "of flash-attn only a part is installed (flash-attn-4?), without its decoding kernel"
+        return "only a part of flash-attn is installed (flash-attn-4?), without its decoding kernel"
     try:
         importlib.import_module("flash_attn").flash_attn_with_kvcache
     except (ImportError, OSError, AttributeError) as error:

@@ -456,8 +456,8 @@ class PromptLoader:
         self.ahead = None if following is None else self.submit(*following)
         if len(batch.prompts) - len(batch.dropped) < least:
             raise UserError(
-                f"no prompt is left of {len(batch.prompts)} drawn together: no picture of "
-                f"{batch.prompts[0].source} and the others decodes"
+                f"none of the {len(batch.prompts)} prompts of a batch is left: no picture of "
+                f"{batch.prompts[0].source} and the others could be decoded"
             )
         return batch
 
@@ -524,7 +524,7 @@ def load_pixels(prompt: Prompt, processor: Processor) -> tuple[Tensor, Tensor] |
     if found != promised:
         names = ", ".join(item if isinstance(item, str) else item[0] for item in prompt.images)
         raise ValueError(
-            f"{names}: patch grids {promised} by the headers, {found} decoded: changed since "
-            "loaded, or EXIF behind the body of a PNG"
+            f"{names}: patch grids {promised} by the headers, but {found} decoded: changed since "
+            "loaded, or a PNG has EXIF data after its body; restore the file"
         )
     return torch.cat(pixels), torch.tensor(found)

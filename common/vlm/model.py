@@ -35,12 +35,7 @@ from common.buffers import (
     of_sample,
 )
 from common.logging import progress
-from common.vlm.attention import (
-    ATTENTION_NAME,
-    VISION_ATTENTION_NAME,
-    PackedAttention,
-    SlotCache,
-)
+from common.vlm.attention import ATTENTION_NAME, VISION_ATTENTION_NAME, PackedAttention, SlotCache
 from common.vlm.families import Qwen
 from common.vlm.linear_attention import THEIRS, Decay, DeltaNet
 
@@ -143,8 +138,8 @@ def use_mixers(model: nn.Module) -> None:
     them by kind, as slots hold them.
 
     Raises:
-        ValueError: a layer mixes tokens in another way. It would swallow our arguments without a
-            word, and each token would see the whole of a packed row.
+        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments,
+            and each token would see the whole of a packed row.
     """
     text = model.config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
@@ -287,9 +282,8 @@ def packed_rows(
     """This rank's packed rows of the given prompt groups (all by default), on the device, one after
     the other.
 
-    All ranks get equally many rows; surplus ones are empty and weigh nothing. To begin the
-    iteration is a collective: features move from the rank that decoded a picture to those that
-    hold its rows.
+    All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
+    this is called, features move from the rank that decoded a picture to those that hold its rows.
     """
     compute = model.compute
     hidden_size = model.config.get_text_config().hidden_size
@@ -306,16 +300,22 @@ def packed_rows(
         add_replies(model, batch, packs, needed, own, shapes)
         owners |= {of_sample(i): owners[group] for i, group in enumerate(batch.group.tolist())}
     features = exchange_features(own, owners, needed, shapes, compute.dtype)
-    image_ids = model.family.visual_token_ids()
-    for pack in progress(packs[dist.get_rank()], "packed rows"):
-        positions = {group: positions_of(model, batch, group) for group, _ in pack}
-        row = build_row(batch, pack, positions, features, image_ids)
-        if model.trains_vision:
-            row = with_grids(model, row, row_grids(batch, pack))
-        segments = model.family.attention_segments(row.segments, row.image_rows)
-        row = row.to(compute.device)
-        row.attention = PackedAttention(segments, compute.backend, compute.device)
-        yield row
+    own_packs = progress(packs[dist.get_rank()], "packed rows")
+    return (packed_row(model, batch, pack, features) for pack in own_packs)
+
+
+def packed_row(
+    model: nn.Module, batch: Batch, pack: list[Block], features: dict[int, Tensor]
+) -> Row:
+    """One packed row, on the device."""
+    positions = {group: positions_of(model, batch, group) for group, _ in pack}
+    row = build_row(batch, pack, positions, features, model.family.visual_token_ids())
+    if model.trains_vision:
+        row = with_grids(model, row, row_grids(batch, pack))
+    segments = model.family.attention_segments(row.segments, row.image_rows)
+    row = row.to(model.compute.device)
+    row.attention = PackedAttention(segments, model.compute.backend, model.compute.device)
+    return row
 
 
 def row_pictures(

@@ -94,7 +94,7 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
                 raise UserError(
                     f"{reason}. The run would train on wrong numbers: try another --attention, "
                     "other versions of torch and flash-attn, or --dtype float32; --self_check off "
-                    "starts all the same"
+                    "starts the run anyway"
                 )
             say(f"warning: {reason}; taking {backends[0]}")
     for model in models:
@@ -183,9 +183,6 @@ class SelfCheck:
         self.dtype, self.device = model.compute.dtype, model.compute.device
         self.text = model.config.get_text_config()
         self.generator = torch.Generator().manual_seed(0)  # of the CPU: the same on any machine
-        self.wide = [decoder(model).get_input_embeddings().weight]
-        if model.lm_head is not None:
-            self.wide.append(model.lm_head.weight)
         self.low = first_layers(model, self.lowered)
         self.high = first_layers(self.low, Tensor.float)
 
@@ -193,7 +190,7 @@ class SelfCheck:
     def lowered(self, parameter: Tensor) -> Tensor:
         """A whole weight in the compute type; of those over the vocabulary the rows that are
         here."""
-        if any(parameter is wide for wide in self.wide):
+        if parameter.shape[:1] == (self.text.vocab_size,):
             own = shard_of(parameter)[:ROWS]
             if not len(own):  # the last ranks may have no row
                 own = own.new_ones(1, own.shape[1])

@@ -608,8 +608,8 @@ def check_tied(place: str, target: Tensor, value) -> None:
     read_weight(place, target, value, {tuple(target.shape)})
     if not torch.equal(before, shard_of(target)):
         raise ValueError(
-            f"{place} is not the weight that config.json ties it to; if both shall count, "
-            "tie_word_embeddings must be false there"
+            f"{place} differs from the weight that config.json ties it to; to keep both, set "
+            "tie_word_embeddings to false there"
         )
 
 

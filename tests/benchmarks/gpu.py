@@ -218,7 +218,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     actor, _, _ = ppo.load_models(args, models, ranks)
-    trained = ppo.make_trained(args, actor, None, None)["actor"]
+    trained = ppo.make_roles(args, actor, None, None)["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
     responses = torch.randint(5, 100, (n,)).split(response)
@@ -233,7 +233,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
           "\n|---|---|---|---|---|---|")
     for budget in budgets:
         for shared in (True, False):
-            step = functools.partial(ppo.update_actor, trained, batch, 1, 0.0, None, args)
+            step = functools.partial(ppo.update_actor, trained, None, batch, 1, None, args)
             with computing(actor, apart=not shared, max_tokens_per_pack=budget):
                 step()
                 if DEVICE.type == "cuda":

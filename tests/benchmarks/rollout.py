@@ -65,7 +65,7 @@ def give_lengths(table: torch.Tensor) -> None:
 
     def prefill_with_limit(engine, members):
         if not hasattr(engine, "limit"):
-            engine.limit = torch.zeros_like(engine.count_done)
+            engine.limit = torch.zeros_like(engine.response_tokens)
             engine.state["limit"] = engine.limit                                 # moves with its slot
         for group, samples in members:
             for slot, number in samples:
@@ -75,7 +75,7 @@ def give_lengths(table: torch.Tensor) -> None:
     def sample_to_limit(engine, hidden, slots):
         done = engine.done[slots].clone()
         sample(engine, hidden, slots)
-        engine.done[slots] = done | (engine.count_done[slots] + 1 >= engine.limit[slots])
+        engine.done[slots] = done | (engine.response_tokens[slots] >= engine.limit[slots])
 
     ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_limit, sample_to_limit
 

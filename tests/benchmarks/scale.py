@@ -39,9 +39,9 @@ HBM = 3.35e12                       # bytes per second
 PEAK = 989e12                       # dense bfloat16
 READS = {"weights": 0.85, "cache": 0.55, "logits": 0.85}     # share of HBM
 REACHED = {"forward": 0.45, "update": 0.40, "prefill": 0.40, "tower": 0.35}      # share of PEAK
-LAUNCHES = 1370                     # kernels of a decoding step of 7B, counted in a trace (28 layers)
+LAUNCHES = 783                      # kernels of a decoding step of 7B: 26 in each of 28 layers (tests/test_launches.py) and 55, the draw as one
 SMALL_KERNEL = 2.2e-6               # seconds of one of them inside a CUDA graph
-NOISE_PASSES = 29                   # over the logits of a step, in float32
+LOGIT_PASSES = 12                   # over the logits of a step, in float32: some 10, and 2 of the compiled draw
 CAPTURE, EAGER_STEP, EAGER_STEPS = 0.08, 0.024, 2            # seconds of a graph's capture and of a step without, and how many
 HEAD_BACKWARD = 0.018               # seconds per 1,024 response tokens
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
@@ -131,8 +131,8 @@ def decode_seconds(name: str, batch: float, context: float) -> float:
     _, _, layers, _, kv_heads, vocabulary, *_ = MODELS[name]
     cache = batch * context * layers * 2 * kv_heads * HEAD_DIM * 2
     reads = 2 * (size["layers"] + size["head"]) / READS["weights"] + cache / READS["cache"]
-    noise = batch * vocabulary * 4 * NOISE_PASSES / READS["logits"]
-    return (reads + noise) / HBM + LAUNCHES * layers / MODELS["7B"][2] * SMALL_KERNEL
+    logits = batch * vocabulary * 4 * LOGIT_PASSES / READS["logits"]
+    return (reads + logits) / HBM + LAUNCHES * layers / MODELS["7B"][2] * SMALL_KERNEL
 
 
 def rollout_seconds(name: str, samples: float, prompt: int, mean: int, longest: int, slots: int) -> float:

@@ -116,10 +116,9 @@ def ours(args, actor, batch, share: bool) -> None:
     """The trainer's update of one minibatch, up to the gradients."""
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(None, weights, weights, None)
-    trained = SimpleNamespace(module=actor, reference=None)
     with sharing(share):
         for row in vlm.packed_rows(actor.model, batch):
-            ppo.actor_loss(trained, row, batch, part, 0.0, args)[0].backward()
+            ppo.actor_loss(actor, None, row, batch, part, args)[0].backward()
 
 
 @contextmanager
