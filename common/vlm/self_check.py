@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from common import distributed
 from common.buffers import Row
 from common.fsdp import shard_of
+from common.fused import describe
 from common.logprobs import linear_logprobs
 from common.process import UserError
 from common.settings import ModelArgs
@@ -82,7 +83,8 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
     """
     model = models[0]
     held = distributed.gather_json(model.compute.backend)
-    backends = list(BACKENDS[max(map(BACKENDS.index, held)) :])  # a node may lack a package
+    first = max(map(BACKENDS.index, held))  # a node may lack a package
+    backends = list(BACKENDS[first:])
     if args.attention != "auto":
         backends = backends[:1]
     on_gpu = model.compute.device.type == "cuda"
@@ -105,7 +107,8 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
 def run_check(check: "SelfCheck", backend: str) -> list[str]:
     """What fails with a back-end, on any rank; the main rank prints a table of all parts, each as
     it is where it is worst. All ranks must call."""
-    found = [Part(*part) for own in distributed.gather_json(check.parts(backend)) for part in own]
+    gathered = distributed.gather_json(check.parts(backend))
+    found = [Part(*part) for own in gathered for part in own]
     failing = []
     say(f"self-check with attention {backend}: relative errors, and what rounding explains at most")
     for name in dict.fromkeys(part.name for part in found):
@@ -133,7 +136,8 @@ def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
     to ``dtype``, and the root of ``terms`` epsilons for sums in float32. Rounding errors rarely add
     up, so what is measured is a third of this, and less."""
     of_sums = math.sqrt(terms) * torch.finfo(torch.float32).eps
-    return roundings * torch.finfo(dtype).eps / 2 + of_sums
+    of_results = roundings * torch.finfo(dtype).eps / 2
+    return of_results + of_sums
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -152,9 +156,7 @@ def measured(name: str, checked: Checked) -> list[Part]:
         for part, found, expected, bound in checked:
             parts.append(Part(part, relative_error(found, expected), bound))
     except Exception as error:
-        said = " ".join(str(error).split())
-        problem = f"{type(error).__name__}: {said:.200}".rstrip(".")
-        parts.append(Part(name, math.inf, 1.0, problem))
+        parts.append(Part(name, math.inf, 1.0, describe(error).rstrip(".")))
     return parts
 
 
@@ -209,7 +211,8 @@ class SelfCheck:
             parts += measured("linear attention", self.linear_attention())
         if self.model.lm_head is not None:
             parts += measured("head", self.head())
-        if isinstance(self.model.family, Qwen) and self.model.model.visual is not None:
+        is_known = isinstance(self.model.family, Qwen)
+        if is_known and self.model.model.visual is not None:
             parts += measured("vision", self.vision(backend))
         return parts
 
@@ -318,9 +321,9 @@ class SelfCheck:
 
     def vision(self, backend: str) -> Checked:
         """Two pictures through the tower's first block and the projector, forward and backward."""
-        projection = self.low.model.visual.patch_embed.proj
-        size = projection.weight[0].numel()
-        pixels, sums = [self.random(PATCHES, size)], PATCHES * size
+        size = self.low.model.visual.patch_embed.proj.weight[0].numel()
+        pixels = [self.random(PATCHES, size)]
+        sums = PATCHES * size
         use_attention(self.low, backend)
         found = with_gradients(lambda x: image_features(self.low, x, GRIDS), pixels)  # (K, M, H)
         use_attention(self.high, "sdpa")
