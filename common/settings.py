@@ -44,7 +44,7 @@ class ModelArgs:
     compile: str = flag(
         "off",
         "layers: torch.compile fuses norms, rotary positions, gates and sums of the decoder's "
-        "layers in updates and scoring; minutes at the start",
+        "layers in updates and scoring, which takes a while in the first step",
         choices=("off", "layers"),
         neutral=True,
     )
