@@ -267,8 +267,9 @@ class RolloutArgs:
     )
     vision_audit: bool = flag(
         True,
-        "score the answers of evaluations with blank pictures too, and with those of another row "
-        "(eval/vision_gap_*): two packed forwards",
+        "score the answers of evaluations with their pictures, with blank ones and with those of "
+        "another row (eval/vision_gap_*): three packed forwards; greedy evaluations also answer "
+        "blank pictures (eval/accuracy_blanked): a second rollout and its rewards",
         neutral=True,
     )
     eval_samples: int = flag(
@@ -735,11 +736,6 @@ def check_rows(
         raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
     if envs is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
-    if envs is not None and attention.linear_layers(rows.processor.config.get_text_config()):
-        raise UserError(
-            f"--env: {rows.processor.config.model_type} has layers of linear attention, whose states "
-            "cannot wait for an environment yet; choose a model with attention in every layer"
-        )
     if envs is not None:
         rewarded = [row for row in everything if reward.asks("env", row.label)]
         envs.check_rows(everything, rewarded, rows.processor)
@@ -1821,15 +1817,16 @@ def evaluate(
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations, labels, seen = [], [], audit.Audit(actor.processor.family)
+    conversations, labels = [], []
+    seen = audit.Audit(actor, reward, logprobs_as_drawn, rollout)
     with trained.averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
-            pixels = dict(prompts.patches)
+            pixels = dict(prompts.patches)  # of which a rollout keeps only features
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if args.rollout.vision_audit:
-                seen.add(actor.model, batch, pixels, functools.partial(logprobs_as_drawn, actor))
+                seen.add(batch, replace(prompts, patches=pixels, features={}))
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)
@@ -2092,6 +2089,10 @@ class RolloutEngine:
         )
 
         self.make_slots(slots)
+        if dialogue is not None and self.cache.linear is not None:
+            self.cache.linear.done = self.done
+            if sampling.stop_strings:
+                self.poll = 1  # no state can be wound back to where a string has ended
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
@@ -2146,9 +2147,9 @@ class RolloutEngine:
             self.bar.update(len(results) - self.bar.n)
             while self.admit(waiting):
                 pass
-            self.harvest(results)  # one-token responses end with the prefill
             if self.dialogue is not None:
                 self.dialogue.listen(self, results)
+            self.harvest(results)  # turns of one token end with the prefill
             active = [slot for slot, owner in enumerate(self.owner) if owner]
             # compact when an eighth of the decoded slots is free
             if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):

@@ -18,7 +18,8 @@ ROLES = ("user", "tool")  # in whose name an environment may speak
 # How a sample ends: by its environment, after --max_turns, by --max_new_tokens or
 # --max_reply_tokens, by an environment that failed.
 ENDINGS = ("answered", "turn_limit", "token_limit", "error")
-Part = str | list  # of a message: a text, or the [width, height] of a picture
+# Parts of a message: {"type": "text", "text": ...}, {"type": "image", "width": w, "height": h}
+Content = list[dict]
 LOCAL = ("pictures", "patches", "features")
 
 
@@ -27,8 +28,8 @@ class Conversation:
     """One sample's conversation. Own tokens are those of the policy, counted over all turns."""
 
     role: str = "user"
-    opening: list[Part] = field(default_factory=list)  # the first observation
-    replies: list[list[Part]] = field(default_factory=list)
+    opening: Content = field(default_factory=list)  # the first observation
+    replies: list[Content] = field(default_factory=list)
     behind: list[int] = field(default_factory=list)  # own tokens before each reply
     ends: list[int] = field(default_factory=list)  # own tokens up to the end of each finished turn
     rewards: list[float] = field(default_factory=list)  # of each finished turn
@@ -37,7 +38,8 @@ class Conversation:
     seconds: float = 0.0  # that its environment took
     # of the pictures that stand between the policy's tokens; not of those in the prompt
     grids: list[tuple] = field(default_factory=list)
-    # Only on the rank that ran the environment:
+    owner: int = 0  # the rank that ran the environment
+    # Only on that rank:
     pictures: list = field(default_factory=list)  # Pillow's, those of the opening first
     patches: list[Tensor] = field(default_factory=list)  # of `grids`, until they have features
     features: Tensor | None = None  # (K, M, H) of `grids`, on the CPU
@@ -57,6 +59,8 @@ class Conversation:
 def gather(own: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
     found: list[Conversation] = []
+    for said in own:
+        said.owner = dist.get_rank()
     for rank, part in enumerate(distributed.gather_json([said.shared() for said in own])):
         if rank == dist.get_rank():
             found += own

@@ -6,7 +6,8 @@
     fill      what was said, as a batch has it
 
 While an environment is running, its slot is marked done. Decoding still computes it, but leaves its
-tokens as they are and changes only cache entries that the reply will overwrite.
+tokens, and the states of linear attention, as they are, and changes only cache entries that the
+reply will overwrite.
 """
 
 import functools
@@ -21,10 +22,12 @@ from common import distributed
 from common.buffers import Batch
 from common.conversations import Conversation
 from common.environments import Call, Environment, Environments, Workers, env_row, read_step
+from common.process import describe
 from common.vlm import model as vlm
 from common.vlm import replies
 from common.vlm.data import Processor
-from common.vlm.replies import Reply, Resumed
+from common.vlm.replies import Pixels, Reply, Resumed
+from common.vlm.rows import Prompt
 
 Key = tuple[int, int]  # (group, sample number)
 
@@ -45,20 +48,28 @@ class Talk:
     environment: Environment | None
     said: Conversation
     object: Any = None  # the environment, once it is made
+    is_busy: bool = False  # for good: a call of it was given up
     call: Call | None = None  # while it thinks
     opening: Reply | None = None  # a first observation that comes after the prompt
     response: Response | None = None  # the own tokens of all finished turns
-    # of each reply: own tokens before it, ids (E,), positions (3, E) from the prompt's end
-    pieces: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
+    # turns and replies after the prompt: ids (n,), which are own (n,), rotary positions from the
+    # prompt's end (n, 3)
+    stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     given: int = 0  # tokens of the prompt and of all replies
+    replied: int = 0  # tokens of all replies, without a first observation
     origin: int = 0  # rotary position after the prompt
     following: int = 0  # rotary position of the turn's first token
     begun: int = 0  # own tokens before the turn
 
-    @property
-    def reply_tokens(self) -> int:
-        first = len(self.opening.input_ids) if self.opening else 0
-        return sum(len(ids) for _, ids, _ in self.pieces) - first
+    def add(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
+        """Add a turn or a reply (n,) with its rotary positions (n,) or (3, n) to the stream."""
+        places = (positions - self.origin).expand(3, -1).T
+        self.stream.append((ids, torch.full((len(ids),), is_own), places))
+
+    def add_turn(self, tokens: Tensor) -> None:
+        """Add what is new of all own tokens (n,)."""
+        new = tokens[self.begun :]
+        self.add(new, self.following + torch.arange(len(new)), is_own=True)
 
 
 class Dialogue:
@@ -77,7 +88,7 @@ class Dialogue:
         self.max_new_tokens, self.seed = max_new_tokens, seed
         self.workers = Workers(self.args.env_workers, self.args.env_timeout)
         self.talks: dict[Key, Talk] = {}
-        self.shared_patches: dict[int, tuple[Tensor, Tensor]] = {}  # by group, with the prompt's
+        self.shared_pixels: dict[int, Pixels] = {}  # by group, with the prompt's own
 
     # First observations
 
@@ -88,13 +99,14 @@ class Dialogue:
         One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
         have in common; the rest begins the stream of each sample. Raises UserError on every rank.
         """
+        changes: dict[int, dict] = {}
         with distributed.raise_on_all_ranks("--env "):
             self.reset_all(batch, groups, count)
-            openings = {group: self.open_group(batch, group, count) for group in groups}
-        shared: dict[str, Any] = {}
-        for part in distributed.gather_json({g: found for g, found in openings.items() if found}):
-            shared |= part
-        return self.with_openings(batch, shared) if shared else batch
+            for group in groups:
+                if any(self.talks[group, k].opening for k in range(count)):
+                    changes[group] = self.open_group(batch, group, count)
+        found = sum(distributed.gather_json(list(changes.items())), [])  # of all ranks
+        return self.with_prompts(batch, dict(found)) if found else batch
 
     def reset_all(self, batch: Batch, groups: list[int], count: int) -> None:
         for group in groups:
@@ -106,56 +118,70 @@ class Dialogue:
                 if environment is not None:
                     talk.said.role = environment.role
                     seen = env_row(row, (*self.seed, batch.draws[group]), number)
-                    talk.call = self.workers.submit(functools.partial(self.reset, talk, seen))
+                    work = functools.partial(self.reset, talk, row, seen)
+                    talk.call = self.workers.submit(work)
         for talk in self.talks.values():
             if talk.call is not None:
                 self.workers.wait([talk.call])
                 talk.opening = self.take_result(talk)
                 if talk.opening is not None:
-                    talk.said.opening = talk.opening.parts
+                    talk.said.opening = talk.opening.content
                     talk.said.pictures += talk.opening.pictures
 
-    def reset(self, talk: Talk, row: dict) -> Reply | None:
+    def reset(self, talk: Talk, prompt: Prompt, row: dict) -> Reply | None:
         """In a thread: make and reset an environment."""
         talk.object = talk.environment.make()
         said = talk.object.reset(row)
-        return None if said is None else self.read(talk, said)
+        if said is None:
+            return None
+        opening = self.read(talk, said)
+        limit = self.environments.max_prompt_tokens
+        replies.encode_opening(self.processor, prompt, opening, limit)  # or this sample fails
+        return opening
 
     def read(self, talk: Talk, said: Any) -> Reply:
         reply = replies.read_parts(said, self.processor)
         if reply.pictures and not talk.environment.pictures:
             raise ValueError("a picture from a class that says pictures = False")
+        if reply.pictures and self.environments.blank:
+            reply.patches = self.processor.family.blank(reply.patches)
         return reply
 
-    def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any] | None:
-        """How the samples of a prompt begin, JSON-ready: with an observation that they share, or
-        after the first ``cut`` tokens of the prompt; None without observations."""
+    def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any]:
+        """What changes in a prompt, JSON-ready: it ends with an observation that its samples share,
+        or where what they see differs."""
         row, talks = batch.prompts[group], [self.talks[group, k] for k in range(count)]
-        seen = [talk for talk in talks if talk.opening is not None]
-        if not seen:
-            return None
-        first = seen[0].opening
-        if seen[0].environment.shared:
-            self.add_patches(batch, group, first)
-            for talk in talks:
+        if talks[0].environment.shared:
+            opening = next(talk.opening for talk in talks if talk.opening)
+            if opening.grids:
+                parts = [batch.patches[group]] if group in batch.patches else []
+                parts.append((opening.patches, torch.tensor(opening.grids)))
+                self.shared_pixels[group] = replies.join_pixels(parts)
+            for talk in talks:  # one whose reset failed sees it too: it is in its prompt
                 talk.opening = None
-            return {"parts": first.parts, "grids": first.grids}
+                talk.said.opening, talk.said.pictures = opening.content, list(opening.pictures)
+            text, ids, image_tokens = self.encode_opening(row, opening)
+            return {
+                "text": text,
+                "input_ids": ids.tolist(),
+                "image_tokens": image_tokens,
+                "grids": opening.grids,
+            }
         whole = []  # the prompt of each sample with its own observation
         cut = len(row.input_ids)
         for talk in talks:
-            opening = talk.opening or Reply(parts=[])
-            _, ids, _ = self.encode_opening(row, opening)
-            whole.append(Reply([], grids=row.grids + opening.grids, input_ids=ids))
+            talk.opening = talk.opening or Reply()
+            _, ids, _ = self.encode_opening(row, talk.opening)
+            whole.append(Reply(grids=row.grids + talk.opening.grids, input_ids=ids))
             cut = min(cut, common_prefix(row.input_ids, ids))
         image_ids = self.model.family.visual_token_ids()
         if int(torch.isin(row.input_ids[:cut], image_ids).sum()) != row.image_tokens:
             raise ValueError(f"{row.source}: the template puts the observation before a picture")
         for talk, begin in zip(talks, whole):
             positions = vlm.prompt_positions(self.model, begin)  # (3, P)
-            talk.opening = talk.opening or Reply(parts=[])
             talk.opening.input_ids = begin.input_ids[cut:]
             talk.opening.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
-        return {"cut": cut}
+        return {"input_ids": row.input_ids[:cut].tolist(), "grids": ()}
 
     def encode_opening(self, row, opening: Reply) -> tuple[str, Tensor, int]:
         limit = self.environments.max_prompt_tokens
@@ -164,37 +190,16 @@ class Dialogue:
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
 
-    def add_patches(self, batch: Batch, group: int, opening: Reply) -> None:
-        """Add the pictures of a shared observation to those of its prompt."""
-        if not opening.grids:
-            return
-        patches, grids = opening.patches, torch.tensor(opening.grids)
-        if group in batch.patches:
-            before = batch.patches[group]
-            patches, grids = torch.cat([before[0], patches]), torch.cat([before[1], grids])
-        self.shared_patches[group] = patches, grids
-
-    def with_openings(self, batch: Batch, openings: dict[str, Any]) -> Batch:
-        """The batch with other prompts: ``openings`` are what `open_group` found, of all ranks."""
-        prompts, patches, features = list(batch.prompts), dict(batch.patches), dict(batch.features)
-        for key, found in openings.items():
-            group = int(key)
-            row = prompts[group]
+    def with_prompts(self, batch: Batch, changes: dict[int, dict]) -> Batch:
+        """The batch with prompts as `open_group` has changed them, on all ranks."""
+        prompts, features = list(batch.prompts), dict(batch.features)
+        for group, changed in changes.items():
+            ids = torch.tensor(changed["input_ids"], dtype=torch.int64)
+            grids = prompts[group].grids + tuple(map(tuple, changed["grids"]))
+            known = changed | {"input_ids": ids, "grids": grids}
+            prompts[group] = replace(prompts[group], **known)
             features.pop(group, None)
-            if "cut" in found:
-                prompts[group] = replace(row, input_ids=row.input_ids[: found["cut"]])
-                continue
-            opening = Reply(found["parts"], grids=tuple(map(tuple, found["grids"])))
-            text, ids, image_tokens = self.encode_opening(row, opening)
-            prompts[group] = replace(
-                row,
-                text=text,
-                input_ids=ids,
-                grids=row.grids + opening.grids,
-                image_tokens=image_tokens,
-            )
-            if group in self.shared_patches:
-                patches[group] = self.shared_patches[group]
+        patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
     @property
@@ -244,24 +249,23 @@ class Dialogue:
 
     def listen(self, engine, results: dict[Key, Response]) -> None:
         """Take what environments have answered. If all samples wait, so does this."""
-        slots = {owner: slot for slot, owner in enumerate(engine.owner) if owner}
-        waiting = {key: self.talks[key] for key in slots if self.is_waiting(key)}
-        all_wait = bool(waiting) and len(waiting) == len(slots)
-        text = f"{len(waiting)} wait for their environments" if all_wait else ""
-        engine.bar.set_postfix_str(text, refresh=all_wait)
+        taken = {slot: self.talks[owner] for slot, owner in enumerate(engine.owner) if owner}
+        waiting = {slot: talk for slot, talk in taken.items() if talk.call}
+        all_wait = bool(waiting) and len(waiting) == len(taken)
+        engine.bar.set_postfix_str(f"{len(waiting)} wait for environments", refresh=all_wait)
         if all_wait:
             self.workers.wait([talk.call for talk in waiting.values()])
         going_on, freed = [], []
-        for key, talk in waiting.items():
+        for slot, talk in waiting.items():
             if not self.workers.has_ended(talk.call):
                 continue
             reply = self.hear(talk)
             if talk.said.ended:
                 is_cut = talk.said.ended.endswith("_limit")
-                results[key] = talk.response._replace(truncated=is_cut)
-                freed.append(slots[key])
+                results[engine.owner[slot]] = talk.response._replace(truncated=is_cut)
+                freed.append(slot)
             else:
-                going_on.append((slots[key], talk, reply))
+                going_on.append((slot, talk, reply))
         engine.release(freed)
         self.resume_all(engine, going_on)
 
@@ -281,7 +285,7 @@ class Dialogue:
             self.end(talk, "turn_limit")
         elif (
             own >= self.max_new_tokens
-            or talk.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
+            or talk.replied + len(reply.input_ids) > self.args.max_reply_tokens
         ):
             self.end(talk, "token_limit")
         return reply
@@ -291,11 +295,11 @@ class Dialogue:
         with --on_env_error stop."""
         call, talk.call = talk.call, None
         talk.said.seconds += call.seconds
-        problem = call.problem(__file__)
-        if not problem:
+        if call.error is None:
             return call.result
+        problem = describe(call.error, __file__)
         if call.late:
-            talk.object = None  # still at it: it cannot be closed
+            talk.is_busy, problem = True, str(call.error)
         problem = f"{talk.environment.spec}: {talk.source}: {problem}"
         if self.args.on_env_error == "stop":
             raise ValueError(problem)
@@ -307,7 +311,7 @@ class Dialogue:
         """A sample is over: let its environment go."""
         talk.said.ended = ended
         close = getattr(talk.object, "close", None)
-        if callable(close):
+        if callable(close) and not talk.is_busy:
             talk.call = self.workers.submit(close)
 
     def finish(self) -> None:
@@ -327,11 +331,12 @@ class Dialogue:
         batch: list[tuple[int, Talk, Reply]] = []
         size = 0
         for part in waiting:
-            size += 1 + len(part[2].input_ids)
-            if batch and size > self.model.compute.max_tokens_per_pack:
+            tokens = 1 + len(part[2].input_ids)
+            if batch and size + tokens > self.model.compute.max_tokens_per_pack:
                 self.resume(engine, batch)
-                batch, size = [], 1 + len(part[2].input_ids)
+                batch, size = [], 0
             batch.append(part)
+            size += tokens
         if batch:
             self.resume(engine, batch)
 
@@ -342,16 +347,14 @@ class Dialogue:
         resumed, state = [], []
         for (slot, talk, reply), shown in zip(batch, features):
             resumed.append(self.add_reply(talk, slot, reply, shown))
-            own = talk.begun
-            state.append((slot, talk.given + own, talk.following, own))
-            engine.stored[slot] = talk.given + own
-            engine.searched[slot] = engine.begun[slot] = own
+            engine.stored[slot] = talk.given + talk.begun
+            engine.searched[slot] = engine.begun[slot] = talk.begun
+            state.append((slot, engine.stored[slot], talk.following, talk.begun))
         row = replies.reply_row(self.model, engine.cache, resumed, features)
-        hidden = vlm.hidden_states(self.model, row)  # (L, H)
-        last = torch.tensor([len(part.input_ids) for part in resumed]).cumsum(0) - 1
+        hidden = vlm.hidden_states(self.model, row)[row.predict]  # (b, H)
         columns = torch.tensor(state, device=hidden.device).T  # (4, b)
         engine.restart(*columns)
-        engine.sample(hidden[last.to(hidden.device)], columns[0])
+        engine.sample(hidden, columns[0])
 
     def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
         """Add a reply to a conversation; returns what has to be prefilled."""
@@ -359,11 +362,13 @@ class Dialogue:
         start = talk.following + own - talk.begun  # rotary position of the reply
         positions = start + reply.positions  # (3, E)
         ids, cached = reply.input_ids, talk.given + own
-        talk.pieces.append((own, ids, positions - talk.origin))
         if own:
-            talk.said.replies.append(reply.parts)
+            talk.add_turn(talk.response.tokens)
+            talk.said.replies.append(reply.content)
             talk.said.behind.append(own)
             talk.said.pictures += reply.pictures
+            talk.replied += len(ids)
+        talk.add(ids, positions, is_own=False)
         if reply.grids:
             said = talk.said
             said.grids += reply.grids
@@ -389,36 +394,19 @@ class Dialogue:
         """Add the conversations of the samples ``keys``, in the order of the batch."""
         own = batch.split(batch.tokens)
         talks = [self.talks[key] for key in keys]
-        streams = [stream_of(talk.pieces, tokens) for talk, tokens in zip(talks, own)]
-        columns = list(zip(*streams)) or [(), (), ()]
         empty = torch.zeros(0, dtype=torch.int64)
-        batch.spans = torch.tensor([len(ids) for ids, *_ in streams], dtype=torch.int64)
-        batch.stream = torch.cat([empty, *columns[0]])
-        batch.is_own = torch.cat([empty.bool(), *columns[1]])
-        batch.places = torch.cat([empty.view(0, 3), *columns[2]])
+        parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
+        for talk, tokens in zip(talks, own):
+            talk.add_turn(tokens)
+            parts += talk.stream
+        batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
+        sizes = [sum(len(ids) for ids, *_ in talk.stream) for talk in talks]
+        batch.spans = torch.tensor(sizes, dtype=torch.int64)
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
         for start, talk in zip(batch.offsets.tolist(), talks):
             for end, reward in zip(talk.said.ends, talk.said.rewards):
                 batch.turn_rewards[start + end - 1] = reward
         batch.conversations = [talk.said for talk in talks]
-
-
-def stream_of(
-    pieces: list[tuple[int, Tensor, Tensor]], tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A sample's own ``tokens`` (n,) with the replies between them: token ids (r,), which are own
-    (r,) bool, rotary positions from the prompt's end (r, 3)."""
-    ids, is_own, places = [], [], []
-    begun = following = 0
-    last = (len(tokens), torch.zeros(0, dtype=torch.int64), torch.zeros(3, 0, dtype=torch.int64))
-    for end, reply, positions in [*pieces, last]:
-        turn = tokens[begun:end]
-        ids += [turn, reply]
-        is_own += [torch.ones(len(turn)).bool(), torch.zeros(len(reply)).bool()]
-        places += [following + torch.arange(len(turn))[:, None].expand(-1, 3), positions.T]
-        begun = end
-        following = int(positions.max()) + 1 if len(reply) else following + len(turn)
-    return torch.cat(ids), torch.cat(is_own), torch.cat(places)
 
 
 def common_prefix(one: Tensor, other: Tensor) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 
 from common.conversations import ROLES
 from common.flags import absolute
-from common.process import UserError, describe
+from common.process import UserError
 from common.reward_functions import load_object
 from common.settings import EnvArgs
 from common.vlm.data import Processor
@@ -57,6 +57,7 @@ class Environments:
     by_label: dict[str, Environment]  # "*": every other label
     args: EnvArgs
     max_prompt_tokens: int  # with a first observation
+    blank: bool = False  # whether the policy gets their pictures in one colour
 
     def of(self, row: Prompt) -> Environment | None:
         """That of a row; None: its label has none, and its samples have one turn."""
@@ -71,12 +72,11 @@ class Environments:
                     f"{row.source}: --reward env: label {row.label!r} has no environment in "
                     f"--env {self.args.env}"
                 )
-        seen: set[str] = set()
+        first: dict[Environment | None, Prompt] = {}  # row of each
         for row in rows:
-            environment = self.of(row)
-            if environment is None or environment.spec in seen:
-                continue
-            seen.add(environment.spec)
+            first.setdefault(self.of(row), row)
+        first.pop(None, None)
+        for environment, row in first.items():
             try:
                 check_template(processor, environment.role, environment.pictures)
             except ValueError as error:
@@ -119,9 +119,10 @@ def load_class(spec: str) -> Environment:
     """The class ``path.py:Class``. Raises UserError: it is none, or lacks what a class needs."""
     found = load_object("--env", spec, "an existing path.py:Class, or JSON {label: path.py:Class}")
     missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if not inspect.isclass(found) or missing:
-        lacks = f"has no method {missing[0]!r}" if missing else "is no class"
-        raise UserError(f"--env {spec}: {found!r:.80} {lacks}; see launch/README.md")
+    if missing:
+        raise UserError(
+            f"--env {spec}: {found!r:.80} has no method {missing[0]!r}; see launch/README.md"
+        )
     try:
         inspect.signature(found).bind()
         inspect.signature(found.reset).bind("self", "row")
@@ -179,19 +180,12 @@ class Call:
     """A call of a user's program: what it returned, or what it raised."""
 
     work: Callable[[], Any]
-    limit: float  # seconds
     result: Any = None
     error: BaseException | None = None
     ended: bool = False
     late: bool = False  # given up while it was running
     started: float = math.inf  # when a thread took it
     seconds: float = 0.0
-
-    def problem(self, own_file: str) -> str:
-        """What went wrong, "" if nothing did."""
-        if self.error is None:
-            return ""
-        return str(self.error) if self.late else describe(self.error, own_file)
 
 
 @dataclass
@@ -210,12 +204,14 @@ class Workers:
     waiting: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     news: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: list[Call] = field(default_factory=list)  # that were not seen to end
     threads: int = 0
 
     def submit(self, work: Callable[[], Any]) -> Call:
-        call = Call(work, self.limit)
+        call = Call(work)
         if self.threads < max(1, self.count):
             self.add_thread()
+        self.calls.append(call)
         self.waiting.put(call)
         if self.count == 0:
             self.wait([call])
@@ -259,15 +255,14 @@ class Workers:
         return True
 
     def wait(self, calls: list[Call]) -> None:
-        """Until one of the calls has ended."""
+        """Until one of the calls has ended. Late ones are given up, whoever submitted them: they
+        would keep their threads from the calls that wait here."""
         while True:
             self.news.clear()
-            if any([self.has_ended(call) for call in calls]):
+            self.calls = [call for call in self.calls if not self.has_ended(call)]
+            if any(call.ended for call in calls):
                 return
-            first = min(call.started for call in calls) + self.limit
-            left = first - time.monotonic()
-            # a call that no thread has taken yet has no deadline: look again soon
-            self.news.wait(min(max(left, 0.0), 1.0) + 0.001)
+            self.news.wait(0.1)  # of a late call there is no news
 
     def close(self) -> None:
         """Let the threads end once they are done."""

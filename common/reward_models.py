@@ -34,6 +34,7 @@ from common.settings import DataArgs, RewardArgs
 from common.transcripts import PICTURE, picture_sizes
 from common.vlm.data import Processor, Prompt, PromptLoader, load_pixels
 from common.vlm.model import compute_features
+from common.vlm.replies import join_pixels
 from common.vlm.rows import (
     PLACES,
     Asked,
@@ -124,10 +125,7 @@ class RewardModel:
         for picture in shown:
             patches, grid = family.patches(picture)
             found.append((patches, torch.tensor([grid])))
-        if not found:
-            return None
-        patches, grids = zip(*found)
-        return torch.cat(patches), torch.cat(grids)
+        return join_pixels(found) if found else None
 
 
 class Question(NamedTuple):

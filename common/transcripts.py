@@ -1,21 +1,21 @@
 """Conversations as people, judges and metrics read them.
 
-    turn_texts           what the policy said, turn by turn
-    messages             a conversation as chat messages
-    as_text              ... as one text, with a mark in the place of each picture
-    conversation_metrics turns, seconds, errors, and how samples ended
-    gather_pictures      the pictures of some samples, from the ranks that have them
+turn_texts           what the policy said, turn by turn
+messages             a conversation as chat messages
+as_text              ... as one text, with a mark in the place of each picture
+conversation_metrics turns, seconds, errors, and how samples ended
+gather_pictures      the pictures of some samples, from the ranks that have them
 """
 
+import base64
 import io
 
-import torch
 import torch.distributed as dist
 from PIL import Image
 
 from common import distributed
 from common.buffers import Batch
-from common.conversations import ENDINGS, Conversation, Part
+from common.conversations import ENDINGS, Conversation
 from common.vlm.data import Processor
 
 PICTURE = "\x02picture\x03"  # in `as_text`
@@ -35,22 +35,12 @@ def turn_texts(batch: Batch, picks: list[int], processor: Processor) -> list[lis
 
 def messages(said: Conversation, turns: list[str]) -> list[dict]:
     """A conversation after its prompt, as chat messages; pictures with their size."""
-    found = [{"role": said.role, "content": _content(said.opening)}] if said.opening else []
+    found = [{"role": said.role, "content": said.opening}] if said.opening else []
     for k, turn in enumerate(turns):
         found.append({"role": "assistant", "content": turn})
         if k < len(said.replies):
-            found.append({"role": said.role, "content": _content(said.replies[k])})
+            found.append({"role": said.role, "content": said.replies[k]})
     return found
-
-
-def _content(parts: list[Part]) -> list[dict]:
-    content = []
-    for part in parts:
-        if isinstance(part, str):
-            content.append({"type": "text", "text": part})
-        else:
-            content.append({"type": "image", "width": part[0], "height": part[1]})
-    return content
 
 
 def as_text(said: Conversation, turns: list[str]) -> str:
@@ -76,7 +66,7 @@ def whole_texts(batch: Batch, turns: list[list[str]]) -> list[str]:
 def picture_sizes(said: Conversation) -> list[tuple[int, int]]:
     """(width, height) of what an environment has shown, in order."""
     parts = [part for reply in (said.opening, *said.replies) for part in reply]
-    return [(part[0], part[1]) for part in parts if not isinstance(part, str)]
+    return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]
 
 
 def conversation_metrics(
@@ -85,48 +75,47 @@ def conversation_metrics(
     """Means over samples, as ``section/``...; of several labels also one by one."""
     if not conversations:
         return {}
-    metrics = _means(conversations, f"{section}/{{}}")
-    names = sorted({label for label in labels if label is not None})
-    if len(names) < 2:
-        return metrics
-    for name in names:
-        own = [said for said, label in zip(conversations, labels) if label == name]
-        metrics |= _means(own, f"{section}/{{}}/{name}")
+    parts: dict[str, list[Conversation]] = {}
+    for said, label in zip(conversations, labels):
+        if label is not None:
+            parts.setdefault(f"/{label}", []).append(said)
+    if len(parts) < 2:
+        parts = {}
+    metrics = {}
+    for label, own in {"": conversations, **parts}.items():
+        columns = {
+            "turns": [len(said.behind) + 1 for said in own],
+            "env_seconds": [said.seconds for said in own],
+        }
+        for ending in ENDINGS:
+            columns[f"ended_{ending}"] = [said.ended == ending for said in own]
+        for name, values in columns.items():
+            metrics[f"{section}/{name}{label}"] = sum(values) / len(values)
+        failed = sum(said.error != "" for said in own)
+        metrics[f"{section}/env_errors{label}"] = float(failed)
     return metrics
 
 
-def _means(conversations: list[Conversation], name: str) -> dict[str, float]:
-    count = len(conversations)
-    found = {
-        "turns": sum(len(said.behind) + 1 for said in conversations) / count,
-        "env_seconds": sum(said.seconds for said in conversations) / count,
-        "env_errors": float(sum(said.error != "" for said in conversations)),
-    }
-    for ending in ENDINGS:
-        found[f"ended_{ending}"] = sum(said.ended == ending for said in conversations) / count
-    return {name.format(key): value for key, value in found.items()}
-
-
 def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
-    """What environments have shown in each of the samples ``picks``; every rank calls. Pictures
-    travel as PNG."""
+    """What environments have shown in each of the samples ``picks``; every rank calls."""
     if not batch.conversations:
         return [[] for _ in picks]
-    owned = [i for i in picks if batch.owners[int(batch.group[i])] == dist.get_rank()]
-    files, sizes = [], []
-    for i in owned:
-        for picture in batch.conversations[i].pictures:
-            file = io.BytesIO()
-            picture.save(file, "PNG")
-            files.append(file.getvalue())
-            sizes.append((i, len(files[-1])))
-    data = torch.frombuffer(bytearray(b"".join(files)) or bytearray(1), dtype=torch.uint8)
-    parts = distributed.gather_ragged(data)
-    found: dict[int, list[Image.Image]] = {i: [] for i in picks}
-    for part, listed in zip(parts, distributed.gather_json(sizes)):
-        content, start = bytes(part.numpy()), 0
-        for i, size in listed:
-            picture = Image.open(io.BytesIO(content[start : start + size]), formats=["PNG"])
-            found[i].append(picture.convert("RGB"))
-            start += size
+    own = {}
+    for i in picks:
+        if batch.owners[int(batch.group[i])] == dist.get_rank():
+            own[i] = list(map(as_png, batch.conversations[i].pictures))
+    found = {}
+    for part in distributed.gather_json(own):
+        found |= {int(i): list(map(from_png, coded)) for i, coded in part.items()}
     return [found[i] for i in picks]
+
+
+def as_png(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def from_png(coded: str) -> Image.Image:
+    file = io.BytesIO(base64.b64decode(coded))
+    return Image.open(file, formats=["PNG"]).convert("RGB")

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common import audit, dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common.conversations import Conversation
 from common.environments import Workers
+from common.vlm import linear_attention
+from common.vlm.linear_attention import SlotStates
 from common.vlm import replies
 from common.vlm.data import Processor
 
@@ -105,18 +109,18 @@ def as_rendered(env, batch, i: int) -> str:
     """The chat template's own text of a whole conversation up to the last turn of the policy, each a sign."""
     said, prompt = batch.conversations[i], env.prompts[int(batch.group[i])]
     *before, last = prompt.messages
-    messages = [*before, {**last, "content": last["content"] + replies.as_content(said.opening)}]
+    messages = [*before, {**last, "content": last["content"] + said.opening}]
     for reply in said.replies:
         messages.append({"role": "assistant", "content": [{"type": "text", "text": "#"}]})
-        messages.append({"role": said.role, "content": replies.as_content(reply)})
+        messages.append({"role": said.role, "content": reply})
     return env.processor.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) + "#"
 
 
 # ------------------------------------------------------------------------------------------------ exactness
-@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
 def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
-    """Qwen2.5-VL and Qwen3-VL, pictures in prompts, first observations and replies; turns that end by a token or a string;
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a string;
     and the text of the tokens is what the template writes of the whole conversation."""
     env = start(checkpoint, picture_rows, "--max_new_tokens", "48", "--stop_strings", stop)
     if not stop:
@@ -131,7 +135,7 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint,
             assert as_told(env, batch, i) == as_rendered(env, batch, i)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith(("qwen2_vl", "qwen3_5"))])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("qwen2_vl")])
 def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
     try:
         model = write_family(kind, tmp_path, picture_rows)
@@ -208,6 +212,61 @@ def test_conversations_do_not_depend_on_slots_threads_or_polling(
     assert len(captured) > 1 and not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
 
 
+@pytest.fixture
+def hybrid(tmp_path, picture_rows):
+    """Qwen3.5, whose slots hold states."""
+    env = start(write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens", "32")
+    end_often(env)
+    return env
+
+
+def test_states_of_linear_attention_wait(hybrid, monkeypatch):
+    """Slots are refilled and moved, and decoded over while their samples wait."""
+    init = ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = 8
+
+    expected = talk(hybrid, "Slow", 4)
+    assert sum(len(said.replies) for said in expected.conversations) > 20
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    for slots, workers, tokens in ((0, 6, 600), (3, 4, 90)):
+        with computing(hybrid.actor, max_tokens_per_pack=tokens):
+            same(talk(hybrid, "Slow", 4, slots=slots, env_workers=workers), expected)
+
+
+def never_done(method):
+    def method_of_all(states, *inputs):
+        states.done, done = None, states.done
+        out = method(states, *inputs)
+        states.done = done
+        return out
+    return method_of_all
+
+
+FAULTS = {
+    "states go on": (SlotStates, "recur", never_done),
+    "inputs go on": (SlotStates, "convolve", never_done),
+    "states are lost": (linear_attention, "padded_rule", lambda rule: lambda stretch, inputs, state: rule(stretch, inputs, None)),
+    "inputs are lost": (linear_attention, "before_segments", lambda before: lambda table, rows, _: before(table, rows, False)),
+}
+
+
+@pytest.mark.parametrize("fault", [None, *FAULTS])
+def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
+    """The sampler's log-probs are those of the packed rows, unless a part is taken away."""
+    if fault is not None:
+        owner, name, change = FAULTS[fault]
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+        linear_attention.choose_rule.cache_clear()
+    batch = talk(hybrid, "Words", 3)
+    monkeypatch.undo()
+    linear_attention.choose_rule.cache_clear()
+    gap = float((ppo.logprobs_as_drawn(hybrid.actor, batch) - batch.logprobs).abs().max())
+    assert gap < 1e-5 if fault is None else gap > 1e-3
+
+
 def test_environments_run_side_by_side(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]')
     batch = talk(env, "Slow", 3, env_workers=5)
@@ -274,7 +333,88 @@ def test_a_late_call_gives_its_place_to_another_thread():
     workers.close()
 
 
+def test_a_hung_close_keeps_no_thread_from_the_others():
+    """Nobody waits for it: it is given up while others are waited for."""
+    workers, release = Workers(count=2, limit=0.2), threading.Event()
+    closes = [workers.submit(release.wait) for _ in range(2)]
+    step = workers.submit(lambda: "answer")
+    workers.wait([step])
+    assert step.result == "answer" and any(call.late for call in closes)
+    release.set()
+    workers.close()
+
+
+def test_an_environment_that_is_late_is_not_closed(qwen25):
+    """Even if its constructor was late: then it is still in `reset`."""
+    log = []
+
+    class Slow:
+        def __init__(self):
+            time.sleep(0.6)
+
+        def reset(self, row):
+            log.append("reset begins")
+            time.sleep(0.6)
+            log.append("reset ends")
+
+        def close(self):
+            log.append("close")
+
+    talks = object.__new__(dialogue.Dialogue)
+    talks.workers, talks.args, talks.talks = Workers(2, 0.2), SimpleNamespace(on_env_error="zero"), {}
+    one = talks.talks[0, 0] = dialogue.Talk("row", environments.Environment("x", Slow, "user", False, False), Conversation())
+    one.call = talks.workers.submit(lambda: talks.reset(one, None, {}))
+    talks.workers.wait([one.call])
+    assert talks.take_result(one) is None and "longer than 0.2 s" in one.said.error
+    time.sleep(0.8)
+    talks.end(one, "error")
+    talks.finish()
+    time.sleep(0.6)
+    assert log == ["reset begins", "reset ends"] and one.said.ended == "error"
+
+
+def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):
+    """A shared observation stands in the prompt of all samples, of those too whose environment failed."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    prompts = take(env).select_prompts([1, 2])
+    pixels = dict(prompts.patches)
+    batch = talk(env, "Absent", 2, batch=prompts)
+    for group, number, said in zip(batch.group.tolist(), batch.number.tolist(), batch.conversations):
+        assert (said.ended == "error") == (number == 0)
+        assert said.opening[0]["text"] == "the board" and said.pictures[0].size[1] == 56
+        assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
+    found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
+    found.add(batch, dataclasses.replace(batch, patches=pixels))
+    assert len(found.blank) == 4
+
+
+@pytest.mark.parametrize("rule", ["zero", "stop"])
+def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows, rule):
+    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    if rule == "stop":
+        with pytest.raises(process.UserError, match="Endless: rows.jsonl:1: .*too long with the first observation"):
+            talk(env, "Endless", 2, on_env_error=rule)
+        return
+    batch = talk(env, "Endless", 2)
+    assert all(said.ended == "error" and "too long" in said.error for said in batch.conversations)
+    assert [p.text for p in batch.prompts] == [p.text for p in env.prompts]
+
+
 # ------------------------------------------------------------------------------------------------ rewards
+def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25, picture_rows):
+    """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of the others stay."""
+    recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
+    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward_recipe", recipe)
+    reward, prompts = rewards.load(env.args.reward), take(env)
+    prompts.prompts = [dataclasses.replace(p, label="game" if g == 0 else "quiz", reference="1") for g, p in enumerate(prompts.prompts)]
+    parts = [talk(env, "Words", 2, batch=prompts.select_prompts(own)) for own in ([1], [0])]
+    for part in parts:
+        reward.score(part, env.processor)
+    assert not parts[0].early_scores.any() and parts[1].early_scores.any()
+    joined = ppo.Batch.concatenate(parts)
+    assert torch.equal(joined.early_scores, torch.cat([parts[0].early_scores, parts[1].turn_rewards]))
+
+
 def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
     """GAE and reward-to-go over own tokens alone, by loops: replies take no time. Groups compare sums."""
     generator = torch.Generator().manual_seed(2)
@@ -311,8 +451,8 @@ def verdict_chances(folder: Path, prompt, said, turns: list[str], words: list[st
     pictures = [Image.open(path).convert("RGB") for path in prompt.images] + said.pictures
     told = [("user", said.opening)] if said.opening else []
     for k, turn in enumerate(turns):
-        told += [("assistant", [turn])] + ([("user", said.replies[k])] if k < len(said.replies) else [])
-    lines = [role + ": " + "".join(part if isinstance(part, str) else "<|cut|>" for part in parts) for role, parts in told]
+        told += [("assistant", [{"text": turn}])] + ([("user", said.replies[k])] if k < len(said.replies) else [])
+    lines = [role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told]
     question = judgements.format_template(
         template("correct"), prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
     before, *behind = question.split("<|cut|>")
@@ -436,9 +576,6 @@ def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp
     refused("rows.jsonl:2: --reward env: label 'quiz' has no environment", "--env",
             json.dumps({"game": f"{PROGRAMS}:Words"}))
     refused("--reward env needs an environment", "--env", "")
-    hybrid = write_checkpoint(tmp_path / "hybrid", "qwen3_5")
-    with pytest.raises(process.UserError, match="--env: qwen3_5 has layers of linear attention"):
-        ppo.main(run_flags(hybrid, labelled, tmp_path / "refused"))
     refused("rm: scalar models", "--reward", "rm:somewhere")
     refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
     refused("has no method .reset.", "--env", f"{PROGRAMS}:picture")

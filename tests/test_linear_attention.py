@@ -291,12 +291,12 @@ def detach_states(monkeypatch):
 
 def forget_inputs(monkeypatch):
     beyond = linear_attention.beyond_segments
-    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: beyond(table[:, [0, 1, 0, 0]]))
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table, _: beyond(table[:, [0, 1, 0, 0]], False))
 
 
 def read_on(monkeypatch):
     """The convolution of the row as it lies: a response reads the end of what stands before it."""
-    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table: (
+    monkeypatch.setattr(linear_attention, "beyond_segments", lambda table, _: (
         table[:1, 0], table[:1, 1, None] * torch.ones(1, 4, dtype=torch.int64).numpy()))
 
 

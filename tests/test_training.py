@@ -1093,7 +1093,7 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
     "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
                 "--ptx_data ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
     "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe talk.json "
-                "--grm_question correct " + TALKING),
+                "--grm_question correct --eval_data alike.jsonl " + TALKING),
     "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env --eval_samples 2 " + TALKING),
 }
 FAILURES = {
@@ -1104,7 +1104,7 @@ FAILURES = {
 
 
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
-    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl", "ptx.jsonl", "talk.json")) else word for word in spec[1].split()]
+    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl", "ptx.jsonl", "talk.json", "alike.jsonl")) else word for word in spec[1].split()]
     more = [mixture(task) if word == "MIXTURE" else word for word in more]
     more = [word.replace("TALKERS", str(Path(__file__).with_name("talkers.py"))) for word in more]
     line = flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
@@ -1137,6 +1137,8 @@ def two_ranks(qwen25, task, picture_rows, tmp_path_factory):
             {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
             {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}]
     (task / "judgements.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [{"prompt": f"what is {i}?", "images": [f"train-{i}-0.png"], "answer": "1"} for i in (1, 1, 3, 3, 1)]
+    (task / "alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))      # whose pictures can be swapped
     rows = [{"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)]
     (task / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))

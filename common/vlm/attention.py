@@ -240,7 +240,8 @@ class PackedAttention:
     def linear(self) -> PackedDelta:
         """What mixes the row's tokens in layers with linear attention; made for the first one."""
         states = None if self.cache is None else self.cache.linear
-        return PackedDelta(self.segments, self.device, states, self.plan)
+        resumed = bool(self.kept)
+        return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array).to(self.device, non_blocking=True)

@@ -177,13 +177,14 @@ class Stretch:
 
 class PackedDelta:
     """Mixes the tokens of one packed row: segments without a prefix start from nothing, those with
-    one from what their prefix, a whole such segment, has left.
+    one from what their prefix, a whole such segment, has left; or all from what their slots hold.
 
     Args:
         segments: as of `attention.PackedAttention`.
         states, plan: prefill. Where a segment's last token goes to a slot, by `plan` as of
             `attention.PackedAttention`, its final state and last inputs go there, too.
         rule: None: that of `choose_rule`.
+        resumed: each segment goes on where its slot is; prefixes mean keys of the slot.
 
     Raises:
         ValueError: a prefix that is not a whole segment.
@@ -196,9 +197,12 @@ class PackedDelta:
         states: "SlotStates | None" = None,
         plan: tuple[Tensor, ...] = (),
         rule: Callable | None = None,
+        resumed: bool = False,
     ):
-        self.device, self.states, self.rule = device, states, rule
+        self.device, self.states, self.rule, self.resumed = device, states, rule, resumed
         table = np.asarray([segment[:4] for segment in segments], dtype=np.int64)
+        if resumed:
+            table[:, 2:] = table[:, :1]
         start, end, prefix_start, prefix_end = table.T
         whole = np.flatnonzero(prefix_start == prefix_end)
         forked = np.flatnonzero(prefix_start < prefix_end)
@@ -215,7 +219,7 @@ class PackedDelta:
         if len(forked):
             places = np.concatenate([np.arange(start[i], end[i]) for i in order])
             self.order = self.to_device(np.argsort(places))
-        self.first, self.sources = map(self.to_device, beyond_segments(table))
+        self.first, self.sources = map(self.to_device, beyond_segments(table, resumed))
         if states is not None:
             self.keep(table[whole], plan)
 
@@ -239,20 +243,24 @@ class PackedDelta:
 
     def keep(self, table: np.ndarray, plan: tuple[Tensor, ...]) -> None:
         """Which segment's end (k,) goes to which slot (k,), and the rows (W, K - 1) of the last
-        inputs; row N is one of zeros."""
+        inputs; what is behind row N: see `before_segments`."""
         rows, slots, _ = plan
         ends = self.to_device(table[:, 1].copy())  # (W,)
         is_last = torch.isin(rows, ends - 1)
         self.kept = torch.searchsorted(ends, rows[is_last], right=True)
         self.slots = slots[is_last]
         last = table[:, 1:2] - np.arange(WIDTH - 1, 0, -1)
-        self.last = self.to_device(np.where(last < table[:, :1], self.size, last))
+        earlier = before_segments(table, last, self.resumed)
+        self.last = self.to_device(np.where(last < table[:, :1], earlier, last))
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
         rows = padded[WIDTH - 1 :]  # the row, and behind it zeros
+        if self.resumed:
+            held = self.states.inputs[layer, self.slots].float()
+            rows = torch.cat([rows, held.flatten(0, 1)])
         weights = taps.float()
         out = padded[: len(x)] * weights[0]
         for i in range(1, WIDTH):
@@ -269,7 +277,8 @@ class PackedDelta:
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
         rule = self.rule or choose_rule(q.device.type, q.dtype)
-        out, state = rule(self.whole, inputs, None)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
+        held = self.states.states[layer, self.slots] if self.resumed else None
+        out, state = rule(self.whole, inputs, held)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
             self.states.states[layer, self.slots] = state[self.kept]
         if self.forked is None:
@@ -278,15 +287,28 @@ class PackedDelta:
         return torch.cat([out, after]).index_select(0, self.order)
 
 
-def beyond_segments(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def before_segments(table: np.ndarray, rows: np.ndarray, resumed: bool) -> np.ndarray:
+    """What stands for ``rows`` (S, ...) before the start of their segments: row N, which is one of
+    zeros, or of segments that are resumed the inputs of their slots, K - 1 of each, behind it."""
+    size = table[-1, 1]  # N
+    if not resumed:
+        return np.full_like(rows, size)
+    count = np.arange(1, len(table) + 1)
+    ends = size + 1 + count * (WIDTH - 1)  # of each slot's inputs
+    away = ends - table[:, 0]
+    return rows + away.reshape(-1, *[1] * (rows.ndim - 1))
+
+
+def beyond_segments(table: np.ndarray, resumed: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rows (F,) whose convolution reaches beyond the start of their segment, and the rows (F,
-    K) under it, oldest first; row N is one of zeros."""
+    K) under it, oldest first; what is behind row N: see `before_segments`."""
     start, end, prefix_start, prefix_end = (table[:, i, None, None] for i in range(4))
     first = start + np.arange(WIDTH - 1)[:, None]  # (S, K - 1, 1)
     rows = first - np.arange(WIDTH - 1, -1, -1)  # (S, K - 1, K)
     before = start - rows  # above 0: so many tokens before the segment
+    earlier = before_segments(table, rows, resumed)
     rows = np.where(before > 0, prefix_end - before, rows)
-    rows = np.where(before > prefix_end - prefix_start, table[-1, 1], rows)
+    rows = np.where(before > prefix_end - prefix_start, earlier, rows)
     inside = (first < end)[:, :, 0]
     return first[:, :, 0][inside], rows[inside]
 
@@ -396,6 +418,8 @@ class SlotStates:
         window = layers, slots, WIDTH - 1, channels(text_config)
         self.inputs = torch.zeros(window, dtype=dtype, device=device)
         self.states = torch.zeros(layers, slots, heads, *head, device=device)
+        # (slots,) bool: those that keep what they hold, as their sequences will go on
+        self.done: Tensor | None = None
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` over slots ``target``, layer by layer."""
@@ -406,7 +430,10 @@ class SlotStates:
         """x (B, C) and taps (K, C) -> (B, C)."""
         inputs = self.inputs[layer, : len(x)]
         window = torch.cat([inputs, x[:, None]], dim=1)  # (B, K, C)
-        inputs.copy_(window[:, 1:])
+        newest = window[:, 1:]
+        if self.done is not None:
+            newest = torch.where(self.done[: len(x), None, None], inputs, newest)
+        inputs.copy_(newest)
         return (window.float() * taps.float()).sum(dim=1).to(x.dtype)
 
     def recur(
@@ -418,6 +445,10 @@ class SlotStates:
         S' = decay S + k d with d = strength (v - k decay S), and out = q S', where the old state is
         read once for both products.
         """
+        if self.done is not None:
+            done = self.done[: len(q), None]
+            decay = decay.masked_fill(done, 0)
+            strength = strength.masked_fill(done, 0)
         state = self.states[layer, : len(q)]  # (B, Hv, Dk, Dv)
         scale, dtype = q.shape[-1] ** -0.5, v.dtype
         q, k, v, strength = (x.float() for x in (q, k, v, strength))

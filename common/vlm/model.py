@@ -298,7 +298,7 @@ def packed_rows(
     owners = dict(enumerate(batch.owners))
     if batch.conversations:
         add_replies(model, batch, packs, needed, own, shapes)
-        owners |= {of_sample(i): owners[group] for i, group in enumerate(batch.group.tolist())}
+        owners |= {of_sample(i): said.owner for i, said in enumerate(batch.conversations)}
     features = exchange_features(own, owners, needed, shapes, compute.dtype)
     own_packs = progress(packs[dist.get_rank()], "packed rows")
     return (packed_row(model, batch, pack, features) for pack in own_packs)

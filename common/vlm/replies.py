@@ -22,8 +22,8 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common.buffers import Row
-from common.conversations import Part
+from common.buffers import Row, ragged_index
+from common.conversations import Content
 from common.vlm.attention import PackedAttention, SlotCache
 from common.vlm.data import Processor
 from common.vlm.images import as_rgb
@@ -32,13 +32,14 @@ from common.vlm.rows import Prompt
 
 SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
 LIMIT = 1 << 30
+Pixels = tuple[Tensor, Tensor]  # patches of some pictures, and their grids
 
 
 @dataclass
 class Reply:
     """A reply or a first observation."""
 
-    parts: list[Part]
+    content: Content = field(default_factory=list)
     pictures: list[Image.Image] = field(default_factory=list)  # RGB
     patches: Tensor | None = None  # of all pictures, one after the other
     grids: tuple[tuple, ...] = ()
@@ -49,14 +50,16 @@ class Reply:
 def read_parts(said: Any, processor: Processor) -> Reply:
     """A text, a picture (Pillow's, or the path of one), or a list of these, not yet encoded."""
     given = list(said) if isinstance(said, list | tuple) else [said]
-    reply = Reply(parts=[])
+    reply = Reply()
     for part in given:
         if isinstance(part, str):
             part.encode("utf-8")
-            reply.parts.append(part)
+            reply.content.append({"type": "text", "text": part})
         elif isinstance(part, Image.Image | Path):
-            reply.pictures.append(as_rgb(part))
-            reply.parts.append(list(reply.pictures[-1].size))
+            picture = as_rgb(part)
+            size = {"width": picture.width, "height": picture.height}
+            reply.content.append({"type": "image", **size})
+            reply.pictures.append(picture)
         else:
             raise ValueError(
                 "expected a text, a picture of Pillow's, a pathlib.Path of one, or a list of these;"
@@ -71,6 +74,12 @@ def read_parts(said: Any, processor: Processor) -> Reply:
     return reply
 
 
+def join_pixels(parts: list[Pixels]) -> Pixels:
+    """One after the other."""
+    patches, grids = zip(*parts)
+    return torch.cat(patches), torch.cat(grids)
+
+
 def check_pictures(processor: Processor) -> None:
     """Raises ValueError: models that cannot have pictures in replies."""
     name = processor.config.model_type
@@ -78,14 +87,6 @@ def check_pictures(processor: Processor) -> None:
         raise ValueError(f"pictures for {name}, a model of text only")
     if not processor.family.replies_show_pictures:
         raise ValueError(f"pictures in replies are not supported for {name}")
-
-
-def as_content(parts: list[Part]) -> list[dict]:
-    """Parts as the content of a message."""
-    return [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"}
-        for part in parts
-    ]
 
 
 def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool) -> Tensor:
@@ -111,17 +112,16 @@ def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool)
 
 def render_reply(processor: Processor, reply: Reply, role: str) -> str:
     """What the template writes after the assistant's words: end of turn, reply, next turn."""
-    content = as_content(reply.parts)
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
         {"role": "assistant", "content": [{"type": "text", "text": SAID}]},
-        {"role": role, "content": content},
+        {"role": role, "content": reply.content},
     ]
     text = processor.render(processor.as_chat(messages), add_generation_prompt=True)
     _, found, tail = text.partition(SAID)
     if not found:
         raise ValueError("the chat template leaves out what the assistant said")
-    for part in content:
+    for part in reply.content:
         if part.get("text", "").strip() not in tail:
             raise ValueError(f"the chat template leaves out {part['text']!r:.80} of role {role!r}")
     shown = tail.count(processor.family.placeholder) if processor.family.has_pictures else 0
@@ -135,12 +135,8 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
 
 def check_template(processor: Processor, role: str, pictures: bool) -> None:
     """Raises ValueError: the chat template cannot say what an environment of that role may."""
-    if not pictures:
-        encode_reply(processor, Reply(["seen"]), role, by_string=False)
-        return
-    check_pictures(processor)
-    picture = Image.new("RGB", (64, 64), "white")
-    encode_reply(processor, read_parts([picture, "seen"], processor), role, by_string=False)
+    picture = [Image.new("RGB", (64, 64), "white")] if pictures else []
+    encode_reply(processor, read_parts([*picture, "seen"], processor), role, by_string=False)
 
 
 def encode_opening(
@@ -149,7 +145,7 @@ def encode_opening(
     """A prompt with a first observation at the end of its last message: text, token ids (P,) and
     how many of them are image tokens. Raises ValueError: more than ``limit`` tokens."""
     *before, last = prompt.messages
-    messages = [*before, {**last, "content": last["content"] + as_content(opening.parts)}]
+    messages = [*before, {**last, "content": last["content"] + opening.content}]
     text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids, limit)
     if len(ids) > limit:
         raise ValueError(
@@ -191,22 +187,18 @@ def reply_features(model: nn.Module, replies: list[Reply]) -> list[Tensor | None
 def reply_row(
     model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor | None]
 ) -> Row:
-    """One packed row of conversations that go on, each behind the keys and values of its slot."""
+    """One packed row of conversations that go on, each behind the keys and values of its slot; its
+    end predicts the next turn."""
     compute = model.compute
-    rows, slots, places = [], [], []  # where each slot's new keys and values come from and go to
-    kept_slots, kept_places, segments = [], [], []
-    start, behind = 0, sum(len(part.input_ids) for part in resumed)
-    for slot, cached, ids, _ in resumed:
-        end = start + len(ids)
-        rows.append(torch.arange(start, end))
-        slots.append(torch.full((len(ids),), slot))
-        places.append(cached + torch.arange(len(ids)))
-        kept_slots.append(torch.full((cached,), slot))
-        kept_places.append(torch.arange(cached))
-        segments.append((start, end, behind, behind + cached))
-        start, behind = end, behind + cached
-    plan = tuple(torch.cat(parts).to(compute.device) for parts in (rows, slots, places))
-    kept = tuple(torch.cat(parts).to(compute.device) for parts in (kept_slots, kept_places))
+    slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
+    counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
+    ends = counts.cumsum(0)
+    size = int(ends[-1])  # L; the slots' keys and values stand behind the row
+    kept_ends = size + cached.cumsum(0)
+    segments = torch.stack([ends - counts, ends, kept_ends - cached, kept_ends], dim=1).tolist()
+    plan = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)
+    kept = slot.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
+    plan, kept = (tuple(x.to(compute.device) for x in part) for part in (plan, kept))
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
     image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
@@ -217,4 +209,5 @@ def reply_row(
         image_rows=image_rows.to(compute.device),
         features=torch.cat(shown, dim=1).to(compute.device) if shown else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
+        predict=ends.to(compute.device) - 1,
     )
