@@ -200,7 +200,7 @@ def test_the_readmes_name_what_is_there():
     """Every file, every flag but those of other programs, and in the table of parity every test."""
     text = "\n".join((ROOT / name).read_text() for name in READMES)
     known = {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    known |= {"gpus", "gib", "versions", "critic", "words"}          # launch/plan.py, tests/run.sh, real_words.sh
+    known |= {"gpus", "gib", "versions", "critic", "words", "task"}  # launch/plan.py, tests/run.sh, real_words.sh, launch/toy.py
     for script in (ppo, grm):
         for group in script.Args.__dataclass_fields__.values():
             known |= group.type.__dataclass_fields__.keys()
