@@ -77,7 +77,7 @@ RUNS = {
     "1 update, grpo": f"{GRPO} --minibatches 1",
 }
 
-SMALL = "--prompts_per_step 8"
+SMALL, SINGLE = "--prompts_per_step 8", "--prompts_per_step 256 --samples_per_prompt 1"
 # what the critic is compared with and what it depends on, at equal samples: 256 a step in 4 updates, or SMALL, 64 a step
 CRITIC_RUNS = {
     "gae": "",
@@ -96,7 +96,8 @@ CRITIC_RUNS = {
     "gae, no value clip": "--value_clip 0",
     "gae, reward_norm": "--reward_norm",
     "gae, not whitened": "--advantages_norm off",
-    "gae, 256 x 1": "--prompts_per_step 256 --samples_per_prompt 1",
+    "gae, 256 x 1": SINGLE,
+    "reinforce++, 256 x 1": f"--advantage reinforce++ {SINGLE}",
     "small, gae, critic_epochs 4": f"{SMALL} --critic_epochs 4",
     "small, gae, critic_epochs 4, lambda 0.95": f"{SMALL} --critic_epochs 4 --gae_lambda 0.95",
     "small, gae": SMALL,
