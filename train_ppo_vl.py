@@ -267,9 +267,9 @@ class RolloutArgs:
     )
     vision_audit: bool = flag(
         True,
-        "score the answers of evaluations with blank pictures too, and with those of another row "
-        "(eval/vision_gap_*): two packed forwards; if answers are greedy, answer blank pictures "
-        "too (eval/accuracy_blanked): a second rollout and its rewards",
+        "score the answers of evaluations with their pictures, with blank ones and with those of "
+        "another row (eval/vision_gap_*): three packed forwards; greedy evaluations also answer "
+        "blank pictures (eval/accuracy_blanked): a second rollout and its rewards",
         neutral=True,
     )
     eval_samples: int = flag(

@@ -1,8 +1,8 @@
 """How good a judge's judgements are, from the records of an evaluation of train_grm_vl.py.
 
-    records  -> loss, accuracy, exact match, calibration, confusion    summarise
-    summary  -> what judge.json keeps of it                            held_out_record
-    kept     -> whether that is above chance                           doubtful_accuracy
+records  -> loss, accuracy, exact match, calibration, confusion    summarise
+summary  -> what judge.json keeps of it                            held_out_record
+kept     -> whether that is above chance                           doubtful_accuracy
 """
 
 import math

@@ -23,7 +23,7 @@ from common.rewards import RewardMix
 from common.vlm.model import compute_features, image_features
 from common.vlm.replies import Pixels, join_pixels
 
-# Nats. Below it even the rounding of bfloat16 would explain the difference.
+# Nats. A model that does not see has a gap of 0, or of rounding.
 LEAST_GAP = 1e-4
 
 
@@ -53,9 +53,10 @@ class Audit:
             self.accuracies += blind.component("accuracy").tolist()
 
     def compare(self, batch: Batch, pixels: dict[int, Pixels], shown: list[bool]) -> None:
-        """The same answers with other pictures: two packed forwards."""
+        """The same answers with their own and with other pictures: three packed forwards. The
+        sampler's log-probs would not do: in bfloat16 its rounding is larger than `LEAST_GAP`."""
         groups = batch.group.tolist()
-        with_pictures = batch.per_sample_sum(batch.logprobs.double())
+        with_pictures = batch.per_sample_sum(self.score(self.policy, batch).double())
         blanked = self.repainted(batch, pixels, self.policy.processor.family.blank)
         blind = batch.per_sample_sum(self.score(self.policy, blanked).double())
         gaps = (with_pictures - blind).tolist()
@@ -148,17 +149,25 @@ def with_pictures(model: nn.Module, said: Conversation, patches: list[Tensor]) -
 
 
 def partners(batch: Batch) -> dict[int, int]:
-    """For each prompt the next one with pictures of the same grids; none where there is no other.
-    The same on every rank."""
+    """For each prompt the next one with other pictures of the same grids; none where there is no
+    such prompt. The same on every rank."""
     alike: dict[tuple, list[int]] = {}
     for group, prompt in enumerate(batch.prompts):
         if prompt.grids and group not in batch.dropped:
             alike.setdefault(prompt.grids, []).append(group)
     found = {}
     for groups in alike.values():
-        if len(groups) > 1:
-            found |= dict(zip(groups, groups[1:] + groups[:1]))
+        for i, group in enumerate(groups):
+            others = groups[i + 1 :] + groups[:i]
+            others = [other for other in others if pictures_differ(batch, group, other)]
+            if others:
+                found[group] = others[0]
     return found
+
+
+def pictures_differ(batch: Batch, group: int, other: int) -> bool:
+    """Whether two prompts show different files. What an environment shows is taken for its own."""
+    return bool(batch.conversations) or batch.prompts[group].images != batch.prompts[other].images
 
 
 def swapped(batch: Batch, partner: dict[int, int]) -> Batch:

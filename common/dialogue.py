@@ -27,6 +27,7 @@ from common.vlm import model as vlm
 from common.vlm import replies
 from common.vlm.data import Processor
 from common.vlm.replies import Pixels, Reply, Resumed
+from common.vlm.rows import Prompt
 
 Key = tuple[int, int]  # (group, sample number)
 
@@ -47,6 +48,7 @@ class Talk:
     environment: Environment | None
     said: Conversation
     object: Any = None  # the environment, once it is made
+    is_busy: bool = False  # for good: a call of it was given up
     call: Call | None = None  # while it thinks
     opening: Reply | None = None  # a first observation that comes after the prompt
     response: Response | None = None  # the own tokens of all finished turns
@@ -116,7 +118,8 @@ class Dialogue:
                 if environment is not None:
                     talk.said.role = environment.role
                     seen = env_row(row, (*self.seed, batch.draws[group]), number)
-                    talk.call = self.workers.submit(functools.partial(self.reset, talk, seen))
+                    work = functools.partial(self.reset, talk, row, seen)
+                    talk.call = self.workers.submit(work)
         for talk in self.talks.values():
             if talk.call is not None:
                 self.workers.wait([talk.call])
@@ -125,11 +128,16 @@ class Dialogue:
                     talk.said.opening = talk.opening.content
                     talk.said.pictures += talk.opening.pictures
 
-    def reset(self, talk: Talk, row: dict) -> Reply | None:
+    def reset(self, talk: Talk, prompt: Prompt, row: dict) -> Reply | None:
         """In a thread: make and reset an environment."""
         talk.object = talk.environment.make()
         said = talk.object.reset(row)
-        return None if said is None else self.read(talk, said)
+        if said is None:
+            return None
+        opening = self.read(talk, said)
+        limit = self.environments.max_prompt_tokens
+        replies.encode_opening(self.processor, prompt, opening, limit)  # or this sample fails
+        return opening
 
     def read(self, talk: Talk, said: Any) -> Reply:
         reply = replies.read_parts(said, self.processor)
@@ -149,8 +157,9 @@ class Dialogue:
                 parts = [batch.patches[group]] if group in batch.patches else []
                 parts.append((opening.patches, torch.tensor(opening.grids)))
                 self.shared_pixels[group] = replies.join_pixels(parts)
-            for talk in talks:
+            for talk in talks:  # one whose reset failed sees it too: it is in its prompt
                 talk.opening = None
+                talk.said.opening, talk.said.pictures = opening.content, list(opening.pictures)
             text, ids, image_tokens = self.encode_opening(row, opening)
             return {
                 "text": text,
@@ -290,7 +299,7 @@ class Dialogue:
             return call.result
         problem = describe(call.error, __file__)
         if call.late:
-            talk.object, problem = None, str(call.error)  # it is still busy: it cannot be closed
+            talk.is_busy, problem = True, str(call.error)
         problem = f"{talk.environment.spec}: {talk.source}: {problem}"
         if self.args.on_env_error == "stop":
             raise ValueError(problem)
@@ -302,7 +311,7 @@ class Dialogue:
         """A sample is over: let its environment go."""
         talk.said.ended = ended
         close = getattr(talk.object, "close", None)
-        if callable(close):
+        if callable(close) and not talk.is_busy:
             talk.call = self.workers.submit(close)
 
     def finish(self) -> None:

@@ -204,12 +204,14 @@ class Workers:
     waiting: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     news: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    calls: list[Call] = field(default_factory=list)  # that were not seen to end
     threads: int = 0
 
     def submit(self, work: Callable[[], Any]) -> Call:
         call = Call(work)
         if self.threads < max(1, self.count):
             self.add_thread()
+        self.calls.append(call)
         self.waiting.put(call)
         if self.count == 0:
             self.wait([call])
@@ -253,10 +255,12 @@ class Workers:
         return True
 
     def wait(self, calls: list[Call]) -> None:
-        """Until one of the calls has ended."""
+        """Until one of the calls has ended. Late ones are given up, whoever submitted them: they
+        would keep their threads from the calls that wait here."""
         while True:
             self.news.clear()
-            if any([self.has_ended(call) for call in calls]):
+            self.calls = [call for call in self.calls if not self.has_ended(call)]
+            if any(call.ended for call in calls):
                 return
             self.news.wait(0.1)  # of a late call there is no news
 

@@ -212,18 +212,25 @@ class RewardMix:
             add_components(components, columns, torch.tensor(used), size, source.name, several)
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
-            if source.kind == "env":
-                shares = torch.zeros_like(unscored)  # (S,)
-                shares[used] = own
-                batch.early_scores = shares.repeat_interleave(batch.lengths) * batch.turn_rewards
         if self.combiner is not None:
-            # which part of them was earned early, such a function does not say
-            scores, batch.early_scores = self.combine(rewards), None
+            scores = self.combine(rewards)
+        batch.early_scores = self.early_scores(batch, weights)
         components |= {name: rewards[name] for name in several}
         found = {name: values for name, values in components.items() if not values.isnan().all()}
         batch.scores = check_finite(scores.float(), rewards)
         batch.components = {name: values.float() for name, values in found.items()}
         batch.judgements = [text.strip() for text in judgements]
+
+    def early_scores(self, batch: Batch, weights: list[dict[str, float]]) -> Tensor | None:
+        """(N,) what environments gave at the end of each turn, weighted per sample. None without
+        environments, and with a function that combines rewards: it does not say which part of its
+        result was earned early."""
+        names = [source.name for source in self.sources if source.kind == "env"]
+        if not names or self.combiner is not None:
+            return None
+        shares = [sum(chosen.get(name, 0.0) for name in names) for chosen in weights]  # (S,)
+        shares = torch.tensor(shares, dtype=torch.float64).repeat_interleave(batch.lengths)
+        return shares * batch.turn_rewards
 
     def read_texts(self, batch: Batch) -> list[list[str]]:
         """The response of every sample, turn by turn; [""] for those that this rank does not

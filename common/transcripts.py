@@ -1,10 +1,10 @@
 """Conversations as people, judges and metrics read them.
 
-    turn_texts           what the policy said, turn by turn
-    messages             a conversation as chat messages
-    as_text              ... as one text, with a mark in the place of each picture
-    conversation_metrics turns, seconds, errors, and how samples ended
-    gather_pictures      the pictures of some samples, from the ranks that have them
+turn_texts           what the policy said, turn by turn
+messages             a conversation as chat messages
+as_text              ... as one text, with a mark in the place of each picture
+conversation_metrics turns, seconds, errors, and how samples ended
+gather_pictures      the pictures of some samples, from the ranks that have them
 """
 
 import base64

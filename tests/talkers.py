@@ -105,3 +105,22 @@ class Closing(Words):
 
     def close(self):
         Closing.closed.append(self.turn)
+
+
+class Absent(Same):
+    """A shared board that the first sample does not get."""
+
+    def reset(self, row):
+        if row["number"] == 0:
+            raise ConnectionError("no server yet")
+        return super().reset(row)
+
+
+class Endless(Words):
+    """A first observation that fits into no prompt."""
+
+    shared = True
+
+    def reset(self, row):
+        super().reset(row)
+        return "a very long board " * 300

@@ -16,6 +16,7 @@ from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import audit
+from common.buffers import Batch
 from common.vlm import model, replies
 from common.vlm.data import load_pixels
 
@@ -78,6 +79,29 @@ def test_gaps_are_those_of_forwards_with_other_pictures(checkpoint, rows, flags)
     assert metrics["eval/vision_gap_logprob"] == pytest.approx(sum(found.blank) / 6)
     assert metrics["eval/vision_gap_logprob_other_row"] == pytest.approx(sum(found.other) / 4)
     assert max(map(abs, found.blank)) > 0.1 and audit.warning(metrics) == ""
+
+
+def test_an_unseeing_model_has_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
+    """The sampler's rounding is not in it: with the same pictures, the gap is exactly 0."""
+    env = start(qwen25, rows, "--dtype", "bfloat16")
+    prompts = take(env)
+    pixels = dict(prompts.patches)
+    batch = ppo.rollout(env.actor, prompts, env.sampling, 2)
+    monkeypatch.setattr(type(env.processor.family), "blank", lambda self, patches: patches)
+    found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
+    found.add(batch, dataclasses.replace(batch, patches=pixels))
+    assert found.blank == [0.0] * 6 and max(map(abs, found.other)) > 1e-3
+
+
+def test_the_other_row_shows_another_picture(rows):
+    """Rows about one picture often follow each other."""
+    def shown(*names):
+        prompts = [SimpleNamespace(grids=((1, 4, 4),) if name else (), images=(name,)) for name in names]
+        return audit.partners(Batch(prompts, [0] * len(prompts), [0] * len(prompts)))
+
+    assert shown("a", "a", "b", "b") == {0: 2, 1: 2, 2: 0, 3: 0}
+    assert shown("a", "b", "a", "b") == {0: 1, 1: 2, 2: 3, 3: 0}
+    assert shown("a", "a", "") == {}
 
 
 def test_tiles_become_their_mean_colour(qwen25):

@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common import audit, dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common.conversations import Conversation
 from common.environments import Workers
 from common.vlm import linear_attention
 from common.vlm.linear_attention import SlotStates
@@ -331,7 +333,88 @@ def test_a_late_call_gives_its_place_to_another_thread():
     workers.close()
 
 
+def test_a_hung_close_keeps_no_thread_from_the_others():
+    """Nobody waits for it: it is given up while others are waited for."""
+    workers, release = Workers(count=2, limit=0.2), threading.Event()
+    closes = [workers.submit(release.wait) for _ in range(2)]
+    step = workers.submit(lambda: "answer")
+    workers.wait([step])
+    assert step.result == "answer" and any(call.late for call in closes)
+    release.set()
+    workers.close()
+
+
+def test_an_environment_that_is_late_is_not_closed(qwen25):
+    """Even if its constructor was late: then it is still in `reset`."""
+    log = []
+
+    class Slow:
+        def __init__(self):
+            time.sleep(0.6)
+
+        def reset(self, row):
+            log.append("reset begins")
+            time.sleep(0.6)
+            log.append("reset ends")
+
+        def close(self):
+            log.append("close")
+
+    talks = object.__new__(dialogue.Dialogue)
+    talks.workers, talks.args, talks.talks = Workers(2, 0.2), SimpleNamespace(on_env_error="zero"), {}
+    one = talks.talks[0, 0] = dialogue.Talk("row", environments.Environment("x", Slow, "user", False, False), Conversation())
+    one.call = talks.workers.submit(lambda: talks.reset(one, None, {}))
+    talks.workers.wait([one.call])
+    assert talks.take_result(one) is None and "longer than 0.2 s" in one.said.error
+    time.sleep(0.8)
+    talks.end(one, "error")
+    talks.finish()
+    time.sleep(0.6)
+    assert log == ["reset begins", "reset ends"] and one.said.ended == "error"
+
+
+def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):
+    """A shared observation stands in the prompt of all samples, of those too whose environment failed."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    prompts = take(env).select_prompts([1, 2])
+    pixels = dict(prompts.patches)
+    batch = talk(env, "Absent", 2, batch=prompts)
+    for group, number, said in zip(batch.group.tolist(), batch.number.tolist(), batch.conversations):
+        assert (said.ended == "error") == (number == 0)
+        assert said.opening[0]["text"] == "the board" and said.pictures[0].size[1] == 56
+        assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
+    found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
+    found.add(batch, dataclasses.replace(batch, patches=pixels))
+    assert len(found.blank) == 4
+
+
+@pytest.mark.parametrize("rule", ["zero", "stop"])
+def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows, rule):
+    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    if rule == "stop":
+        with pytest.raises(process.UserError, match="Endless: rows.jsonl:1: .*too long with the first observation"):
+            talk(env, "Endless", 2, on_env_error=rule)
+        return
+    batch = talk(env, "Endless", 2)
+    assert all(said.ended == "error" and "too long" in said.error for said in batch.conversations)
+    assert [p.text for p in batch.prompts] == [p.text for p in env.prompts]
+
+
 # ------------------------------------------------------------------------------------------------ rewards
+def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25, picture_rows):
+    """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of the others stay."""
+    recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
+    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward_recipe", recipe)
+    reward, prompts = rewards.load(env.args.reward), take(env)
+    prompts.prompts = [dataclasses.replace(p, label="game" if g == 0 else "quiz", reference="1") for g, p in enumerate(prompts.prompts)]
+    parts = [talk(env, "Words", 2, batch=prompts.select_prompts(own)) for own in ([1], [0])]
+    for part in parts:
+        reward.score(part, env.processor)
+    assert not parts[0].early_scores.any() and parts[1].early_scores.any()
+    joined = ppo.Batch.concatenate(parts)
+    assert torch.equal(joined.early_scores, torch.cat([parts[0].early_scores, parts[1].turn_rewards]))
+
+
 def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
     """GAE and reward-to-go over own tokens alone, by loops: replies take no time. Groups compare sums."""
     generator = torch.Generator().manual_seed(2)
