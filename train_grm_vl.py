@@ -35,6 +35,7 @@ Invariants, each with a test: labels are the target's tokens and its first end t
 packs and ranks change rounding only; data order is a function of (seed, counters).
 """
 
+import itertools
 import json
 import math
 import os
@@ -42,7 +43,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Iterable
 
 from common import flags, settings
 from common.flags import flag
@@ -309,7 +310,7 @@ class Rows:
 
     @property
     def train(self) -> list[Question]:
-        return [question for questions in self.train_sets for question in questions]
+        return list(itertools.chain(*self.train_sets))
 
     @property
     def judge_json(self) -> dict[str, Any]:
@@ -325,21 +326,20 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         processor = data.Processor(weights.resolve_folder(args.model.model), args.data)
-        templates = {}
-        for kind in judgements.JUDGEMENTS:
-            templates[kind] = getattr(args.judge, f"{kind}_template")
+        kinds = judgements.JUDGEMENTS
+        templates = {kind: getattr(args.judge, f"{kind}_template") for kind in kinds}
         processor.files["judge"] = judgements.judge_settings(
             processor.files["judge"], templates, args.judge.system_instruction, args.judge.verdict
         )
         sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
-        loaded = [load_examples(path, k, args, processor) for k, (path, _) in enumerate(sets)]
-        held_out = []
-        for k, (path, _) in enumerate(eval_sets):
-            held_out += load_examples(path, k, args, processor)
-        count_examples(processor.files["judge"], loaded)
+        loaded, held_out = (
+            [load_examples(path, k, args, processor) for k, (path, _) in enumerate(files)]
+            for files in (sets, eval_sets)
+        )
+        count_examples(processor.files["judge"], itertools.chain(*loaded))
     train_sets = [group_by_prompt(examples) for examples in loaded]
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
-    return Rows(processor, train_sets, shares, held_out)
+    return Rows(processor, train_sets, shares, list(itertools.chain(*held_out)))
 
 
 def load_examples(path: str, dataset: int, args: Args, processor: data.Processor) -> list[Example]:
@@ -370,13 +370,13 @@ def load_examples(path: str, dataset: int, args: Args, processor: data.Processor
         return examples
 
     loaded = data.load_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
-    return [example for examples in loaded for example in examples]
+    return list(itertools.chain(*loaded))
 
 
-def count_examples(settings: dict, loaded: list[list[Example]]) -> None:
+def count_examples(settings: dict, examples: Iterable[Example]) -> None:
     """Note in judge.json what the judge is trained on. Raises ValueError: too many scores."""
     seen = []
-    for example in (example for examples in loaded for example in examples):
+    for example in examples:
         if example.kind in judgements.JUDGEMENTS:
             bare = judgements.format_template(settings["answer"], verdict=example.verdict)
             seen.append((example.kind, example.verdict, example.text == bare))
@@ -439,10 +439,10 @@ def advance(
     state.skipped_steps = checkpoint.count_skipped(
         state.skipped_steps, {"train/judge_skipped": metrics["train/skipped"]}
     )
-    if "train/loss" in metrics:
-        mean = metrics["train/loss"] if state.loss_mean is None else state.loss_mean
-        state.loss_mean = 0.9 * mean + 0.1 * metrics["train/loss"]
-        metrics["train/loss_mean"] = state.loss_mean
+    loss = metrics.get("train/loss")
+    if loss is not None:
+        before = loss if state.loss_mean is None else state.loss_mean
+        metrics["train/loss_mean"] = state.loss_mean = 0.9 * before + 0.1 * loss
     passes = state.step * args.data.prompts_per_step / len(rows.train)
     metrics |= {"train/dropped_prompts": loader.dropped, "train/epoch": passes}
     state.metrics = metrics
@@ -496,8 +496,7 @@ def longest_sequence(args: Args) -> int:
 
 def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.JudgeMemory:
     """What the memory of a GPU depends on."""
-    prompts = [example.prompt for example in rows.held_out]
-    prompts += [question.prompt for question in rows.train]
+    prompts = [row.prompt for row in (*rows.held_out, *rows.train)]
     return budget.JudgeMemory(
         judge,
         shards=args.run.hsdp or ranks,
@@ -608,7 +607,10 @@ def evaluate(
     state.metrics |= metrics
     text = json.dumps({"summary": summary, "records": records}, indent=1)
     log.text(f"eval/eval_result_{state.step}.json", text)
-    cards = judgement_cards(records, args.run.log_samples) if distributed.is_main() else []
+    count = args.run.log_samples
+    chosen = records[:: len(records) // (count or 1) or 1][:count]  # evenly from all
+    caption = "verdict: {predicted_answer}   right: {gt_answer}"
+    cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
     log.evaluation(state.step, metrics)  # last: a resumed run repeats what has no record
     return metrics
@@ -625,18 +627,18 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(args.run.seed * 1_000_003 + step * world + rank)  # only sampling reads it
     # The longest first: batches of nearly one length.
-    by_length = sorted(enumerate(rows.held_out), key=lambda entry: -len(entry[1].prompt.input_ids))
-    order = data.InOrder([example for _, example in by_length], args.eval.eval_batch * world)
-    waiting = iter(by_length)
-    records = []
+    held_out = rows.held_out
+    places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
+    order = data.InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
+    waiting, records = iter(places), []
     with data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
             scores = score_verdicts(judge, rows.processor, loader.rows, batch)
-            for group in range(len(batch.prompts)):
-                index, example = next(waiting)
-                if group not in batch.dropped:
+            for group, example in enumerate(loader.rows):
+                index = next(waiting)
+                if group in scores:
                     record = judgement_record(rows.judge_json, index, example, texts[group])
                     records.append(record | scores[group])
     if not records:
@@ -648,15 +650,12 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 
 def check_likelihoods(records: list[dict], step: int) -> None:
     """Raises UserError: a loss or a probability is not finite."""
-    bad = []
     for record in records:
         if not math.isfinite(record["loss"] + sum(record["probabilities"].values())):
-            bad.append(record["info"]["row"])
-    if bad:
-        raise UserError(
-            f"evaluation after step {step}: the loss of {len(bad)} of {len(records)} held-out "
-            f"examples is not finite, first for {bad[0]}; check the weights for NaN or infinity"
-        )
+            raise UserError(
+                f"evaluation after step {step}: the loss of {record['info']['row']} is not finite; "
+                "check the weights for NaN or infinity"
+            )
 
 
 def generate(
@@ -666,7 +665,7 @@ def generate(
     batches padded on the left, and then those of all ranks."""
     model, own = judge.model, batch.own_groups()
     options = generation_options(processor, args)
-    texts = {}
+    texts: list[tuple[int, str]] = []
     judge.eval()
     with fsdp.unsharded(judge), plain_attention(model):
         for start in range(0, len(own), args.eval_batch):
@@ -674,11 +673,8 @@ def generate(
             inputs = generation_inputs(model, batch, groups, options["pad_token_id"])
             length = inputs["input_ids"].shape[1]
             tokens = model.generate(**inputs, **options)[:, length:]
-            texts.update(zip(groups, processor.decode(list(tokens))))
-    everywhere = {}
-    for part in distributed.gather_json(texts):
-        everywhere |= {int(group): text for group, text in part.items()}
-    return everywhere
+            texts += zip(groups, processor.decode(list(tokens)))
+    return dict(itertools.chain(*distributed.gather_json(texts)))
 
 
 def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, Any]:
@@ -719,15 +715,12 @@ def generation_inputs(
 def plain_attention(model: nn.Module):
     """transformers' own attention in the language model: `generate` pads, and knows no packed
     rows."""
-    configs = [model.config.get_text_config(), vlm.decoder(model).config]
-    kept = [config._attn_implementation for config in configs]
-    for config in configs:
+    for config in (model.config.get_text_config(), vlm.decoder(model).config):
         config._attn_implementation = "sdpa"
     try:
         yield
     finally:
-        for config, name in zip(configs, kept):
-            config._attn_implementation = name
+        vlm.use_attention(model, model.compute.backend)
 
 
 def score_verdicts(
@@ -736,26 +729,22 @@ def score_verdicts(
     """Of every example whose pictures decode: its loss, summed over the target's tokens, and the
     probability of each verdict given the bare prompt: a softmax over the verdicts' log-probs. One
     packed forward."""
-    settings, frame = processor.files["judge"], judgements.answer_frame(processor)
-    targets = []
-    for example in examples:
-        targets.append([example.target])
-        for verdict in verdicts_of(settings, example.kind):
-            answer = judgements.format_template(settings["answer"], verdict=verdict)
-            targets[-1].append(judgements.encode_target(processor, frame, answer))
+    verdicts, encoded = {}, {}  # by kind
+    for kind in {example.kind for example in examples}:
+        verdicts[kind] = verdicts_of(processor.files["judge"], kind)
+        encoded[kind] = judgements.encode_verdicts(processor, verdicts[kind])
+    targets = [[example.target, *encoded[example.kind]] for example in examples]
     for group in batch.dropped:
         targets[group] = []
     batch = batch.with_targets(targets)
     compute_features(judge, batch)
-    sums = {}
-    for group, part in zip(batch.group.tolist(), batch.split(score_tokens(judge, batch))):
-        sums.setdefault(group, []).append(float(part.double().sum()))
+    totals = batch.per_sample_sum(score_tokens(judge, batch).double())  # (S,)
     scores = {}
-    for group, (target, *candidates) in sums.items():
-        chances = torch.tensor(candidates, dtype=torch.float64).softmax(dim=0).tolist()
-        verdicts = verdicts_of(settings, examples[group].kind)
-        probabilities = dict(zip(verdicts, chances))
-        scores[group] = {"loss": -target, "probabilities": probabilities}
+    for group in set(batch.group.tolist()):
+        own = totals[batch.group == group]  # of the target, and of each verdict
+        chances = own[1:].softmax(dim=0).tolist()
+        probabilities = dict(zip(verdicts[examples[group].kind], chances))
+        scores[group] = {"loss": -float(own[0]), "probabilities": probabilities}
     return scores
 
 
@@ -770,6 +759,13 @@ def score_tokens(judge: Judge, batch: Batch) -> Tensor:
 
 def judgement_record(settings: dict, index: int, example: Example, text: str) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
+    verdict = read_verdict(settings, example, text)
+    said = {"generated_text": text, "predicted_answer": verdict, "index": index}
+    return example_record(example) | said
+
+
+def example_record(example: Example) -> dict:
+    """What a record says of a question and its right judgement."""
     prompt = example.prompt
     info = {
         "row": prompt.source,
@@ -781,11 +777,8 @@ def judgement_record(settings: dict, index: int, example: Example, text: str) ->
     }
     return {
         "info": info,
-        "generated_text": text,
         "response_text": example.text,
         "gt_answer": example.verdict,
-        "predicted_answer": read_verdict(settings, example, text),
-        "index": index,
         "order": example.order,
         "tokens": len(example.target),
     }
@@ -865,7 +858,8 @@ def report(
     log.step(step, metrics, shown)
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
-        cards = target_cards(records, args.run.log_samples) if distributed.is_main() else []
+        shown = records[: args.run.log_samples]
+        cards = draw_cards(shown, "response_text", "{nats_per_token} nats per token")
         log.samples(step, records, cards)
     log.write_due(args.checkpoint.max_failed_saves)
 
@@ -875,41 +869,20 @@ def target_records(questions: list[Question], batch: Batch, target_logprobs: Ten
     records = []
     parts = zip(batch.group.tolist(), batch.number.tolist(), batch.split(target_logprobs))
     for group, number, logp in parts:
-        example = questions[group].examples[number]
-        records.append(
-            {
-                "row": example.prompt.source,
-                "order": example.order,
-                "images": list(example.prompt.images),
-                "question": data.user_text(example.prompt.messages),
-                "target": example.text,
-                "nats_per_token": f"{-float(logp.mean()):.3f}",
-            }
-        )
+        record = example_record(questions[group].examples[number])
+        records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})
     return records
 
 
-def target_cards(records: list[dict], count: int) -> list:
-    """Pictures of the first ``count`` targets."""
+def draw_cards(records: list[dict], text: str, caption: str) -> list:
+    """Pictures of records, on the main rank: each with its text of that name and its caption."""
     cards = []
-    for record in records[:count]:
-        caption = f"{record['nats_per_token']} nats per token"
-        cards.append(card(record["images"], record["question"], record["target"], caption))
+    if distributed.is_main():
+        for record in records:
+            info, said = record["info"], caption.format(**record)
+            frames = images.read_frames(info["images"], 6)
+            cards.append(sample_card(frames, info["question"], record[text], said))
     return cards
-
-
-def judgement_cards(records: list[dict], count: int) -> list:
-    """Pictures of ``count`` judgements, taken evenly from all."""
-    cards = []
-    for record in records[:: len(records) // (count or 1) or 1][:count]:
-        caption = f"verdict: {record['predicted_answer']}   right: {record['gt_answer']}"
-        info, text = record["info"], record["generated_text"]
-        cards.append(card(info["images"], info["question"], text, caption))
-    return cards
-
-
-def card(paths: list, question: str, text: str, caption: str):
-    return sample_card(images.read_frames(paths, 6), question, text, caption)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import bisect
 import functools
 import os
 from dataclasses import dataclass
-from typing import Callable, NamedTuple
+from typing import Callable, ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -91,16 +91,16 @@ class PolicyMemory:
         demand, offload = self.demand, choice.offload
         longest = demand.longest + demand.max_new_tokens
         phases = {"rollout": self.decoding("actor", longest, self.resident(offload), room)}
-        scored = [role for role in self.models if role != "actor" or demand.scores_actor]
+        idle = set() if demand.scores_actor else {"actor"}
         if not demand.trains:
-            scored = [role for role in scored if role not in ("actor", "critic", "reference")]
+            idle = {"actor", "critic", "reference"}
+        scored = [self.scoring(role, offload) for role in self.models if role not in idle]
         if scored:
-            parts = [self.scoring(role, offload) for role in scored]
-            phases["score"] = max(parts, key=total)
+            phases["score"] = max(scored, key=total)
         for role in self.models:
             if role.startswith("grm") and demand.critique_tokens:
-                written = longest + demand.critique_tokens
                 stay = self.resident(offload, role)
+                written = longest + demand.critique_tokens
                 phases[f"{role} writes"] = self.decoding(role, written, stay, room)
         for role in ("critic", "actor"):
             if role in self.models and demand.trains:
@@ -157,24 +157,31 @@ class PolicyMemory:
         return copied + kept
 
 
+@dataclass(frozen=True)
 class JudgeMemory:
     """The same for the reward model's step and its evaluation, whose questions are assumed to be
     those of training.
 
-    Args:
+    Attributes:
         longest: tokens of the longest prompt.
         batch, new_tokens: of an evaluation; 0: there is none.
     """
 
-    offloads: tuple[str, ...] = ()
+    judge: nn.Module
+    shards: int
+    longest: int
+    batch: int
+    new_tokens: int
+    saves: bool
+    offloads: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(
-        self, judge: nn.Module, shards: int, longest: int, batch: int, new_tokens: int, saves: bool
-    ):
-        self.judge, self.longest, self.batch, self.new_tokens = judge, longest, batch, new_tokens
-        self.modules = [judge]
-        self.held = memory.resident_bytes(judge, shards)
-        self.saves = saves
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [self.judge]
+
+    @property
+    def held(self) -> dict[str, int]:
+        return memory.resident_bytes(self.judge, self.shards)
 
     def phases(self, choice: Choice, room: float) -> Phases:
         root, _, layers = memory.gathered_bytes(self.judge)
@@ -242,11 +249,9 @@ class Fit(NamedTuple):
 Plan = PolicyMemory | JudgeMemory
 
 
-def peak_of(plan: Plan, gib: float, choice: Choice) -> tuple[float, str]:
-    """GiB of the largest phase, with what is reserved, and its name."""
-    phases = plan.phases(choice, gib * GIB)
-    where = max(phases, key=lambda name: total(phases[name]))
-    return total(phases[where]) / GIB + RESERVED_GIB, where
+def peak_of(plan: Plan, gib: float, choice: Choice) -> float:
+    """GiB of the largest phase, with what is reserved."""
+    return max(map(total, plan.phases(choice, gib * GIB).values())) / GIB + RESERVED_GIB
 
 
 def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) -> Fit:
@@ -257,58 +262,50 @@ def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) 
     """
     peak = functools.partial(peak_of, plan, gib)
     without = Choice(False, args.max_tokens_per_pack, offload)
-    choice = without._replace(checkpointing=args.gradient_checkpointing == "on")
-    if args.gradient_checkpointing == "auto" and peak(without)[0] > gib:
-        choice = choice._replace(checkpointing=True)
-    needed, where = peak(choice)
-    other, _ = peak(choice._replace(checkpointing=not choice.checkpointing))
+    wanted = {"on": True, "off": False}.get(args.gradient_checkpointing)
+    choice = without._replace(checkpointing=peak(without) > gib if wanted is None else wanted)
+    other = peak(choice._replace(checkpointing=not choice.checkpointing))
     said = f"gradient checkpointing: off; with it the peak is {other:.1f} GiB"
     if choice.checkpointing:
         said = f"gradient checkpointing: on; without it the peak is {other:.1f} GiB"
         pack = largest_pack(peak, without, longest, gib)
         if pack:
             said += f"; with --max_tokens_per_pack {pack} it would fit without"
+    phases = plan.phases(choice, gib * GIB)
+    where, needed = max(phases, key=lambda name: total(phases[name])), peak(choice)
     line, problem = f"peak: {needed:.1f} of {gib:.4g} GiB, in {where}: ", ""
     if needed <= gib:
         line += f"fits, {gib - needed:.1f} GiB to spare"
     else:
         line += f"does not fit by {needed - gib:.1f} GiB"
         problem = f"{line}; {advise(plan, choice, longest, gib)}"
-    return Fit(choice, plan.phases(choice, gib * GIB), needed, [line, said], problem)
+    return Fit(choice, phases, needed, [line, said], problem)
 
 
 def largest_pack(peak: Callable, choice: Choice, longest: int, gib: float) -> int:
     """The largest --max_tokens_per_pack, not above the run's own, with which it fits; 0: none that
     holds a sequence."""
     sizes = range(-(-longest // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
-    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n))[0] > gib)
+    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n)) > gib)
     return sizes[fitting - 1] if fitting else 0
 
 
 def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
-    """Which flags would make a run fit that does not, each alone if one is enough."""
+    """Which flags would make a run fit that does not: smaller packs before --offload."""
     peak = functools.partial(peak_of, plan, gib)
-    options = {}
-    if not choice.checkpointing:
-        options["--gradient_checkpointing on"] = choice._replace(checkpointing=True)
-    for offload in plan.offloads:
-        if offload != choice.offload:
-            options[f"--offload {offload}"] = choice._replace(offload=offload)
-    pack = largest_pack(peak, choice, longest, gib)
-    if pack:
-        options[f"--max_tokens_per_pack {pack}"] = choice._replace(tokens=pack)
-    peaks = {flag: peak(option)[0] for flag, option in options.items()}
-    found = [f"{flag} ({needed:.1f} GiB)" for flag, needed in peaks.items() if needed <= gib]
-    if found:
-        return f"what would help: {', or '.join(found)}"
-    everything = choice._replace(checkpointing=True, offload=(choice.offload, *plan.offloads)[-1])
-    pack = largest_pack(peak, everything, longest, gib)
-    if not pack:
-        return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
-    flags = f"--gradient_checkpointing on --max_tokens_per_pack {pack}"
-    if plan.offloads:
-        flags += f" --offload {everything.offload}"
-    return f"what would help: {flags} together"
+    for offload in (choice.offload, *plan.offloads):
+        option = choice._replace(checkpointing=True, offload=offload)
+        pack = option.tokens
+        if peak(option) > gib:
+            pack = largest_pack(peak, option, longest, gib)
+        if pack:
+            flags = "--gradient_checkpointing on"
+            if pack < option.tokens:
+                flags += f" --max_tokens_per_pack {pack}"
+            if offload != choice.offload:
+                flags += f" --offload {offload}"
+            return f"what would help: {flags}"
+    return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
 
 
 def check(
@@ -341,16 +338,13 @@ def check_host(needed: float) -> None:
     """Raises UserError on all ranks if ``needed`` bytes for each of its ranks are more than some
     machine has."""
     processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), memory.free_on_host()
-    problem = None
-    if free is not None and needed * processes > free:
-        problem = (
-            f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for the "
-            f"{processes} ranks of a machine, but {free / GIB:.1f} GiB are free: use more "
-            "machines, offload less, or pass --save_every 0"
-        )
-    problem = next(filter(None, distributed.gather_json(problem)), None)
-    if problem:
-        raise UserError(problem)
+    with distributed.raise_on_all_ranks():
+        if free is not None and needed * processes > free:
+            raise ValueError(
+                f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for "
+                f"the {processes} ranks of a machine, but {free / GIB:.1f} GiB are free: use more "
+                "machines, offload less, or pass --save_every 0"
+            )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -362,14 +356,13 @@ def memory_table(phases: Phases) -> list[str]:
     """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
     columns = {}
     for name, parts in phases.items():
-        columns[name] = {part: size / GIB for part, size in parts.items()}
-        columns[name]["reserved"] = RESERVED_GIB
-        columns[name]["total"] = sum(columns[name].values())
-    rows = [part for parts in phases.values() for part in parts]
-    rows = [*dict.fromkeys(rows), "reserved", "total"]
+        whole = parts | {"reserved": RESERVED_GIB * GIB}
+        columns[name] = whole | {"total": total(whole)}
+    parts = [part for column in phases.values() for part in column]
+    rows = [*dict.fromkeys(parts), "reserved", "total"]
     width = max(map(len, ["GiB per GPU", *rows]))
     lines = ["GiB per GPU".ljust(width) + "".join(f"{name:>15}" for name in phases)]
     for row in rows:
-        cells = [f"{parts[row]:.2f}" if row in parts else "" for parts in columns.values()]
+        cells = [f"{column[row] / GIB:.2f}" if row in column else "" for column in columns.values()]
         lines.append(row.ljust(width) + "".join(f"{cell:>15}" for cell in cells))
     return lines

@@ -21,11 +21,12 @@ import itertools
 import math
 from collections import ChainMap
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Iterable, Iterator
+from typing import Annotated, Any, Iterable, Iterator
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from common import conversations
@@ -34,6 +35,8 @@ from common.distributed import gather_ragged
 
 Block = tuple[int, tuple[int, ...]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a row
+PerToken = Annotated[Tensor | None, "(N,)"]
+PerSample = Annotated[Tensor | None, "(S,)"]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -67,43 +70,43 @@ class Batch:
     positions: dict[int, Tensor] = field(default_factory=dict)
 
     # Samples.
-    group: Tensor = field(default_factory=_integers)  # (S,) index of the sample's prompt
-    number: Tensor = field(default_factory=_integers)  # (S,) which of its prompt's samples this is
-    # (S,) response tokens, a sampled end token included
-    lengths: Tensor = field(default_factory=_integers)
-    truncated: Tensor | None = None  # (S,) bool: ended by a limit, of tokens or of turns
-    tokens: Tensor = field(default_factory=_integers)  # (N,)
-    logprobs: Tensor | None = None  # (N,) as recorded when the tokens were sampled
+    group: PerSample = field(default_factory=_integers)  # index of the sample's prompt
+    number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
+    # response tokens, a sampled end token included
+    lengths: PerSample = field(default_factory=_integers)
+    truncated: PerSample = None  # bool: ended by a limit, of tokens or of turns
+    tokens: PerToken = field(default_factory=_integers)
+    logprobs: PerToken = None  # as recorded when the tokens were sampled
     sampling: Any = None  # how they were drawn; training uses the same
 
     # Conversations with environments, where there are any.
-    spans: Tensor | None = None  # (S,) tokens of a sample's stream
+    spans: PerSample = None  # tokens of a sample's stream
     stream: Tensor | None = None  # (R,) the streams, one after the other
     is_own: Tensor | None = None  # (R,) bool: a token of the policy
     places: Tensor | None = None  # (R, 3) rotary positions, counted from the prompt's end
-    turn_rewards: Tensor | None = None  # (N,) the environment's, at the last own token of a turn
+    turn_rewards: PerToken = None  # the environment's, at the last own token of a turn
     conversations: list[Conversation] = field(default_factory=list)  # (S,)
 
     # Rewards.
-    scores: Tensor | None = None  # (S,) reward before KL and shaping
-    # (N,) the part of the scores that was earned at the end of a turn, where it stands
-    early_scores: Tensor | None = None
-    greedy_scores: Tensor | None = None  # (S,) of the prompt's greedy response (remax)
-    greedy_lengths: Tensor | None = None  # (S,) and its number of tokens
+    scores: PerSample = None  # reward before KL and shaping
+    # the part of the scores that was earned at the end of a turn, where it stands
+    early_scores: PerToken = None
+    greedy_scores: PerSample = None  # of the prompt's greedy response (remax)
+    greedy_lengths: PerSample = None  # and its number of tokens
     # (S,) each; NaN: the sample has none
     components: dict[str, Tensor] = field(default_factory=dict)
     judgements: list[str] = field(default_factory=list)  # (S,) what judges said of each sample
 
     # Scoring and advantages.
-    old_logprobs: Tensor | None = None  # (N,) under the policy at the start of the update
-    ref_logprobs: Tensor | None = None  # (N,)
-    kl: Tensor | None = None  # (N,) to the reference, before the update
+    old_logprobs: PerToken = None  # under the policy at the start of the update
+    ref_logprobs: PerToken = None
+    kl: PerToken = None  # to the reference, before the update
     kl_coef: float = 0.0  # weight of the KL in this step
-    entropy: Tensor | None = None  # (N,) under the policy at the start of the update
-    values: Tensor | None = None  # (N,) critic's value of the state before the token
-    advantages: Tensor | None = None  # (N,)
-    returns: Tensor | None = None  # (N,)
-    in_policy_loss: Tensor | None = None  # (N,) bool: the tokens of the policy loss
+    entropy: PerToken = None  # under the policy at the start of the update
+    values: PerToken = None  # critic's value of the state before the token
+    advantages: PerToken = None
+    returns: PerToken = None
+    in_policy_loss: PerToken = None  # bool: the tokens of the policy loss
     generated_tokens: int = 0  # in all rollouts of the step, also of samples not kept
 
     def __len__(self) -> int:
@@ -113,27 +116,31 @@ class Batch:
     @functools.cached_property  # read for every row
     def offsets(self) -> Tensor:
         """(S + 1,) where each sample starts in the flat tensors."""
-        return torch.cat([_integers().new_zeros(1), self.lengths.cumsum(0)])
+        return F.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def sizes(self) -> Tensor:
         """(S,) tokens that each sample takes in a packed row."""
         return self.lengths if self.spans is None else self.spans
 
-    @functools.cached_property
-    def stream_offsets(self) -> Tensor:
-        """(S,) where each sample's stream starts."""
-        return self.spans.cumsum(0) - self.spans
+    def flat_index(self, order: Tensor) -> Tensor:
+        """Where the tokens of the samples ``order`` stand in the flat tensors."""
+        return ragged_index(self.offsets[order], self.lengths[order])
+
+    def stream_index(self, order: Tensor) -> Tensor:
+        """Where their streams stand in `stream`."""
+        starts = self.spans.cumsum(0) - self.spans  # (S,)
+        return ragged_index(starts[order], self.spans[order])
 
     def in_row(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What the samples ``order`` put into a row: token ids (R,), rotary positions counted from
         the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
         lengths = self.lengths[order]
         if self.spans is None:
-            flat = ragged_index(self.offsets[order], lengths)
-            step = flat - self.offsets[order].repeat_interleave(lengths)
+            flat = self.flat_index(order)
+            step = ragged_index(torch.zeros_like(lengths), lengths)
             return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
-        rows = ragged_index(self.stream_offsets[order], self.spans[order])
+        rows = self.stream_index(order)
         return self.stream[rows], self.places[rows], self.is_own[rows]
 
     @functools.cached_property  # read for every prompt of thousands
@@ -161,25 +168,15 @@ class Batch:
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
         """The same prompts with other samples: for each prompt the token ids (n,) of each of its
         responses."""
-        places = [
-            (group, number) for group, part in enumerate(targets) for number in range(len(part))
-        ]
-        responses = [target for part in targets for target in part]
-        group, number = torch.tensor(places, dtype=torch.int64).reshape(-1, 2).T.contiguous()
-        lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-        tokens = torch.cat([_integers(), *responses])
+        counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
+        responses = list(itertools.chain(*targets))
+        prompts = {name: getattr(self, name) for name in (*PER_PROMPT, *BY_PROMPT, "dropped")}
         return Batch(
-            self.prompts,
-            self.draws,
-            self.owners,
-            self.dropped,
-            self.patches,
-            self.features,
-            self.positions,
-            group=group,
-            number=number,
-            lengths=lengths,
-            tokens=tokens,
+            **prompts,
+            group=torch.arange(len(targets)).repeat_interleave(counts),
+            number=ragged_index(torch.zeros_like(counts), counts),
+            lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
+            tokens=torch.cat([_integers(), *responses]),
         )
 
     def gathered(self) -> "Batch":
@@ -196,48 +193,52 @@ class Batch:
 
     def select(self, order: Tensor) -> "Batch":
         """The samples ``order`` (k,), in that order, with all prompts."""
-        chosen: dict[str, Any] = {}
-        rows = ragged_index(self.offsets[order], self.lengths[order])  # (tokens,)
-        picks = dict.fromkeys(PER_TOKEN, rows)
+        picks = dict.fromkeys(PER_TOKEN, self.flat_index(order))
         if self.spans is not None:
-            stream = ragged_index(self.stream_offsets[order], self.spans[order])
-            picks |= dict.fromkeys(PER_STREAM_TOKEN, stream)
+            picks |= dict.fromkeys(PER_STREAM_TOKEN, self.stream_index(order))
+        chosen = {}
         for name, value in tensor_fields(self).items():
             chosen[name] = value[picks.get(name, order)]
-        for name in PER_SAMPLE:
+        for name in LISTS:
             values = getattr(self, name)
-            chosen[name] = [values[i] for i in order.tolist()] if values else []
+            chosen[name] = [values[i] for i in order.tolist() if values]
         components = {name: values[order] for name, values in self.components.items()}
         return replace(self, **chosen, components=components)
 
     def select_prompts(self, groups: list[int]) -> "Batch":
         """The prompts ``groups``, ascending, with their samples."""
         place = {group: k for k, group in enumerate(groups)}
-        kept = [i for i, group in enumerate(self.group.tolist()) if group in place]
-        part = self.select(torch.tensor(kept, dtype=torch.int64))
-        return replace(
-            part,
-            prompts=[self.prompts[g] for g in groups],
-            draws=[self.draws[g] for g in groups],
-            owners=[self.owners[g] for g in groups],
-            dropped=[place[g] for g in self.dropped if g in place],
-            patches={place[g]: value for g, value in self.patches.items() if g in place},
-            features={place[g]: value for g, value in self.features.items() if g in place},
-            positions={place[g]: value for g, value in self.positions.items() if g in place},
-            group=torch.tensor([place[g] for g in part.group.tolist()], dtype=torch.int64),
-        )
+        kept = torch.isin(self.group, torch.tensor(groups, dtype=torch.int64))
+        part = self.select(kept.nonzero()[:, 0])._renumbered(place)
+        prompts = {name: [getattr(self, name)[g] for g in groups] for name in PER_PROMPT}
+        return replace(part, **prompts)
+
+    def _renumbered(self, place: dict[int, int]) -> "Batch":
+        """The batch with other indices of its prompts, without what is known of prompts that get
+        none."""
+        changes = {
+            "group": torch.tensor([place[g] for g in self.group.tolist()], dtype=torch.int64),
+            "dropped": [place[g] for g in self.dropped if g in place],
+        }
+        for name in BY_PROMPT:
+            own = getattr(self, name)
+            changes[name] = {place[g]: own[g] for g in own if g in place}
+        return replace(self, **changes)
 
     @staticmethod
     def concatenate(parts: list["Batch"]) -> "Batch":
         """One batch of several, one after the other; a component that a part lacks is NaN there."""
-        starts = np.cumsum([0] + [len(part.prompts) for part in parts]).tolist()
-        shifted = [part._shifted(start) for part, start in zip(parts, starts)]
-        joined: dict[str, Any] = {"sampling": parts[0].sampling}
+        shifted, start = [], 0
+        for part in parts:
+            end = start + len(part.prompts)
+            shifted.append(part._renumbered(dict(enumerate(range(start, end)))))
+            start = end
+        joined = {"sampling": parts[0].sampling}
         for name in tensor_fields(parts[0]):
             joined[name] = torch.cat([getattr(part, name) for part in shifted])
-        for name in ("prompts", "draws", "owners", "dropped", *PER_SAMPLE):
+        for name in (*PER_PROMPT, "dropped", *LISTS):
             joined[name] = [value for part in shifted for value in getattr(part, name)]
-        for name in ("patches", "features", "positions"):
+        for name in BY_PROMPT:
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
         names = dict.fromkeys(name for part in parts for name in part.components)
         joined["components"] = {
@@ -246,38 +247,16 @@ class Batch:
         joined["generated_tokens"] = sum(part.generated_tokens for part in parts)
         return Batch(**joined)
 
-    def _shifted(self, start: int) -> "Batch":
-        """The batch, renumbered to come after ``start`` other prompts."""
-        changes: dict[str, Any] = {
-            "group": self.group + start,
-            "dropped": [group + start for group in self.dropped],
-        }
-        for name in ("patches", "features", "positions"):
-            own = getattr(self, name)
-            changes[name] = {group + start: value for group, value in own.items()}
-        return replace(self, **changes)
-
     def component(self, name: str) -> Tensor:
         """(S,) of a reward component; NaN where the batch does not have it."""
         return self.components.get(name, torch.full((len(self),), math.nan))
 
 
-PER_TOKEN = (
-    "tokens",
-    "logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "kl",
-    "entropy",
-    "values",
-    "advantages",
-    "returns",
-    "in_policy_loss",
-    "turn_rewards",
-    "early_scores",
-)
+PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]
 PER_STREAM_TOKEN = ("stream", "is_own", "places")
-PER_SAMPLE = ("judgements", "conversations")  # lists
+LISTS = ("judgements", "conversations")  # (S,)
+PER_PROMPT = ("prompts", "draws", "owners")  # (G,)
+BY_PROMPT = ("patches", "features", "positions")  # of some prompts, by index
 
 
 def tensor_fields(record) -> dict[str, Tensor]:
@@ -318,23 +297,23 @@ def exchange_features(
         the features of every prompt in ``needed[rank]`` that has images.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    pictured = [[p for p in sorted(prompts) if p in shapes] for prompts in needed]  # by rank
-    send, receive = [], []
+    numbers = {p: math.prod(shape) for p, shape in shapes.items()}
+    outgoing, arriving = [torch.empty(0, dtype=dtype)], []
+    sent, received = [0] * world, [0] * world  # numbers, by rank
     for other in range(world):
-        send.append(_moving(pictured[other], owners, rank, other))
-        receive.append(_moving(pictured[rank], owners, other, rank))
-    sizes = {p: math.prod(shape) for p, shape in shapes.items()}
-    sent = [sum(map(sizes.get, prompts)) for prompts in send]
-    received = [sum(map(sizes.get, prompts)) for prompts in receive]
-
-    outgoing = [features[p].flatten() for prompts in send for p in prompts]
-    flat = torch.cat([torch.empty(0, dtype=dtype), *outgoing])
+        for p in sorted(needed[other] & shapes.keys()):
+            if owners[p] == rank != other:
+                outgoing.append(features[p].flatten())
+                sent[other] += numbers[p]
+        for p in sorted(needed[rank] & shapes.keys()):
+            if owners[p] == other != rank:
+                arriving.append(p)
+                received[other] += numbers[p]
     incoming = torch.empty(sum(received), dtype=dtype)
-    dist.all_to_all_single(incoming, flat, received, sent)
+    dist.all_to_all_single(incoming, torch.cat(outgoing), received, sent)
 
-    result = {p: features[p] for p in pictured[rank] if owners[p] == rank}
-    arrived = list(itertools.chain(*receive))
-    for p, piece in zip(arrived, incoming.split(list(map(sizes.get, arrived)))):
+    result = {p: features[p] for p in needed[rank] & features.keys()}
+    for p, piece in zip(arriving, incoming.split([numbers[p] for p in arriving])):
         result[p] = piece.view(shapes[p])
     return result
 
@@ -342,11 +321,6 @@ def exchange_features(
 def of_sample(i: int) -> int:
     """Sample i among the prompts of `exchange_features`."""
     return -1 - i
-
-
-def _moving(prompts: list[int], owners: dict[int, int], source: int, target: int) -> list[int]:
-    """Those of the prompts whose features go from one rank to another."""
-    return [p for p in prompts if owners[p] == source != target]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -373,7 +347,7 @@ def make_blocks(
     for i, group in enumerate(batch.group.tolist()):
         members.setdefault(group, []).append(i)
 
-    blocks: list[Block] = []
+    blocks = []
     for group in sorted(members if groups is None else map(int, groups)):
         own = members.get(group, [])
         prompt = batch.prompt_lengths[group]
@@ -387,8 +361,7 @@ def _blocks_of_prompt(
     group: int, members: list[int], lengths: list[int], prompt: int, max_tokens: int
 ) -> Iterator[Block]:
     """Fill blocks of at most ``max_tokens`` tokens, or of one response."""
-    current: list[int] = []
-    size = prompt
+    current, size = [], prompt
     for i in members:
         if current and size + lengths[i] > max_tokens:
             yield group, tuple(current)
@@ -402,8 +375,8 @@ def _blocks_of_prompt(
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
     """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first
     (Graham 1969)."""
-    heap: list[tuple[float, int, list[int]]] = [(0.0, b, []) for b in range(bins)]
-    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+    heap = [(0.0, b, []) for b in range(bins)]  # load, number, indices
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
         load, b, part = heap[0]  # the lightest
         part.append(i)
         heapq.heapreplace(heap, (load + costs[i], b, part))
@@ -426,11 +399,15 @@ def make_packs(
     count = 0
     for share in shares:
         count = max(count, min(len(share), -(-sum(sizes[i] for i in share) // max_tokens)))
-    packs = [_pack_share(share, sizes, count) for share in shares]
-    while not all(_fits(pack, sizes, max_tokens) for own in packs for pack in own):
+    while True:
+        packs = []
+        for share in shares:
+            parts = balanced_partition([sizes[i] for i in share], count)
+            packs.append([[share[k] for k in part] for part in parts])
+        if max(_largest_of_several(own, sizes) for own in packs) <= max_tokens:
+            break
         # in growing strides: one by one takes minutes with thousands of packs
         count = min(count + 1 + count // 32, max(map(len, shares)))
-        packs = [_pack_share(share, sizes, count) for share in shares]
     for own in packs:
         own.sort(key=lambda pack: -sum(costs[i] for i in pack))
     return [[[blocks[i] for i in pack] for pack in own] for own in packs]
@@ -445,20 +422,17 @@ def _sizes_and_costs(
     sizes, costs = [], []
     for group, members in blocks:
         prompt = batch.prompt_lengths[group]
-        size = prompt + sum(lengths[i] for i in members)
-        scores = prompt**2 / 2 + sum(lengths[i] * (prompt + lengths[i] / 2) for i in members)
+        own = [lengths[i] for i in members]
+        size = prompt + sum(own)
+        scores = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
         sizes.append(size)
         costs.append(size + scores / (6 * hidden_size))
     return sizes, costs
 
 
-def _pack_share(share: list[int], sizes: list[int], count: int) -> list[list[int]]:
-    packs = balanced_partition([sizes[i] for i in share], count)
-    return [[share[k] for k in pack] for pack in packs]
-
-
-def _fits(pack: list[int], sizes: list[int], max_tokens: int) -> bool:
-    return len(pack) < 2 or sum(sizes[i] for i in pack) <= max_tokens
+def _largest_of_several(packs: list[list[int]], sizes: list[int]) -> int:
+    """Tokens of the largest pack that has more than one block."""
+    return max((sum(sizes[i] for i in pack) for pack in packs if len(pack) > 1), default=0)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -496,13 +470,12 @@ class Row:
         """(L,) number of samples that contain each token: a shared prompt counts once for each of
         its responses."""
         counts = torch.zeros(self.input_ids.shape[1])
-        shared = {p_start for _, _, p_start, p_end in self.segments if p_end > p_start}
         for start, end, p_start, p_end in self.segments:
-            if p_end > p_start:
+            # A shared prompt predicts by its last row alone, a sample with its prompt never by that.
+            inside = (self.predict >= start) & (self.predict < end - 1)  # (T,)
+            if p_end > p_start or inside.any():
                 counts[start:end] += 1
                 counts[p_start:p_end] += 1
-            elif start not in shared and ((self.predict >= start) & (self.predict < end)).any():
-                counts[start:end] += 1  # a sample alone with its prompt
         return counts
 
     def label_text(self, skipped: Tensor) -> "Row":
@@ -541,7 +514,7 @@ def build_row(
     collectives, with gradient 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
-    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with and without replies
+    counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
     segments, places, size = _lay_out(batch, blocks, prompt_positions)
     starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     rows = ragged_index(starts, counts)  # (R,)
@@ -549,8 +522,7 @@ def build_row(
     said, offsets, is_own = batch.in_row(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
-    is_prompt = torch.ones(length, dtype=torch.bool).index_fill_(0, rows, False)  # (L,)
-    is_given = torch.ones_like(is_prompt).index_fill_(0, rows[is_own], False)  # (L,)
+    is_prompt = torch.ones(length).bool().index_fill_(0, rows, False)  # (L,)
     input_ids = torch.zeros(length, dtype=torch.int64)
     positions = torch.zeros(3, length, dtype=torch.int64)
     if blocks:
@@ -559,20 +531,22 @@ def build_row(
     input_ids[rows] = said
     positions[:, rows] = following.repeat_interleave(counts) + offsets.T
 
+    is_image = torch.isin(input_ids, image_token_ids)  # (L,)
+    is_image[rows[is_own]] = False  # whatever the policy says
     shown = [k for group, members in blocks for k in (group, *map(of_sample, members))]
     pieces = [features[k] for k in shown if k in features]
-    flat = ragged_index(batch.offsets[order], lengths)  # (T,)
+    flat = batch.flat_index(order)  # (T,)
     return Row(
         input_ids=input_ids[None],
         positions=positions[:, None],
-        image_rows=(torch.isin(input_ids, image_token_ids) & is_given).nonzero()[:, 0],
+        image_rows=is_image.nonzero()[:, 0],
         features=torch.cat(pieces, dim=1) if pieces else None,
         segments=segments or [(0, 1, 0, 0)],
         predict=torch.where(begins, ends.repeat_interleave(counts), rows)[is_own] - 1,
         targets=batch.tokens[flat],
         flat=flat,
         sample=order.repeat_interleave(lengths),
-        step=flat - batch.offsets[order].repeat_interleave(lengths),
+        step=ragged_index(torch.zeros_like(lengths), lengths),
     )
 
 
@@ -581,9 +555,7 @@ def _lay_out(
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
     """Segments of a row; for every sample (first row, end of its prompt, first position); and the
     row's length."""
-    segments: list[Segment] = []
-    places: list[tuple[int, int, int]] = []
-    size = 0
+    segments, places, size = [], [], 0
     for group, members in blocks:
         start, end = size, size + batch.prompt_lengths[group]
         following = int(prompt_positions[group].max()) + 1

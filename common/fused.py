@@ -27,11 +27,20 @@ class Fused:
         try:
             return self.compiled(*tensors)
         except Exception as error:  # compilers raise anything
-            self.problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        rank, name = os.environ.get("RANK", "0"), self.function.__name__
-        print(
-            f"warning: rank {rank}: torch.compile of {name} failed, which costs only time: "
-            f"{self.problem}",
-            flush=True,
-        )
+            self.problem = describe(error)
+        warn_of(self.function.__name__, self.problem)
         return self.function(*tensors)
+
+
+def describe(error: Exception) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def warn_of(what: str, problem: str) -> None:
+    """Say that something did not compile."""
+    rank = os.environ.get("RANK", "0")
+    print(
+        f"warning: rank {rank}: torch.compile of {what} failed, which costs only time: {problem}",
+        flush=True,
+    )

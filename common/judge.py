@@ -470,3 +470,10 @@ def encode_target(
         raise ValueError(f"special token {typed[0]} in the target")
     before, end = frame
     return torch.tensor([*processor.token_ids(before + text, limit), end], dtype=torch.int64)
+
+
+def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:
+    """Label tokens of each verdict, given bare, as judge.json has answers given."""
+    frame, template = answer_frame(processor), processor.files["judge"]["answer"]
+    texts = [format_template(template, verdict=verdict) for verdict in verdicts]
+    return [encode_target(processor, frame, text) for text in texts]

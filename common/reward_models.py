@@ -23,6 +23,7 @@ from common.accuracy import doubtful_accuracy
 from common.judge import (
     answer_frame,
     encode_target,
+    encode_verdicts,
     format_template,
     judge_prompt,
     judge_question,
@@ -277,15 +278,11 @@ class Judge(RewardModel):
     def weigh_verdicts(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(questions, verdicts) probabilities, or 1 for the likeliest verdict; and a note on the
         probabilities."""
-        frame = answer_frame(self.processor)
-        targets = []
-        for verdict in self.verdicts:
-            text = format_template(self.settings["answer"], verdict=verdict)
-            targets.append(encode_target(self.processor, frame, text))
+        targets = encode_verdicts(self.processor, self.verdicts)
         candidates = questions.with_targets([targets] * len(questions.prompts))
         logprobs = self.likelihoods(candidates)
         self.check_finite(logprobs)
-        totals = torch.stack([part.double().sum() for part in candidates.split(logprobs)])
+        totals = candidates.per_sample_sum(logprobs.double())
         chances = totals.view(-1, len(self.verdicts)).softmax(dim=1)
         notes = []
         for row in chances.tolist():

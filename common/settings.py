@@ -41,6 +41,13 @@ class ModelArgs:
         choices=("auto", "on", "off"),
         neutral=True,
     )
+    compile: str = flag(
+        "off",
+        "layers: torch.compile fuses norms, rotary positions, gates and sums of the decoder's "
+        "layers in updates and scoring, which takes a while in the first step",
+        choices=("off", "layers"),
+        neutral=True,
+    )
     train_vision: bool = flag(
         False,
         "train the vision tower and its projector too (Qwen-VL); every model then has one of its "

@@ -318,7 +318,7 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
     kept = weight.clone()
     weight[0] = torch.nan
     try:
-        with pytest.raises(process.UserError, match=r"the loss of 2 of 2 held-out examples is not finite, .* eval.jsonl:1; check"):
+        with pytest.raises(process.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; check"):
             evaluate(env, tmp_path, env.held_out[:2], 3)
     finally:
         weight.copy_(kept)

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from conftest import write_checkpoint
+from test_families import make_config, make_tokenizer
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed, Qwen2_5_VLRMSNorm
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRMSNorm
 
 from common.vlm import layers, weights
+from common.vlm.families import Qwen
 from common.vlm.folder import read_model_config
 
 NORMS = [Qwen2_5_VLRMSNorm, Qwen3VLTextRMSNorm, Gemma3RMSNorm]
@@ -76,3 +78,12 @@ def test_every_model_that_is_built_has_them(kind, tmp_path):
     found = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
     convolutions = [type(module) for module in model.modules() if isinstance(module, nn.Conv3d)]
     assert found == {"RMSNorm"} and convolutions == [layers.PatchProjection]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_no_tower_that_can_be_trained_has_a_convolution(kind):
+    model = weights.build_on_meta(make_config(kind, make_tokenizer(kind)), 64)
+    assert isinstance(model.family, Qwen)
+    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+    found = [type(module) for module in model.model.visual.modules() if isinstance(module, convolutions)]
+    assert found == [layers.PatchProjection]

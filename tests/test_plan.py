@@ -346,7 +346,7 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     with pytest.raises(
         process.UserError,
         match=r"in update actor: does not fit by \d\d\.\d GiB; what would help: "
-        rf"--gradient_checkpointing on \({peak:.1f} GiB\), or --max_tokens_per_pack \d+",
+        r"--gradient_checkpointing on$",
     ):
         peak_of(8, "--gradient_checkpointing", "off")
     said = f"gradient checkpointing: off; with it the peak is {peak:.1f} GiB"

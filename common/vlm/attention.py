@@ -521,7 +521,7 @@ class DecodeAttention:
 # -------------------------------------------------------------------------------------------------
 
 
-def _language_attention(
+def language_attention(
     module,
     query,
     key,
@@ -555,7 +555,7 @@ def _vision_attention(
 
 # Registered without a mask function on purpose: transformers then builds no (N, N) mask and passes
 # None.
-AttentionInterface.register(ATTENTION_NAME, _language_attention)
+AttentionInterface.register(ATTENTION_NAME, language_attention)
 for _backend in ("flash_attn", "varlen"):
     _function = functools.partial(_vision_attention, backend=_backend)
     AttentionInterface.register(VISION_ATTENTION_NAME + _backend, _function)

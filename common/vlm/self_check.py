@@ -16,7 +16,7 @@ P patches, V rows of the head.
 import math
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -24,14 +24,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from common import distributed, logprobs
+from common import distributed
 from common.buffers import Row
 from common.fsdp import shard_of
+from common.fused import describe
+from common.logprobs import linear_logprobs
 from common.process import UserError
 from common.settings import ModelArgs
 from common.vlm.attention import BACKENDS, DecodeAttention, PackedAttention, SlotCache
 from common.vlm.families import Qwen
-from common.vlm.linear_attention import PackedDelta, SlotStates, linear_layers, padded_rule
+from common.vlm.linear_attention import PackedDelta, linear_layers, padded_rule
 from common.vlm.model import decoder, hidden_states, image_features, use_attention
 from common.vlm.weights import whole
 
@@ -51,6 +53,7 @@ SEGMENTS = [
 PATCHES = 120
 GRIDS = torch.tensor([[1, 12, 8], [1, 4, 6]])  # two pictures, (1, h, w) patches
 ROWS = 4096  # most rows of the head and of the embeddings: those that this rank holds
+TINY = 1e-300  # the least norm that an error is divided by
 TARGETS, CHUNK = 33, 32  # so that the last chunk of the head holds one token
 Checked = Iterator[tuple[str, Tensor, Tensor, float]]  # name, found, expected, bound
 
@@ -80,7 +83,8 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
     """
     model = models[0]
     held = distributed.gather_json(model.compute.backend)
-    backends = list(BACKENDS[max(map(BACKENDS.index, held)) :])  # a node may lack a package
+    first = max(map(BACKENDS.index, held))  # a node may lack a package
+    backends = list(BACKENDS[first:])
     if args.attention != "auto":
         backends = backends[:1]
     on_gpu = model.compute.device.type == "cuda"
@@ -103,18 +107,18 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
 def run_check(check: "SelfCheck", backend: str) -> list[str]:
     """What fails with a back-end, on any rank; the main rank prints a table of all parts, each as
     it is where it is worst. All ranks must call."""
-    worst: dict[str, Part] = {}
-    for found in distributed.gather_json(check.parts(backend)):
-        for values in found:
-            part = Part(*values)
-            before = worst.setdefault(part.name, part)
-            if part.error / part.bound > before.error / before.bound:
-                worst[part.name] = part
+    gathered = distributed.gather_json(check.parts(backend))
+    found = [Part(*part) for own in gathered for part in own]
+    failing = []
     say(f"self-check with attention {backend}: relative errors, and what rounding explains at most")
-    for part in worst.values():
-        verdict = "FAILS" if part.fails else "ok"
-        say(f"  {part.name:32} {part.error:8.1e} {part.bound:8.1e}  {verdict}")
-    return [str(part) for part in worst.values() if part.fails]
+    for name in dict.fromkeys(part.name for part in found):
+        own = [part for part in found if part.name == name]
+        worst = max(own, key=lambda part: part.error / part.bound)
+        verdict = "FAILS" if worst.fails else "ok"
+        say(f"  {name:32} {worst.error:8.1e} {worst.bound:8.1e}  {verdict}")
+        if worst.fails:
+            failing.append(str(worst))
+    return failing
 
 
 def say(text: str) -> None:
@@ -132,19 +136,17 @@ def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
     to ``dtype``, and the root of ``terms`` epsilons for sums in float32. Rounding errors rarely add
     up, so what is measured is a third of this, and less."""
     of_sums = math.sqrt(terms) * torch.finfo(torch.float32).eps
-    return roundings * torch.finfo(dtype).eps / 2 + of_sums
+    of_results = roundings * torch.finfo(dtype).eps / 2
+    return of_results + of_sums
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Infinite where a number is not finite or the shape is another."""
     if found.shape != expected.shape:
         return math.inf
-    found = found.detach().double().cpu()
-    expected = expected.detach().double().cpu()
-    error = float((found - expected).norm())
-    if not math.isfinite(error):
-        return math.inf
-    return error / (float(expected.norm()) or 1.0)
+    found, expected = (x.detach().double().cpu() for x in (found, expected))
+    error = float((found - expected).norm() / expected.norm().clamp_min(TINY))
+    return error if math.isfinite(error) else math.inf
 
 
 def measured(name: str, checked: Checked) -> list[Part]:
@@ -154,10 +156,24 @@ def measured(name: str, checked: Checked) -> list[Part]:
         for part, found, expected, bound in checked:
             parts.append(Part(part, relative_error(found, expected), bound))
     except Exception as error:
-        said = " ".join(str(error).split())
-        problem = f"{type(error).__name__}: {said:.200}".rstrip(".")
-        parts.append(Part(name, math.inf, 1.0, problem))
+        parts.append(Part(name, math.inf, 1.0, describe(error).rstrip(".")))
     return parts
+
+
+def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
+    """The output of a function, and gradients of its inputs; from above comes what is the same for
+    an output of this shape in any type, on any machine."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    out = function(*inputs)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    return [out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(out))]
+
+
+def compared(name: str, inputs: Iterable[str], *columns: Iterable) -> Checked:
+    """What `with_gradients` found and what is right, as parts; ``columns``: found, expected,
+    bounds."""
+    names = [name, *(f"{name}, gradient of {x}" for x in inputs)]
+    yield from zip(names, *columns)
 
 
 class SelfCheck:
@@ -169,9 +185,6 @@ class SelfCheck:
         self.dtype, self.device = model.compute.dtype, model.compute.device
         self.text = model.config.get_text_config()
         self.generator = torch.Generator().manual_seed(0)  # of the CPU: the same on any machine
-        self.wide = [decoder(model).get_input_embeddings().weight]
-        if model.lm_head is not None:
-            self.wide.append(model.lm_head.weight)
         self.low = first_layers(model, self.lowered)
         self.high = first_layers(self.low, Tensor.float)
 
@@ -179,7 +192,7 @@ class SelfCheck:
     def lowered(self, parameter: Tensor) -> Tensor:
         """A whole weight in the compute type; of those over the vocabulary the rows that are
         here."""
-        if any(parameter is wide for wide in self.wide):
+        if parameter.shape[:1] == (self.text.vocab_size,):
             own = shard_of(parameter)[:ROWS]
             if not len(own):  # the last ranks may have no row
                 own = own.new_ones(1, own.shape[1])
@@ -198,7 +211,8 @@ class SelfCheck:
             parts += measured("linear attention", self.linear_attention())
         if self.model.lm_head is not None:
             parts += measured("head", self.head())
-        if isinstance(self.model.family, Qwen) and self.model.model.visual is not None:
+        is_known = isinstance(self.model.family, Qwen)
+        if is_known and self.model.model.visual is not None:
             parts += measured("vision", self.vision(backend))
         return parts
 
@@ -207,35 +221,29 @@ class SelfCheck:
     def attention(self, backend: str) -> Checked:
         """Packed rows with shared prompts, forward and backward, and decoding from a short slot and
         a full one, on the first layer's own queries, keys and values."""
-        seen = self.first_layer()
-        _, heads, _, width = seen.inputs[0].shape
-        upstream = self.random(1, TOKENS, heads, width)
-        exact = [x.double().requires_grad_() for x in seen.inputs]
-        expected, largest = naive_attention(*exact, *seen.options)
-        truth = torch.autograd.grad(expected, exact, upstream.double())
-
-        ours = [x.clone().requires_grad_() for x in seen.inputs]
+        (_, *inputs), options = self.first_layer()
         packed = PackedAttention(SEGMENTS, backend, self.device)
-        out = packed(0, *ours, *seen.options)  # (1, N, Hq, D)
+        found = with_gradients(lambda *x: packed(0, *x, *options), inputs)  # (1, N, Hq, D)
+        exact = [x.double() for x in inputs]
+        truth = with_gradients(lambda *x: naive_attention(0, *x, *options), exact)
         # A score is a sum over D, its error becomes a factor of its probability, and a sum over
         # keys follows. In the gradients of scores, and with them of queries and keys, most cancels.
-        terms = (width + FULL) * max(1.0, largest) ** 2
+        scores = naive_scores(*exact[:2], *options)
+        largest = float(scores[scores.isfinite()].abs().max())
+        terms = (exact[0].shape[-1] + FULL) * max(1.0, largest) ** 2
         forward = explained(self.dtype, 4, terms)
         backward = explained(self.dtype, 12, terms)
-        yield "packed rows", out, expected, forward
-        found = torch.autograd.grad(out, ours, upstream)
-        yield "packed rows, gradient of q", found[0], truth[0], 10 * backward
-        yield "packed rows, gradient of k", found[1], truth[1], 10 * backward
-        yield "packed rows, gradient of v", found[2], truth[2], backward
-        decoded = self.decode(backend, seen)
-        at_once = expected[:, DECODED]
-        yield "decoding, short slot", decoded[:, 0], at_once[:, 0], forward
-        yield "decoding, full slot", decoded[:, 1], at_once[:, 1], forward
+        bounds = [forward, 10 * backward, 10 * backward, backward]
+        yield from compared("packed rows", "qkv", found, truth, bounds)
+        decoded = self.decode(backend, inputs, options)
+        for i, slot in enumerate(("short", "full")):
+            yield f"decoding, {slot} slot", decoded[:, i], truth[0][:, DECODED[i]], forward
 
     @torch.no_grad()
-    def first_layer(self) -> "NaiveAttention":
-        """What the first layer hands to its attention, for random tokens."""
-        seen = NaiveAttention()
+    def first_layer(self) -> tuple[tuple, tuple]:
+        """What the first layer hands to its attention, for random tokens: its number, q (1, Hq, N,
+        D), k and v (1, Hkv, N, D); scale and window."""
+        seen = Recorder()
         rows = len(decoder(self.low).get_input_embeddings().weight)
         ids = torch.randint(rows, (1, TOKENS), generator=self.generator)
         row = Row(
@@ -244,10 +252,10 @@ class SelfCheck:
             attention=seen,
         )
         hidden_states(self.low, row)
-        return seen
+        return seen.given[:4], seen.given[4:]
 
     @torch.no_grad()
-    def decode(self, backend: str, seen: "NaiveAttention") -> Tensor:
+    def decode(self, backend: str, inputs: list[Tensor], options: tuple) -> Tensor:
         """(1, 2, Hq, D): both prompts are stored by a packed row, and the token behind each is
         decoded. What it may not see is large."""
         cache = SlotCache(self.text, 2, FULL + 1, self.dtype, self.device)
@@ -257,120 +265,71 @@ class SelfCheck:
         slots = (rows >= SECOND).long()
         plan = rows, slots, rows - SECOND * slots
         packed = PackedAttention(SEGMENTS, backend, self.device, cache, plan)
-        packed(0, *seen.inputs, *seen.options)
+        packed(0, *inputs, *options)
         lengths = torch.tensor([SHORT, FULL], device=self.device)
         step = DecodeAttention(cache, lengths, FULL + 1, backend)
-        new = [x[:, :, DECODED] for x in seen.inputs]
-        return step(0, *new, *seen.options)
+        return step(0, *[x[:, :, DECODED] for x in inputs], *options)
 
     # Linear attention
 
     def linear_attention(self) -> Checked:
-        """The delta rule of a row, forward and backward, and of decoding, against plain torch in
-        float32 on the CPU."""
+        """The delta rule of a row, forward and backward, against plain torch in float32 on the CPU.
+        Decoding is plain torch itself."""
         inputs = self.delta_inputs()
-        upstream = self.random(*inputs["v"].shape)
-        exact, ours = [], []
-        for x in inputs.values():
-            exact.append(x.float().cpu().requires_grad_())
-            ours.append(x.clone().requires_grad_())
-        on_host = PackedDelta(SEGMENTS, torch.device("cpu"), rule=padded_rule)
-        expected = on_host.recur(0, *exact)  # (N, Hv, Dv)
-        truth = torch.autograd.grad(
-            expected,
-            exact,
-            upstream.float().cpu(),
-        )
-        out = PackedDelta(SEGMENTS, self.device).recur(0, *ours)
-        found = torch.autograd.grad(out, ours, upstream)
-        forward = explained(self.dtype, 8, FULL)
-        backward = explained(self.dtype, 16, FULL**2)
-        yield "delta rule", out, expected, forward
-        for name, gradient, right in zip(inputs, found, truth):
-            yield f"delta rule, gradient of {name}", gradient, right, backward
-        decoded = self.decode_delta(list(inputs.values()))
-        yield "delta rule, decoding", decoded, expected[DECODED], forward
+        here = PackedDelta(SEGMENTS, self.device)
+        found = with_gradients(lambda *x: here.recur(0, *x), inputs.values())  # (N, Hv, Dv)
+        host = PackedDelta(SEGMENTS, torch.device("cpu"), rule=padded_rule)
+        exact = [x.float().cpu() for x in inputs.values()]
+        truth = with_gradients(lambda *x: host.recur(0, *x), exact)
+        bounds = [explained(self.dtype, 8, FULL)]
+        bounds += [explained(self.dtype, 16, FULL**2)] * len(inputs)
+        yield from compared("delta rule", inputs, found, truth, bounds)
 
     def delta_inputs(self) -> dict[str, Tensor]:
         """What `PackedDelta.recur` takes for a row, states that fade slowly."""
-        heads = self.text.linear_num_value_heads
-        keys = self.text.linear_key_head_dim
-        values = self.text.linear_value_head_dim
+        rows = TOKENS, self.text.linear_num_value_heads
         return {
-            "q": self.random(TOKENS, heads, keys),
-            "k": self.random(TOKENS, heads, keys),
-            "v": self.random(TOKENS, heads, values),
-            "decay": self.random(TOKENS, heads).float().exp() * -0.05,
-            "strength": self.random(TOKENS, heads).sigmoid(),
+            "q": self.random(*rows, self.text.linear_key_head_dim),
+            "k": self.random(*rows, self.text.linear_key_head_dim),
+            "v": self.random(*rows, self.text.linear_value_head_dim),
+            "decay": self.random(*rows).float().exp() * -0.05,
+            "strength": self.random(*rows).sigmoid(),
         }
-
-    @torch.no_grad()
-    def decode_delta(self, inputs: list[Tensor]) -> Tensor:
-        """(2, Hv, Dv): both prompts leave their state in a slot, and the token behind each is
-        decoded."""
-        slots = torch.arange(2, device=self.device)
-        ends = torch.tensor(DECODED, device=self.device) - 1
-        states = SlotStates(self.text, 2, self.dtype, self.device)
-        packed = PackedDelta(SEGMENTS, self.device, states, (ends, slots, slots))
-        packed.recur(0, *inputs)
-        return states.recur(0, *[x[DECODED] for x in inputs])
 
     # Head
 
     def head(self) -> Checked:
         """Log-probs of the chunked head, whose products have float32 results, and their gradients;
         and the head of a rank without responses."""
-        weight = self.low.lm_head.weight.clone().requires_grad_()  # (V, H)
-        hidden = self.random(TARGETS, weight.shape[1]).requires_grad_()
+        weight = self.low.lm_head.weight  # (V, H)
+        inputs = [self.random(TARGETS, weight.shape[1]), weight]
         targets = torch.randint(len(weight), (TARGETS,), generator=self.generator)
         targets = targets.to(self.device)
-        upstream = self.random(TARGETS).float()
-        exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-        expected = -F.cross_entropy(exact[0] @ exact[1].t(), targets, reduction="none")
-        truth = torch.autograd.grad(expected, exact, upstream.double())
-
-        logp, _ = logprobs.linear_logprobs(hidden, weight, targets, chunk=CHUNK)
+        found = with_gradients(lambda *x: linear_logprobs(*x, targets, chunk=CHUNK)[0], inputs)
+        truth = with_gradients(lambda *x: naive_logprobs(*x, targets), [x.double() for x in inputs])
         # Tensor cores cut off what a sum does not keep, so that errors grow with its length.
         of_sums = explained(torch.float32, 0, weight.shape[1] ** 2)
-        yield "head", logp, expected, of_sums
-        found = torch.autograd.grad(logp, (hidden, weight), upstream)
         bound = explained(self.dtype, 6) + of_sums
-        yield "head, gradient of its input", found[0], truth[0], bound
-        yield "head, gradient of its weight", found[1], truth[1], bound
-
-        logp, _ = logprobs.linear_logprobs(hidden[:0], weight, targets[:0])
-        found = torch.autograd.grad(logp, (hidden, weight), logp.detach())
-        nothing = torch.zeros_like(weight)
-        yield "head of no rows", found[1], nothing, explained(torch.float32, 0)
+        yield from compared(
+            "head", ("its input", "its weight"), found, truth, (of_sums, bound, bound)
+        )
+        nothing = [inputs[0][:0], weight]
+        *_, gradient = with_gradients(lambda *x: linear_logprobs(*x, targets[:0])[0], nothing)
+        yield "head of no rows", gradient, torch.zeros_like(weight), explained(torch.float32, 0)
 
     # Vision
 
     def vision(self, backend: str) -> Checked:
-        """The patch embedding, against a convolution on the CPU; then two pictures through the
-        tower's first block and the projector, forward and backward."""
-        projection = self.low.model.visual.patch_embed.proj
-        exact = self.high.model.visual.patch_embed.proj
-        size = exact.weight.shape[1:]  # (3, deep, side, side)
-        patches = self.random(PATCHES, *size)
-        bias = None if exact.bias is None else exact.bias.cpu()
-        expected = F.conv3d(patches.float().cpu(), exact.weight.cpu(), bias, stride=size[1:])
-        bound = explained(self.dtype, 2, math.prod(size))
-        yield "patch embedding", projection(patches), expected.flatten(1), bound
-
-        pixels = patches.flatten(1).requires_grad_()
-        out, gradient = self.features(self.low, backend, pixels)
-        expected, truth = self.features(self.high, "sdpa", pixels)
-        sums = PATCHES * math.prod(size)
-        yield "vision block", out, expected, explained(self.dtype, 24, sums)
-        yield "vision block, backward", gradient, truth, explained(self.dtype, 48, sums)
-
-    def features(self, copy: nn.Module, backend: str, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Image features (K, M, H), and a gradient of the pixels (P, patch)."""
-        use_attention(copy, backend)
-        out = image_features(copy, pixels, GRIDS)
-        upstream = torch.linspace(-1, 1, out.numel(), device=self.device)
-        (gradient,) = torch.autograd.grad(out, pixels, upstream.view_as(out).to(out))
-        return out, gradient
+        """Two pictures through the tower's first block and the projector, forward and backward."""
+        size = self.low.model.visual.patch_embed.proj.weight[0].numel()
+        pixels = [self.random(PATCHES, size)]
+        sums = PATCHES * size
+        use_attention(self.low, backend)
+        found = with_gradients(lambda x: image_features(self.low, x, GRIDS), pixels)  # (K, M, H)
+        use_attention(self.high, "sdpa")
+        truth = with_gradients(lambda x: image_features(self.high, x, GRIDS), pixels)
+        bounds = [explained(self.dtype, roundings, sums) for roundings in (24, 48)]
+        yield from compared("vision block", ["its pixels"], found, truth, bounds)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -387,49 +346,43 @@ def first_layers(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.M
     children = list(module._modules.items())
     if isinstance(module, nn.ModuleList):
         children = [item for item in children if not hasattr(item[1], "linear_attn")][:1]
-    vars(copy).update(vars(module))
+    vars(copy).update(vars(module), training=False, trains_vision=True)
     copy._forward_hooks, copy._forward_pre_hooks = OrderedDict(), OrderedDict()
     copy._parameters, copy._modules = {}, {}
     for name, parameter in module._parameters.items():
         copy._parameters[name] = None if parameter is None else convert(parameter)
     for name, child in children:
         copy._modules[name] = None if child is None else first_layers(child, convert)
-    copy.training, copy.trains_vision = False, True
     return copy
 
 
-class NaiveAttention:
-    """Attention of the row of `SEGMENTS` by its definition; keeps what it was called with.
+class Recorder:
+    """Naive attention that keeps what it was called with."""
 
-    Attributes:
-        inputs: q (1, Hq, N, D), k and v (1, Hkv, N, D).
-        options: scale and window.
-    """
+    given: tuple
 
-    inputs: tuple[Tensor, Tensor, Tensor]
-    options: tuple[float, int | None]
-
-    def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
-    ) -> Tensor:
-        self.inputs = q, k, v
-        self.options = scale, window
-        out, _ = naive_attention(q, k, v, scale, window)
-        return out
+    def __call__(self, *given) -> Tensor:
+        self.given = given
+        return naive_attention(*given)
 
 
 def naive_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
-) -> tuple[Tensor, float]:
-    """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D), and the largest absolute score."""
-    group = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(group, dim=1)  # (1, Hq, N, D)
-    v = v.repeat_interleave(group, dim=1)
-    seen = visible(window).to(q.device)
-    scores = q @ k.transpose(2, 3) * scale  # (1, Hq, N, N)
-    largest = float(scores.detach()[..., seen].abs().max())
-    scores = scores.masked_fill(~seen, -math.inf)
-    return (scores.softmax(-1) @ v).transpose(1, 2), largest
+    layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Attention of the row of `SEGMENTS` by its definition: q (1, Hq, N, D), k and v (1, Hkv, N, D)
+    -> (1, N, Hq, D)."""
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (1, Hq, N, D)
+    return (naive_scores(q, k, scale, window).softmax(-1) @ v).transpose(1, 2)
+
+
+def naive_scores(q: Tensor, k: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """(1, Hq, N, N); -inf where a key is not seen."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)  # (1, Hq, N, D)
+    return (q @ k.transpose(2, 3) * scale).masked_fill(~visible(window).to(q.device), -math.inf)
+
+
+def naive_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return -F.cross_entropy(hidden @ weight.t(), targets, reduction="none")
 
 
 def visible(window: int | None) -> Tensor:

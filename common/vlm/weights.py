@@ -16,7 +16,7 @@ import math
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
@@ -36,6 +36,7 @@ from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
 from common.vlm.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
+from common.vlm.compilation import compile_layers
 from common.vlm.data import Processor
 from common.vlm.families import Qwen, family_of
 from common.vlm.folder import read_model_config
@@ -198,10 +199,11 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     name = args.dtype
     if name == "auto":
         name = "float32" if small else "bfloat16"
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
+    dtype = getattr(torch, name)
     chunk = args.head_chunk or (256 if small else 4096)
+    compute = Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
     if device.type == "meta":
-        return Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
+        return compute
     backend = choose_backend(args.attention, device, dtype)
     if distributed.is_main():
         install = ""
@@ -210,7 +212,7 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
             install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
         ranks = f"{distributed.world_size()} x {device.type}"
         print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, chunk)
+    return replace(compute, backend=backend)
 
 
 class Builder:
@@ -273,13 +275,15 @@ class Builder:
         return model
 
     def prepare(self, model: nn.Module) -> None:
-        """Adapters and gradient checkpointing, as the flags say."""
+        """Adapters, gradient checkpointing and compiled layers, as the flags say."""
         if self.args.lora_rank:
             add_adapters(
                 model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
             )
         if self.args.gradient_checkpointing == "on":
             recompute_layers(model)
+        if self.args.compile == "layers":
+            compile_layers(model)
 
 
 def recompute_layers(model: nn.Module) -> None:

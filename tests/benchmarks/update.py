@@ -1,6 +1,7 @@
 """Updates: forward and backward of shared-prefix packed rows against two others, process CPU seconds, one thread, alternated.
 
     python tests/benchmarks/update.py [--model qwen3_5] [--size tiny|20m] [--prompt_tokens 298] [--response_tokens 64] [--samples 8]
+    python tests/benchmarks/update.py --compiled              # the trainer's own with --compile layers against it without
     python tests/benchmarks/update.py --linear                # seconds per token of the same shape, 1 to 16 prompts
     python tests/benchmarks/update.py --sweep                 # sharing against no sharing over many shapes
 
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,13 +73,17 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
             str(pack),
         ]
     )
-    ranks = distributed.start(args.run.timeout, args.run.hsdp)
     processor = data.Processor(folder, args.data)
-    models = ppo.build_models(args, processor, ranks.device)
-    actor, _, _ = ppo.load_models(args, models, ranks)
+    actor = load_actor(args, processor)
     oracle = AutoModelForImageTextToText.from_pretrained(folder)
     oracle.model.visual.requires_grad_(False)
-    return args, processor, actor.train(), oracle.train()
+    return args, processor, actor, oracle.train()
+
+
+def load_actor(args, processor):
+    ranks = distributed.start(args.run.timeout, args.run.hsdp)
+    actor, _, _ = ppo.load_models(args, ppo.build_models(args, processor, ranks.device), ranks)
+    return actor.train()
 
 
 def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, response_tokens: int, prompts: int, samples: int):
@@ -208,6 +214,24 @@ def compare(flags, args, processor, actor, oracle) -> None:
         )
 
 
+def compare_compiled(flags, args, processor, actor) -> None:
+    """The trainer's own update and its scoring, eager and through torch.compile."""
+    batch, _ = make_task(
+        args, processor, actor, flags.prompt_tokens, flags.image_tokens, flags.response_tokens, flags.prompts, flags.samples
+    )
+    began = time.process_time()
+    other = load_actor(replace(args, model=replace(args.model, compile="layers")), processor)
+    update = lambda module: (ours(args, module, batch, True), gradients(module.train()))[1]  # noqa: E731
+    score = lambda module: ppo.score_tokens(module, batch, lambda row: module(row, batch.sampling))  # noqa: E731
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(update(other), update(actor)))
+    assert error < 1e-4, f"gradients differ by {error:.1e}"
+    print(f"gradients agree to {error:.0e}; compiled, with a first update of each, in {time.process_time() - began:.0f} CPU seconds")
+    for name, program in (("update", update), ("score", score)):
+        seconds = alternate({"eager": lambda: program(actor), "compiled": lambda: program(other)}, flags.repeats)
+        ratio = seconds["eager"] / seconds["compiled"]
+        print(f"  {name:7s} eager {seconds['eager']:.3f}  compiled {seconds['compiled']:.3f} CPU seconds  {ratio:.2f} times as fast")
+
+
 def linear(flags, args, processor, actor) -> None:
     """CPU seconds of an update per 1,000 tokens of its packed rows, for more and more prompts."""
     for prompts in (1, 2, 4, 8, 16):
@@ -250,6 +274,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--pack", type=int, default=4096, help="tokens per packed row")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--linear", action="store_true")
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="of the sweep: only the first so many")
@@ -257,7 +282,9 @@ def main() -> None:
     longest = max(flags.prompt_tokens, 1024)
     with tempfile.TemporaryDirectory() as folder:
         args, processor, actor, oracle = start(Path(folder), flags.model, flags.size, longest, max(flags.pack, longest + 1))
-        if flags.linear:
+        if flags.compiled:
+            compare_compiled(flags, args, processor, actor)
+        elif flags.linear:
             linear(flags, args, processor, actor)
         elif flags.sweep:
             sweep(flags, args, processor, actor, SHAPES[:flags.shapes])

@@ -1,0 +1,116 @@
+"""Decoder layers through torch.compile: log-probs, values and gradients of the eager layers, few graphs for rows of any length,
+and eager graphs where nothing compiles."""
+
+import shutil
+
+import pytest
+import torch
+from conftest import computing, start, take, write_checkpoint
+from test_families import write_family
+from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, records, score, task  # noqa: F401
+
+import train_ppo_vl as ppo
+from common.vlm import compilation
+from common.vlm import model as vlm
+
+needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
+LENGTHS = (60, 75, 90, 110, 130, 150, 200, 300, 400, 16384)  # of packs, in which the same samples stand
+
+
+@pytest.fixture
+def no_compiler(monkeypatch):
+    """A machine whose compiler fails; what was compiled before is forgotten, and afterwards again."""
+    def failing(graph, inputs, **options):
+        raise RuntimeError("ptxas not found")
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", failing)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(enable_autograd_cache=False):  # what earlier runs left on disk
+        yield
+    torch._dynamo.reset()
+    compilation.PROBLEMS.clear()
+
+
+def graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def make(checkpoint, rows, *more: str):
+    """Models whose adapters and value head are not zero, and hand-made samples."""
+    env = start(checkpoint, rows, *HAND_FLAGS, *more)
+    with torch.no_grad():
+        for name, parameter in [*env.actor.named_parameters(), *env.critic.named_parameters()]:
+            if name.endswith(("lora_B", "value_head.weight")):
+                weight = parameter.to_local()
+                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
+    env.batch = hand_batch(env)
+    return env
+
+
+def compare(env, other, size: int) -> None:
+    """Scores and gradients of actor and critic, of one environment with packs of ``size`` tokens."""
+    for role in ("actor", "critic"):
+        eager, compiled = getattr(env, role).train(), getattr(other, role).train()
+        expected, _ = gradient(env.args, eager, env.batch)
+        with computing(compiled, max_tokens_per_pack=size):
+            found, _ = gradient(other.args, compiled, env.batch)
+        assert distance(found, expected) < 1e-5, (role, size)
+    expected = score(env.actor, env.batch)
+    with computing(other.actor, max_tokens_per_pack=size):
+        assert (score(other.actor, env.batch) - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@needs_compiler
+def test_compiled_layers_compute_the_same(qwen25, picture_rows):
+    """Forward and backward; all lengths of rows, actor and critic share the graphs of the first two."""
+    env, other = make(qwen25, picture_rows), make(qwen25, picture_rows, "--compile", "layers")
+    found = []
+    for size in LENGTHS:
+        compare(env, other, size)
+        found.append(graphs())
+    assert 0 < found[0] <= 12 and found[1:] == [found[1]] * (len(LENGTHS) - 1) and not compilation.PROBLEMS
+    assert all(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model))
+    assert not any(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model))
+
+
+@needs_compiler
+def test_a_run_is_the_same(qwen25, task, tmp_path):  # noqa: F811
+    """With layers recomputed in the backward pass; sampling, which is eager, and training agree."""
+    runs = []
+    for name, more in (("eager", []), ("compiled", ["--compile", "layers"])):
+        ppo.main(flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--gradient_checkpointing",
+                       "--save_every", "0", "--export_every", "0", *more))
+        runs.append([r for r in records(tmp_path / name) if "train/sampler_gap" in r])
+    for eager, compiled in zip(*runs, strict=True):
+        assert compiled["train/sampler_gap"] < 1e-5
+        for metric in ("rollout/reward", "train/policy_loss", "train/critic_loss", "train/actor_grad_norm", "train/entropy"):
+            assert compiled[metric] == pytest.approx(eager[metric], rel=1e-4, abs=1e-6), metric
+
+
+FORMS = {"qwen2_5_vl": ("--lora_rank", "2", "--gradient_checkpointing"), "gemma3": (), "qwen3_5_moe": ()}
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_without_a_compiler_graphs_run_as_they_were_traced(kind, tmp_path, picture_rows, no_compiler, capsys):
+    """Which is said once. Linear attention and experts stay as they are written; windows and adapters are compiled."""
+    rows = str(tmp_path / "rows.jsonl")
+    if kind == "qwen2_5_vl":
+        rows = picture_rows
+        write_checkpoint(tmp_path, kind)
+    else:
+        write_family(kind, tmp_path, picture_rows)
+    env, other = make(tmp_path, rows, *FORMS[kind]), make(tmp_path, rows, *FORMS[kind], "--compile", "layers")
+    before = graphs()
+    compare(env, other, 110)
+    assert 0 < graphs() - before < 30
+    said = capsys.readouterr().out
+    assert said.count("warning: rank 0: torch.compile of a decoder layer failed") == 1 and "RuntimeError: ptxas not found" in said
+
+
+def test_rollouts_stay_eager(qwen25, picture_rows, no_compiler):
+    env = start(qwen25, picture_rows, "--compile", "layers")
+    before = graphs()
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    assert graphs() == before and len(batch) == 8
+    score(env.actor, batch)
+    assert graphs() > before
