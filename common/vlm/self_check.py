@@ -322,7 +322,8 @@ class SelfCheck:
     def vision(self, backend: str) -> Checked:
         """The patch embedding, against a convolution on the CPU; then two pictures through the
         tower's first block and the projector, forward and backward."""
-        projection, exact = (copy.model.visual.patch_embed.proj for copy in (self.low, self.high))
+        projection = self.low.model.visual.patch_embed.proj
+        exact = self.high.model.visual.patch_embed.proj
         patches = self.random(PATCHES, *exact.weight.shape[1:])  # (P, 3, deep, side, side)
         sums = patches[0].numel()
         bias = None if exact.bias is None else exact.bias.cpu()
