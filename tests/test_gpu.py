@@ -228,7 +228,7 @@ def test_the_self_check_passes_on_a_gpu(checkpoint, picture_rows, backend):
         pytest.skip(f"{backend} is not installed")
     env = start(checkpoint, picture_rows, "--dtype", "bfloat16", "--attention", backend, "--self_check", "off")
     parts = self_check.SelfCheck(env.actor.model).parts(backend)
-    assert len(parts) == (18 if checkpoint.name.startswith("qwen3_5") else 12) and not any(part.fails for part in parts), parts
+    assert len(parts) == (19 if checkpoint.name.startswith("qwen3_5") else 13) and not any(part.fails for part in parts), parts
 
 
 @needs_gpu

@@ -13,7 +13,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import logprobs, process
 from common.settings import ModelArgs
-from common.vlm import attention, self_check
+from common.vlm import attention, layers, self_check
 from common.vlm.attention import DecodeAttention, PackedAttention
 
 ON = ModelArgs(self_check="on")
@@ -42,7 +42,7 @@ def test_it_passes_on_a_cpu(checkpoint, picture_rows, capsys, form):
     vision = model.model.visual.config._attn_implementation
     check = self_check.SelfCheck(model)
     parts = check.parts("sdpa")
-    count = 18 if model.config.model_type == "qwen3_5" else 12
+    count = 19 if model.config.model_type == "qwen3_5" else 13
     assert len(parts) == len({part.name for part in parts}) == count
     for part in parts:
         assert not part.problem and (part.error < part.bound / 2), part
@@ -66,7 +66,7 @@ def test_bounds_hold_for_peaked_attention(qwen25, picture_rows):
     (_, q, k, _), (scale, *_) = check.first_layer()
     assert q.norm(dim=-1).max() * k.norm(dim=-1).max() * scale > 100
     parts = check.parts("sdpa")
-    assert len(parts) == 12 and not any(part.fails for part in parts), parts
+    assert len(parts) == 13 and not any(part.fails for part in parts), parts
 
 
 def test_it_is_off_on_a_cpu_unless_asked_for(qwen25, picture_rows, capsys):
@@ -156,6 +156,13 @@ def multiplies_no_rows(patch):
     patch.setattr(logprobs, "_product", wrong)
 
 
+def takes_channels_last(patch):
+    def wrong(projection, x):
+        return torch.nn.functional.linear(x.transpose(1, 2).flatten(1), projection.weight.flatten(1), projection.bias)
+
+    patch.setattr(layers.PatchProjection, "forward", wrong)
+
+
 FAULTS = {
     sees_one_key_too_many: "packed rows",
     loses_the_gradient_of_keys: "packed rows, gradient of k",
@@ -165,6 +172,7 @@ FAULTS = {
     rounds_logits: "head",
     forgets_the_last_chunk: "head, gradient of its input",
     multiplies_no_rows: "head",
+    takes_channels_last: "patch embedding",
 }
 
 

@@ -320,10 +320,18 @@ class SelfCheck:
     # Vision
 
     def vision(self, backend: str) -> Checked:
-        """Two pictures through the tower's first block and the projector, forward and backward."""
-        size = self.low.model.visual.patch_embed.proj.weight[0].numel()
-        pixels = [self.random(PATCHES, size)]
-        sums = PATCHES * size
+        """The patch embedding, against a convolution on the CPU; then two pictures through the
+        tower's first block and the projector, forward and backward."""
+        projection = self.low.model.visual.patch_embed.proj
+        exact = self.high.model.visual.patch_embed.proj
+        patches = self.random(PATCHES, *exact.weight.shape[1:])  # (P, 3, deep, side, side)
+        sums = patches[0].numel()
+        bias = None if exact.bias is None else exact.bias.cpu()
+        expected = F.conv3d(patches.float().cpu(), exact.weight.cpu(), bias)
+        bound = explained(self.dtype, 2, sums)
+        yield "patch embedding", projection(patches), expected.flatten(1), bound
+        pixels = [patches.flatten(1)]
+        sums *= PATCHES
         use_attention(self.low, backend)
         found = with_gradients(lambda x: image_features(self.low, x, GRIDS), pixels)  # (K, M, H)
         use_attention(self.high, "sdpa")
