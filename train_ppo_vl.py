@@ -847,7 +847,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Models: built on meta, sharded here, filled from safetensors
+# How tokens are drawn
 # -------------------------------------------------------------------------------------------------
 
 
@@ -896,6 +896,11 @@ class Sampling:
         if self.min_new_tokens:
             options |= {"row_banned": step < self.min_new_tokens, "row_banned_ids": self.stop_ids}
         return options
+
+
+# -------------------------------------------------------------------------------------------------
+# Models: built on meta, sharded here, filled from safetensors
+# -------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
