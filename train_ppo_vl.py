@@ -1594,10 +1594,8 @@ def update_actor(
     actor.train()
     with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
         for number, minibatch in enumerate(minibatches_of(actor, batch, step, args)):
-            if (
-                not minibatch.policy_weights.any()
-            ):  # no token of the policy loss: nothing to learn from
-                continue
+            if not minibatch.policy_weights.any():
+                continue  # no token of the policy loss: nothing to learn from
             text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
             stats = []
             for row in vlm.packed_rows(actor.model, batch, minibatch.groups):
