@@ -855,7 +855,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Models: built on meta, sharded here, filled from safetensors
+# How tokens are drawn
 # -------------------------------------------------------------------------------------------------
 
 
@@ -904,6 +904,11 @@ class Sampling:
         if self.min_new_tokens:
             options |= {"row_banned": step < self.min_new_tokens, "row_banned_ids": self.stop_ids}
         return options
+
+
+# -------------------------------------------------------------------------------------------------
+# Models: built on meta, sharded here, filled from safetensors
+# -------------------------------------------------------------------------------------------------
 
 
 class Policy(nn.Module):
@@ -1606,10 +1611,8 @@ def update_actor(
     with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
-            if (
-                not minibatch.policy_weights.any()
-            ):  # no token of the policy loss: nothing to learn from
-                continue
+            if not minibatch.policy_weights.any():
+                continue  # no token of the policy loss: nothing to learn from
             text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
             stats = []
             for row in vlm.packed_rows(actor.model, batch, minibatch.groups):

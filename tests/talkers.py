@@ -45,6 +45,20 @@ class Same(Talk):
         return ["the board", picture(random.Random(row["seed"]))]
 
 
+class Noise(Same):
+    """Pictures of many colours."""
+
+    def noise(self, rng):
+        return Image.frombytes("RGB", (56, 28), rng.randbytes(56 * 28 * 3))
+
+    def reset(self, row):
+        super().reset(row)
+        return ["the board", self.noise(random.Random(row["seed"]))]
+
+    def shown(self, most):
+        return [self.noise(self.rng) for _ in range(self.rng.randint(0, most))]
+
+
 class Bad(Words):
     """Sample 0 is well; the others fail, each in another way."""
 

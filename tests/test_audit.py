@@ -17,6 +17,7 @@ from transformers import AutoModelForImageTextToText
 import train_ppo_vl as ppo
 from common import audit
 from common.buffers import Batch
+from common.vlm import model, replies
 from common.vlm.data import load_pixels
 
 
@@ -181,6 +182,40 @@ def test_accuracy_with_blank_pictures_is_that_of_blank_files(checkpoint, two_fil
     assert plain["eval/reward_blanked"] == pytest.approx(seen["eval/accuracy_blanked"])
     drawn = evaluated(checkpoint, two_files, "seen", "d", "plain", "--eval_samples", "2")
     assert "eval/reward_blanked" not in drawn and "eval/vision_gap_logprob" in drawn
+
+
+@pytest.mark.parametrize("name", ["", "Noise"])
+def test_the_policy_sees_blanks_and_judges_see_pictures(qwen25, rows, monkeypatch, name):
+    """Of prompts, first observations and replies; what a rollout computes features of has one colour."""
+    env = start(qwen25, rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    greedy, prompts, shown, judged = dataclasses.replace(env.sampling, greedy=True), take(env), [], []
+    pixels = dict(prompts.patches)
+    env.sampling = greedy
+    batch = talk(env, name, 1, batch=prompts) if name else ppo.rollout(env.actor, prompts, greedy, 1)
+    judge = SimpleNamespace(model_sources=lambda: ["a judge"], score=lambda part, _: judged.append(part))
+    batch.scores = torch.zeros(len(batch))
+
+    def answer(*args):
+        with monkeypatch.context() as patch:
+            for module in (model, replies):
+                patch.setattr(module, "image_features", lambda *inputs: shown.append(inputs[1]) or image_features(*inputs))
+            found = ppo.rollout(*args)
+        found.scores = torch.zeros(len(found))
+        return found
+
+    image_features = model.image_features
+    seen = audit.Audit(env.actor, judge, ppo.logprobs_as_drawn, answer)
+    seen.add(batch, dataclasses.replace(prompts, patches=pixels, features={}))
+    assert sum(map(len, shown)) > 0 and seen.rewards == [0.0] * len(batch)
+    assert all(patches.unflatten(1, (3, -1)).std(dim=2).max() < 1e-6 for patches in shown)
+    for group, features in judged[0].features.items():
+        assert (features - batch.features[group]).abs().max() < 1e-4
+    for said in judged[0].conversations:
+        if said.grids:
+            pictures = said.pictures[-len(said.grids):]
+            true = image_features(env.actor.model, torch.cat([env.processor.family.patches(part)[0] for part in pictures]),
+                                  torch.tensor(said.grids))
+            assert (said.features - true).abs().max() < 1e-4
 
 
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):

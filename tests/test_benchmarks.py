@@ -12,6 +12,7 @@ BENCHMARKS = ROOT / "tests" / "benchmarks"
 # (script, flags, what must stand in its output); trl.py without its peer, which needs packages of its own
 RUNS = [
     ("rollout.py", "--image_tokens 16 --responses 8 --repeats 1", r"ratio +\d+\.\d+"),
+    ("environments.py", "--size tiny --samples 8 --seconds 0.01 --repeats 1", r"10 ms +\d+\.\d+ s, .* of answers at once"),
     ("update.py", "--size tiny --prompt_tokens 40 --image_tokens 16 --response_tokens 6 --samples 2 --prompts 2 --repeats 1",
      r"(?s)gradients agree.*shared .*apart .*padded .*kept .*tower"),
     ("update.py", "--size tiny --sweep --shapes 1 --repeats 1", r"prompt +16 response +4 samples +1 .*ratio \d"),
