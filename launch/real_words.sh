@@ -46,12 +46,19 @@ stamp="$(date +%Y%m%d-%H%M%S)"
 common=(--advantage "$advantage" --dtype bfloat16 --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
         --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
 [ "$advantage" = grpo ] || common+=(--critic_lr 1e-3)
+folder() {    # of --out if that is among the flags, else $1
+    local i
+    for ((i = 0; i < ${#flags[@]} - 1; i++)); do
+        [ "${flags[i]}" != --out ] || set -- "${flags[i + 1]}"
+    done
+    echo "$1"
+}
 train() { torchrun --standalone --nproc_per_node 2 train_ppo_vl.py "${common[@]}" "$@" ${flags[@]+"${flags[@]}"}; }
 
 if [ "$task" = words ]; then
     [ -f real/words/train.jsonl ] || python launch/real_words.py words real/words
     for rule in "${rules[@]}"; do
-        out="runs/words-$rule-$stamp"
+        out="$(folder "runs/words-$rule-$stamp")"
         train --model real/smollm2 --data real/words/train.jsonl --eval_data real/words/eval.jsonl --reward "launch/real_rewards.py:${rule}_count" \
             --prompts_per_step 8 --max_new_tokens 24 --steps 24 --eval_every 8 --kl_coef 0.02 --kl_in loss --kl_estimator k2 --out "$out"
         echo
@@ -73,7 +80,7 @@ if [ ! -f real/fashion/eval.jsonl ]; then
     rm -rf real/fashion
     python launch/real_words.py pictures real/smollm2 "$data" real/fashion
 fi
-out="runs/pictures-$advantage-$stamp"
+out="$(folder "runs/pictures-$advantage-$stamp")"
 from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
 recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
 train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
