@@ -1167,7 +1167,7 @@ def test_keep_gb(flags, finished, tmp_path):
         assert steps(out) == kept and pointer(out) == "step-4"
 
 
-KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --reward reward.py:planned"
+KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --no-vision_audit --reward reward.py:planned"
 
 
 @pytest.mark.parametrize("scores, save_every, kept", [
