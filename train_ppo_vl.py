@@ -1851,7 +1851,7 @@ def evaluate(
             pixels = dict(prompts.patches)  # of which a rollout keeps only features
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
-            if "critic" in roles:
+            if "critic" in roles and len(batch):  # all its prompts may be dropped
                 judged.append(values_and_returns(roles["critic"].module, batch, state, args))
             if args.rollout.vision_audit:
                 seen.add(batch, replace(prompts, patches=pixels, features={}))
