@@ -413,7 +413,7 @@ class UpdateArgs:
     sampler_gap_limit: float = flag(
         -1.0,
         "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
-        "sampler and training, is above this, and warn later; -1: 0.1, in float32 0.001; 0: off",
+        "sampler and training, is above this; later only warn; -1: 0.1, in float32 0.001; 0: off",
         low=-1,
         neutral=True,
     )
@@ -736,7 +736,8 @@ def load_rows(args: Args) -> Rows:
 def check_rows(
     rows: Rows, reward: rewards.RewardMix, envs: environments.Environments | None
 ) -> None:
-    """Raises UserError: rows that cannot be scored, or whose environment cannot speak."""
+    """Raises UserError: rows that cannot be scored, or an environment that does not work with this
+    model."""
     everything = rows.train + rows.held_out
     reward.check_rows(everything)
     kinds = {source.kind for source in reward.sources}
@@ -1129,8 +1130,7 @@ def saved_roles(args: Args) -> tuple[str, ...]:
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference; check this machine's kernels on
-    the actor."""
+    """Shard and load actor, critic and reference; check this machine's kernels on the actor."""
     with distributed.raise_on_all_ranks():
         for role in ("actor", "critic", "reference"):
             if role in models:

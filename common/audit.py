@@ -98,7 +98,7 @@ class Audit:
                     parts = [changed[group]] if group in pixels else []
                     parts.append((torch.cat(patches[:in_prompt]), torch.tensor(grids[:in_prompt])))
                     changed[group] = join_pixels(parts)
-                said = with_pictures(model, said, patches[in_prompt:])
+                said = with_patches(model, said, patches[in_prompt:])
             conversations.append(said)
         result = replace(batch, patches=changed, features={}, conversations=conversations)
         if not model.trains_vision:
@@ -140,7 +140,7 @@ def painted(pixels: dict[int, Pixels], paint: Callable) -> dict[int, Pixels]:
     return {group: (paint(patches), grids) for group, (patches, grids) in pixels.items()}
 
 
-def with_pictures(model: nn.Module, said: Conversation, patches: list[Tensor]) -> Conversation:
+def with_patches(model: nn.Module, said: Conversation, patches: list[Tensor]) -> Conversation:
     """A conversation with other pictures of the same grids after its prompt."""
     if not patches or model.trains_vision:
         return replace(said, patches=patches)

@@ -30,7 +30,7 @@ class Conversation:
     role: str = "user"
     opening: Content = field(default_factory=list)  # the first observation
     replies: list[Content] = field(default_factory=list)
-    behind: list[int] = field(default_factory=list)  # own tokens before each reply
+    tokens_before: list[int] = field(default_factory=list)  # own tokens before each reply
     ends: list[int] = field(default_factory=list)  # own tokens up to the end of each finished turn
     rewards: list[float] = field(default_factory=list)  # of each finished turn
     ended: str = ""  # one of ENDINGS
@@ -52,7 +52,7 @@ class Conversation:
 
     def turn_tokens(self, tokens: Tensor) -> list[Tensor]:
         """A sample's own tokens (n,), turn by turn; the last turn may be cut short."""
-        bounds = [0, *self.behind, len(tokens)]
+        bounds = [0, *self.tokens_before, len(tokens)]
         return [tokens[start:end] for start, end in zip(bounds, bounds[1:])]
 
 

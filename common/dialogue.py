@@ -49,7 +49,7 @@ class Talk:
     said: Conversation
     object: Any = None  # the environment, once it is made
     is_busy: bool = False  # for good: a call of it was given up
-    call: Call | None = None  # while it thinks
+    call: Call | None = None  # while it is running
     opening: Reply | None = None  # a first observation that comes after the prompt
     response: Response | None = None  # the own tokens of all finished turns
     # turns and replies after the prompt: ids (n,), which are own (n,), rotary positions from the
@@ -341,7 +341,7 @@ class Dialogue:
             self.resume(engine, batch)
 
     def resume(self, engine, batch: list[tuple[int, Talk, Reply]]) -> None:
-        """Prefill the last token of a turn, which may not be cached, and the reply, behind what the
+        """Prefill the last token of a turn, which may not be cached, and the reply, after what the
         slot has cached; then sample the first token of the next turn."""
         features = replies.reply_features(self.model, [reply for *_, reply in batch])
         resumed, state = [], []
@@ -365,7 +365,7 @@ class Dialogue:
         if own:
             talk.add_turn(talk.response.tokens)
             talk.said.replies.append(reply.content)
-            talk.said.behind.append(own)
+            talk.said.tokens_before.append(own)
             talk.said.pictures += reply.pictures
             talk.replied += len(ids)
         talk.add(ids, positions, is_own=False)

@@ -64,8 +64,8 @@ class Environments:
         return self.by_label.get(row.label or "", self.by_label.get("*"))
 
     def check_rows(self, rows: list[Prompt], rewarded: list[Prompt], processor: Processor) -> None:
-        """Raises UserError: a row whose environment cannot speak in the checkpoint's template, or
-        one of the ``rewarded`` rows that has none."""
+        """Raises UserError: a row whose environment's messages the checkpoint's template cannot
+        express, or one of the ``rewarded`` rows that has no environment."""
         for row in rewarded:
             if self.of(row) is None:
                 raise UserError(

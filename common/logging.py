@@ -477,7 +477,7 @@ class RunLogger:
     def _write_or_keep(self, place: str, write: Callable[[], None]) -> None:
         queue = self._unwritten.setdefault(place, [])
         queue.append(write)
-        # behind others that have failed, it waits with them for the end of the step
+        # after others that have failed, it waits with them for the end of the step
         if len(queue) == 1:
             self._write_due(place)
 

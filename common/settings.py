@@ -189,7 +189,7 @@ class EnvArgs:
     )
     env_timeout: float = flag(
         60.0,
-        "longest time of one reset or step of an environment, seconds",
+        "longest time of one call of an environment (reset, step or close), seconds",
         low=1e-6,
         high=LONGEST_WAIT,
         neutral=True,

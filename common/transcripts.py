@@ -84,7 +84,7 @@ def conversation_metrics(
     metrics = {}
     for label, own in {"": conversations, **parts}.items():
         columns = {
-            "turns": [len(said.behind) + 1 for said in own],
+            "turns": [len(said.tokens_before) + 1 for said in own],
             "env_seconds": [said.seconds for said in own],
         }
         for ending in ENDINGS:

@@ -18,10 +18,19 @@ import torch
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and so would the processes that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A whole run may replace them; the test process wants its own back."""
+    yield
+    for number, handler in HANDLERS.items():
+        signal.signal(number, handler)
 
 
 def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB") -> Path:

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import torch
 from conftest import ROOT
-from test_training import flags, signal_handlers, task  # noqa: F401
+from test_training import flags, task  # noqa: F401
 
 from common import losses
 

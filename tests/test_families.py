@@ -6,7 +6,6 @@ import functools
 import json
 import random
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -351,12 +350,7 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
 
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    try:
-        metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     assert family.kind not in ("qwen3_vl_moe", "qwen3_5_moe") or 0.01 < metrics["train/aux_loss"] < 0.06         # coefficient x (2: even; 6: all alike)
     assert metrics["train/sampler_gap"] < 1e-5 and metrics["train/actor_grad_norm"] > 0
     exported = tmp_path / family.kind / "export" / "step-1"
@@ -381,7 +375,6 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
         make_image_processor("smolvlm")
     except ImportError:  # transformers 5.17 wants torchvision for it
         kinds.remove("smolvlm")
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
     for kind in kinds:
@@ -389,13 +382,9 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
         plan.append(ppo_flags(kind, tmp_path / kind, tmp_path / "two"))
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     launch(2, tmp_path / "plan.json")
-    try:
-        for kind in kinds:
-            ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one"))
-            assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    for kind in kinds:
+        ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one"))
+        assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)
 
 
 def test_the_judge_generates_what_generate_does(family, tmp_path):

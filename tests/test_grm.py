@@ -552,10 +552,7 @@ def test_kinds_at_chance_are_named():
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
     """A run of four steps with an evaluation at start, after step 2 and at the end."""
     out = tmp_path_factory.mktemp("one") / "run"
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
-    for number, handler in kept.items():
-        signal.signal(number, handler)
     return out
 
 
@@ -583,13 +580,10 @@ def test_evaluation_has_every_example_once(one_rank, env):
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance."""
     rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(("circles", "squares", "stars", "rings"))]
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
     path = write(tmp_path / "sft.jsonl", rows)
     grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(tmp_path / "run"), "--steps", "40", "--lr", "3e-3",
               "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
               "--keep_best", "eval/exact_match", "--save_every", "20"])
-    for number, handler in kept.items():
-        signal.signal(number, handler)
     evaluations = [record for record in records(tmp_path / "run") if "eval/loss" in record]
     assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)

@@ -27,7 +27,7 @@ from common.vlm.data import load_pixels
 from common.vlm.linear_attention import PackedDelta, SlotStates
 from common.vlm.rows import Prompt
 
-task, signal_handlers = test_training.task, test_training.signal_handlers  # fixtures
+task = test_training.task  # a fixture
 CPU = torch.device("cpu")
 # The signature of chunk_gated_delta_rule in fla-core 0.6.0, and that of the first with cu_seqlens.
 FLA = """(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,

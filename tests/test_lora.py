@@ -22,7 +22,7 @@ import train_ppo_vl as ppo
 from common import fsdp, process
 from common.vlm import data, model as vlm, weights as vlm_weights
 
-task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
 LORA = ("--lora_rank", "3", "--lora_alpha", "6")
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -25,7 +25,6 @@ from test_training import (
     samples_of,
     samples_of_every_step,
     score,  # noqa: F401
-    signal_handlers,
     task,
     tensors,
     train,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import computing, start, take, with_flags
 from test_algorithms import Caught
-from test_training import distance, fresh, gradient, signal_handlers, task, tensors, train  # noqa: F401
+from test_training import distance, fresh, gradient, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo

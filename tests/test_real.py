@@ -7,7 +7,6 @@ the package cannot be had.
 
 import json
 import os
-import signal
 import subprocess
 
 import pytest
@@ -66,15 +65,6 @@ def rows(tmp_path_factory) -> str:
     (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt, "answer": "?"}) + "\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARD)
     return str(folder / "rows.jsonl")
-
-
-@pytest.fixture
-def signals():
-    """The handlers of this process, as they were before a run."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
 
 
 def forced(model, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -181,7 +171,7 @@ def run_flags(real, rows, out, *more: str) -> list[str]:
             "--eval_every", "2", "--out", str(out), *more]
 
 
-def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path, signals):
+def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path):
     """With a critic and adapters, in bfloat16: step 2 after a resume is step 2 without, bit for bit, and so is its export."""
     flags = ["--dtype", "bfloat16", "--lora_rank", "4", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--save_every", "1"]
     ppo.main(run_flags(real, rows, tmp_path / "whole", *flags))
@@ -196,7 +186,7 @@ def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path, signals):
     assert first == second and first != (real / "model.safetensors").read_bytes()
 
 
-def test_two_steps_of_all_weights(real, rows, tmp_path, signals):
+def test_two_steps_of_all_weights(real, rows, tmp_path):
     """In float32, by GRPO: what transformers answers from the export is what the run's last evaluation answered."""
     ppo.main(run_flags(real, rows, tmp_path, "--advantage", "grpo", "--actor_lr", "1e-6", "--save_every", "0"))
     before, after = (load_file(folder / "model.safetensors") for folder in (real, tmp_path / "export" / "step-2"))

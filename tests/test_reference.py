@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from conftest import start
-from test_training import signal_handlers, task, tensors, train  # noqa: F401
+from test_training import task, tensors, train  # noqa: F401
 
 from common import process
 

@@ -70,15 +70,6 @@ def late(prompts, responses, references, labels, images):
 
 
 # ------------------------------------------------------------------------------------------------ set-up
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """A whole run may replace them; the test process wants its own back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 def samples_of_every_step() -> None:
     """Not of every tenth one only, which a run of a few steps does not reach."""
     logging.RunLogger.shows_samples = lambda log, step, last: log.log_samples > 0

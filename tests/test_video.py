@@ -3,7 +3,6 @@ processor (which needs torchvision only for its pixels), patches by its video pr
 per sample, greedy rollouts and judgements by `generate`; what a clip's time is; and that every bad clip is refused."""
 
 import json
-import signal
 import sys
 from types import SimpleNamespace
 
@@ -218,15 +217,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
         assert score == pytest.approx(float(torch.tensor(chances).softmax(dim=0)[0]), abs=1e-5)
 
 
-@pytest.fixture
-def handlers():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
-def test_a_run_on_mixed_rows(rows, tmp_path, handlers):
+def test_a_run_on_mixed_rows(rows, tmp_path):
     """A step with a critic and evaluation on one rank and on two; what rewards and records hold; frames in sample pictures."""
     write_family("qwen3_vl", tmp_path / "model")
     (tmp_path / "reward.py").write_text(REWARD + '''

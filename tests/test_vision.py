@@ -24,7 +24,7 @@ import train_ppo_vl as ppo
 from common import fsdp, process
 from common.vlm import data, model as vlm
 
-task, judgements, signal_handlers = test_training.task, test_grm.task, test_training.signal_handlers          # fixtures
+task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
 
 

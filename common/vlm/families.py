@@ -347,7 +347,7 @@ class Qwen(Family):
 class Gemma3(Family):
     """Square pictures, whose tokens see each other in the decoder."""
 
-    # They would have to see each other behind a prefix, as no segment does.
+    # Its image tokens see each other in both directions, which a segment after a prefix cannot do.
     replies_show_pictures = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")

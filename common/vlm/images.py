@@ -53,7 +53,7 @@ def _open_image(path: str):
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF behind
+    """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF after
     the body of a PNG is not seen. Raises ValueError: no such file, not a picture, too many
     pixels."""
     with _open_image(path) as image:

@@ -243,7 +243,7 @@ class PackedDelta:
 
     def keep(self, table: np.ndarray, plan: tuple[Tensor, ...]) -> None:
         """Which segment's end (k,) goes to which slot (k,), and the rows (W, K - 1) of the last
-        inputs; what is behind row N: see `before_segments`."""
+        inputs; for rows from N on see `before_segments`."""
         rows, slots, _ = plan
         ends = self.to_device(table[:, 1].copy())  # (W,)
         is_last = torch.isin(rows, ends - 1)
@@ -257,7 +257,7 @@ class PackedDelta:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
         for the first tokens of each segment. In float32, rounded once, as in decoding."""
         padded = F.pad(x.float(), (0, 0, WIDTH - 1, 1))
-        rows = padded[WIDTH - 1 :]  # the row, and behind it zeros
+        rows = padded[WIDTH - 1 :]  # the row, and after it zeros
         if self.resumed:
             held = self.states.inputs[layer, self.slots].float()
             rows = torch.cat([rows, held.flatten(0, 1)])
@@ -289,7 +289,7 @@ class PackedDelta:
 
 def before_segments(table: np.ndarray, rows: np.ndarray, resumed: bool) -> np.ndarray:
     """What stands for ``rows`` (S, ...) before the start of their segments: row N, which is one of
-    zeros, or of segments that are resumed the inputs of their slots, K - 1 of each, behind it."""
+    zeros, or, for segments that are resumed, the rows after it: K - 1 inputs from each slot."""
     size = table[-1, 1]  # N
     if not resumed:
         return np.full_like(rows, size)
@@ -301,7 +301,7 @@ def before_segments(table: np.ndarray, rows: np.ndarray, resumed: bool) -> np.nd
 
 def beyond_segments(table: np.ndarray, resumed: bool) -> tuple[np.ndarray, np.ndarray]:
     """The rows (F,) whose convolution reaches beyond the start of their segment, and the rows (F,
-    K) under it, oldest first; what is behind row N: see `before_segments`."""
+    K) under it, oldest first; for rows from N on see `before_segments`."""
     start, end, prefix_start, prefix_end = (table[:, i, None, None] for i in range(4))
     first = start + np.arange(WIDTH - 1)[:, None]  # (S, K - 1, 1)
     rows = first - np.arange(WIDTH - 1, -1, -1)  # (S, K - 1, K)

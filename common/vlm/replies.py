@@ -187,13 +187,13 @@ def reply_features(model: nn.Module, replies: list[Reply]) -> list[Tensor | None
 def reply_row(
     model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor | None]
 ) -> Row:
-    """One packed row of conversations that go on, each behind the keys and values of its slot; its
+    """One packed row of conversations that go on, each after the keys and values of its slot; its
     end predicts the next turn."""
     compute = model.compute
     slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
     counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
     ends = counts.cumsum(0)
-    size = int(ends[-1])  # L; the slots' keys and values stand behind the row
+    size = int(ends[-1])  # L; the slots' keys and values follow the row
     kept_ends = size + cached.cumsum(0)
     segments = torch.stack([ends - counts, ends, kept_ends - cached, kept_ends], dim=1).tolist()
     plan = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)

@@ -257,7 +257,7 @@ class SelfCheck:
 
     @torch.no_grad()
     def decode(self, backend: str, inputs: list[Tensor], options: tuple) -> Tensor:
-        """(1, 2, Hq, D): both prompts are stored by a packed row, and the token behind each is
+        """(1, 2, Hq, D): both prompts are stored by a packed row, and the token after each is
         decoded. What it may not see is large."""
         cache = SlotCache(self.text, 2, FULL + 1, self.dtype, self.device)
         cache.keys.fill_(1e3)
@@ -403,8 +403,8 @@ def visible(window: int | None) -> Tensor:
         seen[start:end, prefix_start:prefix_end] = True
         seen[start:end, start:end] = True
     place = positions_in_segments()
-    behind = place[:, None] - place
-    return seen & (behind >= 0) & (behind < (window or TOKENS))
+    distance = place[:, None] - place
+    return seen & (distance >= 0) & (distance < (window or TOKENS))
 
 
 def positions_in_segments() -> Tensor:
