@@ -22,6 +22,7 @@ import torch
 from common import distributed, environments
 from common.buffers import Batch
 from common.vlm import data
+from machine import machine
 
 TURNS, LONGEST = 3, 64
 
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
+    print(machine())
     prompts = flags.samples // SAMPLES
     folder = write_task(Path(tempfile.mkdtemp()), flags.size, 16, prompts)
     args = ppo.parse_args(["--model", str(folder / "model"), "--data", str(folder / "rows.jsonl"), "--advantage", "grpo",

@@ -3,6 +3,7 @@
     python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
     python tests/benchmarks/learning.py --task describe --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
+    python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate, tower and batch
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
 its line, one process, one thread. Printed, as means over the seeds: greedy held-out accuracy along the run (a blind guess
@@ -13,6 +14,9 @@ included, imports not. Below, the least last accuracy of the seeds.
 With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is right: held-out reward
 along the run and its mean over all evaluations but the first, which says how fast; last accuracy (all parts right); the
 critic's explained variance on these held-out answers.
+
+With --task judge, `python train_grm_vl.py --config toy/grm_args.json` of 2,500 steps: accuracy of all held-out judgements
+along the run, its mean over them; of single answers and of pairs at the end.
 """
 
 import argparse
@@ -25,14 +29,18 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 os.environ["OMP_NUM_THREADS"] = "1"  # CPU seconds hold on one thread only
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
+import train_grm_vl as grm
 import train_ppo_vl as ppo
+from machine import machine
 
 GRPO = "--advantage grpo"
 KL_LOSS = "--advantage rloo --kl_coef 0.5 --kl_in loss --kl_estimator"
@@ -106,24 +114,39 @@ CRITIC_RUNS = {
     "small, reinforce": f"{SMALL} --advantage reinforce",
     "small, reinforce++": f"{SMALL} --advantage reinforce++",
 }
-TASKS = {"questions": ("toy", RUNS), "describe": ("toy_describe", CRITIC_RUNS)}
+# of the toy's judge; each with its vision tower as it is, and trained
+TOWERS = {"": "", ", tower trained": "--train_vision"}
+JUDGE_RUNS = {
+    f"lr {lr}{name}": f"--lr {lr} {tower}" for lr in ("3e-4", "1e-3", "3e-3", "1e-2") for name, tower in TOWERS.items()
+}
 
 
-def run_quietly(argv: list[str], log: Path) -> None:
-    """The script's `main` in a process of its own, what it prints in a file."""
+@dataclass
+class Task:
+    folder: str  # that launch/toy.py has made
+    config: str  # in that folder
+    script: Callable[[list[str]], object]
+    runs: dict[str, str]
+    figures: Callable[[list[dict]], dict[str, float]]
+    steps: int
+    evaluations: int  # after that of step 0
+
+
+def run_quietly(script: Callable, argv: list[str], log: Path) -> None:
+    """A script's `main` in a process of its own, what it prints in a file."""
     with log.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    ppo.main(argv)
+    script(argv)
 
 
-def train(flags: list[str], work: Path, task: str) -> dict[str, float]:
+def train(flags: list[str], work: Path, task: Task) -> dict[str, float]:
     """One run's figures; what it printed is shown if it fails."""
-    argv = ["--config", str(ROOT / TASKS[task][0] / "args.json"), *flags, "--log_samples", "0"]
+    argv = ["--config", str(ROOT / task.folder / task.config), *flags, "--log_samples", "0"]
     argv += ["--save_every", "0", "--export_every", "0", "--out", str(work / "run")]
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
     child = multiprocessing.get_context("fork").Process(                       # imported once for all
-        target=run_quietly, args=(argv, work / "printed"))
+        target=run_quietly, args=(task.script, argv, work / "printed"))
     child.start()
     child.join()
     if child.exitcode:
@@ -131,7 +154,7 @@ def train(flags: list[str], work: Path, task: str) -> dict[str, float]:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     lines = [json.loads(line) for line in (work / "run" / "metrics.jsonl").read_text().splitlines()]
     seconds = ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
-    return (figures if task == "questions" else critic_figures)(lines) | {"CPU s": seconds}
+    return task.figures(lines) | {"CPU s": seconds}
 
 
 def critic_figures(lines: list[dict]) -> dict[str, float]:
@@ -161,28 +184,48 @@ def figures(lines: list[dict]) -> dict[str, float]:
     return found
 
 
+def judge_figures(lines: list[dict]) -> dict[str, float]:
+    """Of --task judge, from the records of a run."""
+    held_out = [line for line in lines if "eval/accuracy" in line]
+    found = {f"at {line['step']}": line["eval/accuracy"] for line in held_out}
+    found["mean"] = sum(line["eval/accuracy"] for line in held_out[1:]) / len(held_out[1:])
+    return found | {"single": held_out[-1]["eval/kind/correct"], "pairs": held_out[-1]["eval/kind/pictures"]}
+
+
+TASKS = {
+    "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
+    "describe": Task("toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4),
+    "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=2500, evaluations=5),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="a multiple of 4")
+    parser.add_argument("--task", choices=TASKS, default="questions", help="what is learned from launch/toy.py's data")
+    parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 2500")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
-    parser.add_argument("--task", choices=TASKS, default="questions", help="of launch/toy.py")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | JUDGE_RUNS))
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
     flags = parser.parse_args()
-    folder, runs_of = TASKS[flags.task]
-    unknown = sorted(set(flags.only or ()) - runs_of.keys())
+    task = TASKS[flags.task]
+    unknown = sorted(set(flags.only or ()) - task.runs.keys())
     if unknown:
-        parser.error(f"--only {', '.join(unknown)}: --task {flags.task} has {', '.join(runs_of)}")
-    if not (ROOT / folder / "args.json").exists():
-        program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", flags.task]
-        subprocess.run([*program, "--out", str(ROOT / folder)], check=True)
+        parser.error(f"--only {', '.join(unknown)}: --task {flags.task} has {', '.join(task.runs)}")
+    steps = flags.steps or task.steps
+    if steps % task.evaluations:
+        parser.error(f"--steps {steps} is not a multiple of {task.evaluations}, the number of evaluations")
+    if not (ROOT / task.folder / task.config).exists():
+        kind = "describe" if flags.task == "describe" else "questions"
+        program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", kind]
+        subprocess.run([*program, "--out", str(ROOT / task.folder)], check=True)
+    print(machine() + "\n")
     least = {}
-    for name in flags.only or runs_of:
+    for name in flags.only or task.runs:
         runs = []
         for seed in range(flags.seeds):
             with tempfile.TemporaryDirectory() as work:
-                schedule = ["--steps", str(flags.steps), "--eval_every", str(flags.steps // 4), "--seed", str(seed)]
-                runs.append(train(schedule + shlex.split(runs_of[name]) + flags.flags, Path(work), flags.task))
+                schedule = ["--steps", str(steps), "--eval_every", str(steps // task.evaluations), "--seed", str(seed)]
+                runs.append(train(schedule + shlex.split(task.runs[name]) + flags.flags, Path(work), task))
         columns = list(runs[0])
         if not least:
             print("| run | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
@@ -190,8 +233,8 @@ def main() -> None:
         cells = [f"{value:.0f}" if column in ("samples", "CPU s") else f"{value:.1e}" if "old" in column else
                  "" if math.isnan(value) else f"{value:.3f}" for column, value in means.items()]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-        least[name] = min(run[f"at {flags.steps}"] for run in runs)
-    print(f"\nleast of the seeds after {flags.steps} steps, {flags.seeds} seeds: "
+        least[name] = min(run[f"at {steps}"] for run in runs)
+    print(f"\nleast of the seeds after {steps} steps, {flags.seeds} seeds: "
           + ", ".join(f"{name} {value:.3f}" for name, value in least.items()))
 
 

@@ -30,6 +30,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
 from common.vlm import data
+from machine import machine
 from transformers import AutoModelForImageTextToText
 
 SAMPLES, LONGEST = 8, 128
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     flags = parser.parse_args()
+    print(machine())
     first, _, last = flags.responses.partition("..")
     counts = [int(first)]
     while last and counts[-1] < int(last):

@@ -362,6 +362,9 @@ def main() -> None:
         (run_ours if flags.side == "ours" else run_peer)(flags.task, flags.result)
         return
     python = make_environment(flags.env)
+    from machine import machine  # not in the children, which are started with -P
+
+    print(machine())
     with tempfile.TemporaryDirectory() as work:
         (learning if flags.learning else speed)(flags, python, Path(work))
 

@@ -36,6 +36,7 @@ import toy
 import train_ppo_vl as ppo
 from common import buffers, distributed
 from common.vlm import data, model as vlm
+from machine import machine
 from transformers import AutoModelForImageTextToText
 
 SIZES = {"tiny": {"hidden_size": 64, "layers": 3}, "20m": {"hidden_size": 512, "layers": 8}}
@@ -279,6 +280,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="of the sweep: only the first so many")
     flags = parser.parse_args()
+    print(machine())
     longest = max(flags.prompt_tokens, 1024)
     with tempfile.TemporaryDirectory() as folder:
         args, processor, actor, oracle = start(Path(folder), flags.model, flags.size, longest, max(flags.pack, longest + 1))
