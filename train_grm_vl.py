@@ -65,7 +65,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
     checkpoints.resume(
-        state, roles, run_flags(args, rows), flags.neutral_flags(args), read_only=read_only
+        state,
+        roles,
+        run_flags(args, rows),
+        flags.neutral_flags(args),
+        flags.default_flags(args),
+        read_only=read_only,
     )
     state.last_evaluation = newest_evaluation(args.run.out, state)
     rows.judge_json["held_out"] = state.last_evaluation
@@ -593,7 +598,8 @@ def evaluate(
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
     state.last_evaluation = rows.judge_json["held_out"] = accuracy.held_out_record(summary)
-    for warning in accuracy.chance_warnings(rows.judge_json, args.optim.steps):
+    last = 0 if args.run.eval_only else args.optim.steps
+    for warning in accuracy.chance_warnings(rows.judge_json, last):
         log.line(warning)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
@@ -737,6 +743,8 @@ def score_verdicts(
     for group in batch.dropped:
         targets[group] = []
     batch = batch.with_targets(targets)
+    if not len(batch):
+        return {}  # no picture decodes
     compute_features(judge, batch)
     totals = batch.per_sample_sum(score_tokens(judge, batch).double())  # (S,)
     scores = {}

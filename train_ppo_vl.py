@@ -61,7 +61,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     state = TrainState.fresh(args)
     read_only = args.run.eval_only or args.run.export_only
     checkpoints.resume(
-        state, roles, run_flags(args, rows), flags.neutral_flags(args), read_only=read_only
+        state,
+        roles,
+        run_flags(args, rows),
+        flags.neutral_flags(args),
+        flags.default_flags(args),
+        read_only=read_only,
     )
     if args.run.export_only:
         return checkpoints.export_now(roles["actor"], rows.processor)
@@ -1480,7 +1485,12 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
-    return batch_metrics(batch) | {"rollout/return": float(earned.scores_after_kl.mean())}
+    metrics = batch_metrics(batch) | {"rollout/return": float(earned.scores_after_kl.mean())}
+    if batch.values is not None:
+        # not GAE's returns, which contain the values themselves where lambda is below 1
+        explained = losses.explained_variance(batch.values, returns_to_explain(earned))
+        metrics["train/explained_variance"] = float(explained)
+    return metrics
 
 
 def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
@@ -1517,7 +1527,6 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         metrics["train/kl"] = batch.kl.mean()
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
-        metrics["train/explained_variance"] = losses.explained_variance(batch.values, batch.returns)
     labels = [batch.prompts[group].label for group in batch.group.tolist()]
     metrics |= transcripts.conversation_metrics(batch.conversations, labels, "rollout")
     return {name: float(value) for name, value in metrics.items()}
@@ -1852,7 +1861,7 @@ def evaluate(
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if "critic" in roles and len(batch):  # all its prompts may be dropped
-                judged.append(values_and_returns(roles["critic"].module, batch, state, args))
+                judged.append(values_and_returns(roles["critic"].module, batch, reward, state, args))
             if args.rollout.vision_audit:
                 seen.add(batch, replace(prompts, patches=pixels, features={}))
             found = sample_records(batch, actor.processor)
@@ -1872,13 +1881,22 @@ def evaluate(
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
 
 
-def values_and_returns(critic: Critic, batch: Batch, state: TrainState, args: Args) -> Tensor:
+def values_and_returns(
+    critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
+) -> Tensor:
     """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
-    what they earned from it on; without a KL, which evaluations do not compute."""
+    what they earned from it on; without a KL, which evaluations do not compute, and without rows
+    that are measured and never rewarded."""
     values = score_tokens(critic, batch)
-    earned = earnings(batch, state, args)
-    returns = losses.rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
-    return torch.stack([values, returns])
+    returns = returns_to_explain(earnings(batch, state, args))
+    rewarded = [reward.rewards(batch.prompts[group].label) for group in batch.group.tolist()]
+    kept = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
+    return torch.stack([values, returns])[:, kept]
+
+
+def returns_to_explain(earned: losses.Earned) -> Tensor:
+    """(N,) the discounted sum of what was earned from each token on."""
+    return losses.rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
 
 
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
@@ -2072,14 +2090,14 @@ def performance(
     both = int(batch.sizes.sum()) + sum(prompts)
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
-    critic_passes = args.critic_epochs if critic is not None else 0
+    passes = actor_passes + (args.critic_epochs if critic is not None else 0)
     update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
     found["perf/rollout_tokens_per_second"] = (
         metrics["rollout/generated_tokens"] / seconds["rollout"]
     )
     if update:
-        found["perf/update_tokens_per_second"] = both * max(actor_passes, critic_passes) / update
-        operations = (actor_passes + critic_passes) * both * memory.layer_flops(actor)
+        found["perf/update_tokens_per_second"] = passes * both / update
+        operations = passes * both * memory.layer_flops(actor)
         operations += actor_passes * response * memory.head_flops(actor)
         found |= memory.utilisation(operations, update)
     return found | memory.peak()

@@ -163,10 +163,12 @@ def doubtful_accuracy(judge: dict, kind: str) -> str:
 
 def chance_warnings(judge: dict, last: int) -> list[str]:
     """Of judge.json's recorded evaluation, if at least a tenth of the run's ``last`` steps were done
-    by then: one for each kind of question that is answered at chance."""
+    by then: one for each kind of question that is answered at chance. Where all right verdicts are
+    the same, that cannot be told."""
     if 10 * judge["held_out"]["step"] < last:
         return []
-    doubts = [doubtful_accuracy(judge, kind) for kind in judge["held_out"]["kinds"]]
+    kinds = judge["held_out"]["kinds"].items()
+    doubts = [doubtful_accuracy(judge, kind) for kind, own in kinds if len(own["verdicts"]) > 1]
     advice = (
         "Pairs are learned after a plateau; otherwise raise --lr, or look for rows whose verdict "
         "cannot be seen in them"

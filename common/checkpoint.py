@@ -176,6 +176,7 @@ class Checkpoints:
         trained: Roles,
         flags: dict[str, Any],
         neutral: set[str],
+        defaults: dict[str, Any],
         read_only: bool = False,
     ) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
@@ -184,6 +185,7 @@ class Checkpoints:
             state: has `state_dict`, `load_state_dict`, `step`, `skipped_steps` and `metrics`.
             flags: must equal those of the checkpoint, except for the ``neutral`` ones, which do
                 not alter the result.
+            defaults: the flags of a checkpoint from before they existed.
             read_only: nothing will be saved: damaged checkpoints keep their names, and --steps may
                 lie before the checkpoint.
 
@@ -197,7 +199,8 @@ class Checkpoints:
         if found is not None:
             path, saved = found
             with raise_on_all_ranks():
-                changed = self.compare_flags(path, saved, neutral)
+                old = saved | {"arguments": defaults | saved["arguments"]}
+                changed = self.compare_flags(path, old, neutral)
                 self.saved_at = (path / "state.json").stat().st_mtime_ns
             load_training_state(path, trained)
             fresh = state.state_dict()  # an older version may have saved fewer entries

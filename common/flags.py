@@ -68,6 +68,11 @@ def as_flags(groups: Any) -> dict[str, Any]:
     }
 
 
+def default_flags(groups: Any) -> dict[str, Any]:
+    """The defaults of a script's Args by flag: what a run did before it had a flag."""
+    return {name: field.default for name, field in list_fields(type(groups)).items()}
+
+
 def neutral_flags(groups: Any) -> set[str]:
     """The flags of a script's Args that a resumed run may change."""
     fields = list_fields(type(groups))

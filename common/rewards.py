@@ -150,6 +150,10 @@ class RewardMix:
         """Name of a source -> weight. Raises KeyError: a label that the recipe does not have."""
         return self.recipe[label if label in self.recipe else "*"]
 
+    def rewards(self, label: str | None) -> bool:
+        """Whether rows of that label can earn something; others are only measured."""
+        return self.combiner is not None or any(self.weights(label).values())
+
     def asks(self, kind: str, label: str | None) -> bool:
         """Whether a source of that kind scores rows of that label."""
         chosen = self.weights(label)

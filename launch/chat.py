@@ -39,6 +39,8 @@ class Chat:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
+        # Not the checkpoint's own repetition penalty, top_p or top_k, which no rollout applies.
+        self.model.generation_config = transformers.GenerationConfig()
         self.system_prompt = system_prompt
         self.messages: list[dict] = []
         self.pictures: list[str] = []

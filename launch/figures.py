@@ -27,12 +27,17 @@ def _ticks(low: float, high: float, most: int) -> list[float]:  # in steps of 1,
 
 
 def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = "") -> None:
-    """Draws metrics over steps as a PNG of 800 x 440 pixels. ValueError if a name is nowhere in `metrics_jsonl`."""
+    """Draws those metrics that a run has, over steps, as a PNG of 800 x 440 pixels. ValueError if it has none of them.
+
+    An explained variance is drawn from -1 on: where little is left to explain, it may be any negative number."""
     records = [record for record in read_records(metrics_jsonl) if "step" in record]
     curves = {name: sorted((r["step"], r[name]) for r in records if name in r) for name in names}
-    if not names or not all(curves.values()):
-        missing, known = [name for name in names if not curves[name]], sorted(set().union(*records) - {"step"})
-        raise ValueError(f"{metrics_jsonl} has no values of {missing}; it has {known}")
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        raise ValueError(f"{metrics_jsonl} has no values of {names}; it has {sorted(set().union(*records) - {'step'})}")
+    for name, points in curves.items():
+        if name.endswith("explained_variance"):
+            curves[name] = [(step, max(value, -1.0)) for step, value in points]
     xs, ys = zip(*(point for points in curves.values() for point in points))
     x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
     if 0 <= y0 and y1 <= 1:  # a share keeps its full scale, so that curves of two runs compare by eye
@@ -85,5 +90,5 @@ if __name__ == "__main__":
         shutil.copy(sorted((run / "samples").glob("eval-*.png"))[-1], folder / "looked_samples.png")
     else:
         plot_curves(run / "metrics.jsonl", ["rollout/reward", "eval/reward_mean", "eval/accuracy_reward_mean", "eval/explained_variance"],
-                    folder / "learning_curve.png", "Quickstart: PPO with a critic, 2 CPU cores")
+                    folder / "learning_curve.png", run.name)
         shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "samples.png")

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
+from summary import read_lines
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -305,8 +306,7 @@ def read_evaluations(run: Path) -> dict[int, list[dict]]:
     """The graded answers of each evaluation of a run, by step."""
     found = {}
     for path in sorted((run / "samples").glob("eval-*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        found[int(path.stem.removeprefix("eval-"))] = [json.loads(line) for line in lines]
+        found[int(path.stem.removeprefix("eval-"))] = read_lines(path)
     if not found:
         raise SystemExit(f"error: {run}/samples has no evaluation")
     return found
@@ -316,8 +316,7 @@ def print_table(run: Path) -> None:
     """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
     print("held-out accuracy        with its picture    with a grey one    with another row's")
     names = [f"eval/{name}_reward_mean" for name in ("accuracy", "grey", "another")]
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for record in read_lines(run / "metrics.jsonl"):
         if names[0] in record:
             own, grey, another = (f"{record[name]:.3f}" for name in names)
             step = "before" if record["step"] == 0 else f"after {record['step']} steps"

@@ -8,6 +8,8 @@
 # both: SFT_EVAL, held out from the first half, is EVAL_DATA if not given, whose rows then need a response too.
 # OUT gets sft/ and ppo/. LAUNCH starts a script: under SLURM "sbatch --wait --nodes 2 ... launch/train.slurm", as PPO waits for SFT.
 #
+# A --system_prompt among the flags reaches PPO alone: for both halves, put it into the rows as a message.
+#
 # Without MODEL: the toy on 2 processes, the answers of 32 of its rows as responses. Run on 2 CPU cores: see launch/README.md.
 # Not run: a real model on GPUs; learning rate and passes of its first half are what is common for SFT, not a result.
 set -euo pipefail
@@ -28,9 +30,9 @@ if [ -z "${MODEL:-}" ]; then
         --eval_max_new_tokens 4 --out "$out/sft"
     exec "${launch[@]}" train_ppo_vl.py --config toy/args.json --model "$out/sft/export/latest" --out "$out/ppo" "$@"
 fi
+: "${SFT_DATA:?rows of prompt and response, JSONL}" "${DATA:?the training rows of PPO, JSONL}" "${EVAL_DATA:?the held-out rows of PPO, JSONL}"
 launch=(${LAUNCH:-torchrun --standalone --nproc_per_node 8})
-"${launch[@]}" train_grm_vl.py --model "$MODEL" --data "${SFT_DATA:?rows of prompt and response, JSONL}" \
-    --eval_data "${SFT_EVAL:-${EVAL_DATA:?the held-out rows, JSONL}}" --max_epochs 2 --lr 1e-5 --lr_schedule cosine \
+"${launch[@]}" train_grm_vl.py --model "$MODEL" --data "$SFT_DATA" --eval_data "${SFT_EVAL:-$EVAL_DATA}" --max_epochs 2 --lr 1e-5 --lr_schedule cosine \
     --prompts_per_step 64 --gradient_checkpointing --out "$out/sft"
-exec "${launch[@]}" train_ppo_vl.py --model "$out/sft/export/latest" --data "${DATA:?the training rows, JSONL}" \
-    --eval_data "$EVAL_DATA" --gradient_checkpointing --out "$out/ppo" "$@"
+exec "${launch[@]}" train_ppo_vl.py --model "$out/sft/export/latest" --data "$DATA" --eval_data "$EVAL_DATA" \
+    --gradient_checkpointing --out "$out/ppo" "$@"

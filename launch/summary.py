@@ -15,7 +15,9 @@ Points = list[tuple[int, float]]
 
 
 def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Of JSONL, without the half line that a kill may leave at its end."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a string may hold U+2028
+    return [json.loads(line) for line in lines]
 
 
 def curves_of(records: list[dict]) -> tuple[str, Points, Points]:

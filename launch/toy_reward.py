@@ -20,7 +20,7 @@ def share_right(said: str, asked: str) -> float:
 
 
 def parts(text: str) -> tuple[list[str], str]:
-    """Colour and shape of each object, one after the other, and the number."""
+    """Colour and shape of each object, one after the other, and the number: whatever stands last."""
     *objects, number = text.split(", ")
     words = []
     for name in objects:

@@ -171,7 +171,12 @@ def test_gae(env):
         targets += [a + value for a, value in zip(row, values)]
     assert samples.advantages.tolist() == pytest.approx(sum(whitened(raw), []), abs=1e-5)
     assert samples.returns.tolist() == pytest.approx(targets, abs=1e-5)
-    left = np.var(np.array(targets) - samples.values.numpy()) / np.var(targets)
+    earned = []
+    for score, kl in zip(SCORES, samples.split(samples.kl), strict=True):
+        rewards = [-0.1 * k for k in kl.tolist()]
+        rewards[-1:] = [reward + score for reward in rewards[-1:]]
+        earned += [sum(0.9**k * reward for k, reward in enumerate(rewards[t:])) for t in range(len(rewards))]
+    left = np.var(np.array(earned) - samples.values.numpy()) / np.var(earned)
     assert metrics["train/explained_variance"] == pytest.approx(1 - left, abs=1e-5) and abs(1 - left) > 1e-3
 
 

@@ -1,5 +1,7 @@
 """launch/chat.py says what the trainers' own rollout says."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -27,6 +29,16 @@ def test_one_question_is_answered_as_in_a_rollout(qwen25, greedy, capsys):
         program.main([str(qwen25), *words, "--max_new_tokens", str(LENGTH)])
         assert capsys.readouterr().out == answer.strip() + "\n"
     assert len({answer for _, answer in greedy}) > 1
+
+
+def test_the_checkpoints_own_sampling_is_not_applied(qwen25, greedy, tmp_path, capsys):
+    """Qwen's checkpoints come with a repetition penalty and a top_p."""
+    shutil.copytree(qwen25, tmp_path / "model")
+    file = tmp_path / "model" / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 5.0}))
+    prompt, answer = greedy[1]
+    program.main([str(tmp_path / "model"), *prompt.images, prompt.row["prompt"], "--max_new_tokens", str(LENGTH)])
+    assert capsys.readouterr().out == answer.strip() + "\n"
 
 
 def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys):

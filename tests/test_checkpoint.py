@@ -1040,6 +1040,19 @@ def test_changed_flags(flags, copy, capfd):
     assert [record["step"] for record in records(copy)] == [1, 2, 3, 4]
 
 
+def test_a_checkpoint_from_before_a_flag_existed(flags, copy, capfd):
+    """What it does not name had its default; another value is refused as ever."""
+    file = copy / "checkpoints" / "step-2" / "state.json"
+    saved = json.loads(file.read_text())
+    assert saved["arguments"].pop("critic_epochs") == 0
+    file.write_text(json.dumps(saved))
+    committed(file.parent, files=files_with(file.parent, "state.json"))
+    refused(flags(copy, "--critic_epochs 2"), "--critic_epochs 0 -> 2")
+    capfd.readouterr()
+    train(flags(copy))
+    assert re.search(r"resuming from \S*step-2$", capfd.readouterr().out, re.M)
+
+
 def test_going_back(flags, copy, tmp_path, capfd):
     """In another --out, where changed flags are listed; the run that it is taken from stays as it is."""
     path, before = copy / "checkpoints" / "step-1", sorted(copy.rglob("*"))

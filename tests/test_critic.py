@@ -1,6 +1,7 @@
 """What the critic says of held-out answers: eval/explained_variance, against a forward pass of
 Hugging Face's model per sample."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -26,6 +27,9 @@ class Scorer:
         batch.scores = batch.lengths / 4 + (first % 5).float()
         self.batches.append(batch)
 
+    def rewards(self, label):
+        return label != "measured"
+
 
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
@@ -37,11 +41,11 @@ def env(qwen25, picture_rows):
     return env
 
 
-def evaluate(env, **changes) -> tuple[dict[str, float], list]:
+def evaluate(env, rows=None, **changes) -> tuple[dict[str, float], list]:
     args, scorer = with_flags(env.args, vision_audit=False, **changes), Scorer()
     roles = ppo.make_roles(args, env.actor, env.critic, env.reference)
     state = ppo.TrainState.fresh(args)
-    metrics, *_ = ppo.evaluate(roles, scorer, env.rows, env.sampling, state, args)
+    metrics, *_ = ppo.evaluate(roles, scorer, rows or env.rows, env.sampling, state, args)
     return metrics, scorer.batches
 
 
@@ -74,6 +78,16 @@ def test_explained_variance_of_held_out_answers(env, qwen25, gamma):
     wanted = oracle(env, qwen25, batches, gamma)
     assert metrics["eval/explained_variance"] == pytest.approx(wanted, abs=1e-4)
     assert abs(wanted) > 0.01
+
+
+def test_rows_that_are_only_measured_are_not_to_be_explained(env):
+    """Their returns are 0, whatever the critic expects of an answer that is paid."""
+    rows = [replace(row, label="measured" * (i % 2)) for i, row in enumerate(env.rows.held_out)]
+    some, _ = evaluate(env, rows=replace(env.rows, held_out=rows))
+    alone, _ = evaluate(env, rows=replace(env.rows, held_out=rows[::2]))
+    assert some["eval/explained_variance"] == pytest.approx(alone["eval/explained_variance"], abs=1e-4)
+    none, _ = evaluate(env, rows=replace(env.rows, held_out=rows[1::2]))
+    assert none["eval/explained_variance"] == 0
 
 
 def test_returns_are_on_the_scale_of_training(env):

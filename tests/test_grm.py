@@ -335,6 +335,23 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     assert events == ["decode 5", "decode 5", 5, "decode 3", 5, 3]
 
 
+def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
+    """The last of two, with one example: the first is judged all the same."""
+    take = data.PromptLoader.take
+
+    def damaged(loader, *given, **named):
+        batch = take(loader, *given, **named)
+        if len(batch.prompts) == 1:
+            batch.dropped.append(0)
+            batch.patches.clear()
+            loader.dropped += 1
+        return batch
+
+    monkeypatch.setattr(data.PromptLoader, "take", damaged)
+    metrics = evaluate(env, tmp_path, env.held_out[:3], 1, eval_batch=2)
+    assert metrics["eval/num_samples"] == 2 and metrics["eval/dropped_prompts"] == 1
+
+
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
     rows = grm.replace(env.rows, train_sets=[env.rows.train[:5] * 2])
@@ -539,7 +556,8 @@ def test_short_responses_are_compared_word_by_word():
 def test_kinds_at_chance_are_named():
     """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
     kinds = {"correct": {"accuracy": 0.9, "verdicts": {"yes": 50, "no": 50}}, "pictures": {"accuracy": 0.55, "verdicts": {"A": 50, "B": 50}},
-             "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}}}
+             "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}},
+             "answers": {"accuracy": 1.0, "verdicts": {"tie": 100}}}                    # whoever is right here may know nothing else
     judge = {"held_out": {"step": 3, "kinds": kinds}}
     assert accuracy.chance_warnings(judge, last=31) == []                               # not a tenth of the run yet
     told = accuracy.chance_warnings(judge, last=30)

@@ -389,10 +389,10 @@ def test_an_evaluation_is_one_line_that_fits(tmp_path, capsys):
 def test_plot_curves(tmp_path, values):
     lines = ['{"type": "header"}'] + [json.dumps({"step": i, "x": v, "y": 1}) for i, v in enumerate(values)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    plot_curves(tmp_path / "metrics.jsonl", ["x", "y"], tmp_path / "curve.png", "title")
+    plot_curves(tmp_path / "metrics.jsonl", ["x", "y", "not in this run"], tmp_path / "curve.png", "title")
     assert Image.open(tmp_path / "curve.png").size == (800, 440)
     with pytest.raises(ValueError, match=r"no values of \['z'\]; it has \['x', 'y'\]"):
-        plot_curves(tmp_path / "metrics.jsonl", ["x", "z"], tmp_path / "other.png")
+        plot_curves(tmp_path / "metrics.jsonl", ["z"], tmp_path / "other.png")
 
 
 def test_a_failure_of_nccl_says_its_reason(monkeypatch, capsys):

@@ -104,6 +104,9 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         assert (script, other) == (grm, ppo) and str(sft.run.out) == "runs/two/sft"
         assert args.model.model == "runs/two/sft/export/latest" and str(args.run.out) == "runs/two/ppo"
         assert sft.model.model == model.get("MODEL", "toy/model")
+    with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):       # before the first half has taken its hours
+        launch("sft_then_ppo.sh", MODEL="m", SFT_DATA="s.jsonl", SFT_EVAL="h.jsonl", DATA="d.jsonl")
+    assert not (tmp_path / "noted").exists()
     for flags, advantage in (((), "grpo"), (("--critic",), "gae")):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]

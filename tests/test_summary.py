@@ -47,6 +47,13 @@ def test_a_run_on_one_screen(tmp_path):
     assert "question 3" not in text and "at 0" not in text and f"tensorboard --logdir {tmp_path}" in text
 
 
+def test_a_line_ends_where_it_was_ended(tmp_path):
+    """U+2028 stands within a string; half a line is what a kill leaves."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"said": "a\u2028b"}\n{"said": "c', encoding="utf-8")
+    assert summary.read_lines(path) == [{"said": "a\u2028b"}]
+
+
 def test_the_critic_has_a_curve_of_its_own(tmp_path):
     """Of samples and of held-out answers; what is below -1 stands at -1."""
     write(tmp_path / "metrics.jsonl", [

@@ -806,7 +806,7 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     head = env.actor.model.lm_head.weight.numel()
     operations = 12 * with_critic * layers * tokens + 3 * updates * (layers * tokens + head * response)
     assert found["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12)) and found["perf/step_seconds"] == 3
-    assert found["perf/update_tokens_per_second"] == tokens * (2 if with_critic else updates / 2) / 2
+    assert found["perf/update_tokens_per_second"] == tokens * (2 * with_critic + updates / 2) / 2
     assert found["perf/rollout_tokens_per_second"] == 123
 
 
