@@ -615,7 +615,9 @@ def evaluate(
     log.text(f"eval/eval_result_{state.step}.json", text)
     count = args.run.log_samples
     chosen = records[:: len(records) // (count or 1) or 1][:count]  # evenly from all
-    caption = "verdict: {predicted_answer}   right: {gt_answer}"
+    caption = "right: {response_text}"
+    if any(record["gt_answer"] for record in chosen):
+        caption = "verdict: {predicted_answer}   right: {gt_answer}"
     cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
     log.evaluation(state.step, metrics)  # last: a resumed run repeats what has no record

@@ -12,7 +12,7 @@
 # From https://github.com/opendilab/LightRFT examples/gsm8k_geo3k/run_ppo_geo3k_qwen2.5_vl_7b.sh: 128 prompts x 2 samples,
 # 2 updates of 128 samples, 30 passes, lengths, both learning rates with 3 % warm-up and a cosine to a tenth, weight decay,
 # betas, clips 0.2, gamma 1, lambda 0.95, KL 0.01 by k1 in the reward, whitened advantages, frozen vision tower, reward
-# 0.9 accuracy + 0.1 format. Different here: grader and words of the instruction are ours, and the format is read in the
+# 0.9 accuracy + 0.1 format. Different here: grader and words of the instruction are ours, and the format is checked in the
 # response alone, not in the instruction as well.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,5 +1,5 @@
 """Rewards of launch/real_words.sh. A rule says more about what a model will do than its author
-meant: see the chapter on rewards in launch/README.md.
+meant: see "Reward hacking" in launch/README.md.
 
     --reward launch/real_rewards.py:named           pictures: the class's name
                                    :grey, :another  the same, measured where the picture tells nothing

@@ -7,7 +7,7 @@
 
     <out>/model/        config.json, model.safetensors, tokenizer files with a chat template, preprocessor_config.json
     <out>/train.jsonl   rows {"prompt", "images", "answer", "label"}, pictures in <out>/images/; eval.jsonl likewise
-    <out>/args.json     flags of train_ppo_vl.py that suit them (TRAINER_ARGS below), for its --config
+    <out>/args.json     flags of train_ppo_vl.py that suit them (TRAINER_ARGS or DESCRIBE_ARGS below), for its --config
     <out>/judge_train.jsonl, judge_eval.jsonl    judgements about the pictures of train.jsonl and eval.jsonl: right and wrong
                         answers, pairs of pictures
     <out>/grm_args.json flags of train_grm_vl.py that suit them (JUDGE_ARGS below)
@@ -24,7 +24,7 @@ reading order, then their number: "red circle, blue cross, 2". Of 9 to 15 tokens
 
 The model. Policies are not trained from random weights: they start instruction-tuned. So does this one, by a supervised
 "warm start" on pictures of its own: it says what it sees (in three words, in any order; or the objects without their
-number), and to the task's own prompts it answers in the right format but blindly. After it the model sees, and still answers at chance: to answer what was
+number), and to the task's own prompts it answers in the right format but blindly. After the warm start the model sees, but still answers at chance: to answer what was
 asked is left to reinforcement learning.
 """
 

@@ -47,7 +47,7 @@ HEAD_BACKWARD = 0.018               # seconds per 1,024 response tokens
 GRAPHS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 # What is run: name -> prompts, samples, prompt tokens, image tokens, mean and longest response, and what others report for it.
 TASKS = {
-    "Geometry3k, 7B, GRPO with KL": (512, 5, 450, 350, 500, 2048, "EasyR1 v0.3.0: 170 to 190; v0.3.2: 120"),
+    "Geometry3k, 7B, GRPO with KL": (512, 5, 450, 350, 500, 2048, "EasyR1 v0.3.0: 170 to 190; v0.3.2: 120 to 145"),
     "the same, responses of 800": (512, 5, 600, 450, 800, 2048, ""),
 }
 
