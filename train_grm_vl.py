@@ -64,14 +64,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     roles = {"judge": trained}
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(
-        state,
-        roles,
-        run_flags(args, rows),
-        flags.neutral_flags(args),
-        flags.default_flags(args),
-        read_only=read_only,
-    )
+    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
     state.last_evaluation = newest_evaluation(args.run.out, state)
     rows.judge_json["held_out"] = state.last_evaluation
     if args.run.export_only:
@@ -448,8 +441,10 @@ def advance(
     if loss is not None:
         before = loss if state.loss_mean is None else state.loss_mean
         metrics["train/loss_mean"] = state.loss_mean = 0.9 * before + 0.1 * loss
-    passes = state.step * args.data.prompts_per_step / len(rows.train)
-    metrics |= {"train/dropped_prompts": loader.dropped, "train/epoch": passes}
+    metrics |= {
+        "train/dropped_prompts": loader.dropped,
+        "train/epoch": state.step * args.data.prompts_per_step / len(rows.train),
+    }
     state.metrics = metrics
 
 
@@ -598,8 +593,7 @@ def evaluate(
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
     state.last_evaluation = rows.judge_json["held_out"] = accuracy.held_out_record(summary)
-    last = 0 if args.run.eval_only else args.optim.steps
-    for warning in accuracy.chance_warnings(rows.judge_json, last):
+    for warning in accuracy.chance_warnings(rows.judge_json, args.optim.steps):
         log.line(warning)
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
@@ -616,7 +610,7 @@ def evaluate(
     count = args.run.log_samples
     chosen = records[:: len(records) // (count or 1) or 1][:count]  # evenly from all
     caption = "right: {response_text}"
-    if any(record["gt_answer"] for record in chosen):
+    if "accuracy" in summary:  # some have a verdict
         caption = "verdict: {predicted_answer}   right: {gt_answer}"
     cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
@@ -868,8 +862,9 @@ def report(
     log.step(step, metrics, shown)
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
-        shown = records[: args.run.log_samples]
-        cards = draw_cards(shown, "response_text", "{nats_per_token} nats per token")
+        cards = draw_cards(
+            records[: args.run.log_samples], "response_text", "{nats_per_token} nats per token"
+        )
         log.samples(step, records, cards)
     log.write_due(args.checkpoint.max_failed_saves)
 

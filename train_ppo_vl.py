@@ -60,14 +60,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     roles = make_roles(args, actor, critic, reference)
     state = TrainState.fresh(args)
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(
-        state,
-        roles,
-        run_flags(args, rows),
-        flags.neutral_flags(args),
-        flags.default_flags(args),
-        read_only=read_only,
-    )
+    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
     if args.run.export_only:
         return checkpoints.export_now(roles["actor"], rows.processor)
     fsdp.put_away(roles)
@@ -1861,7 +1854,9 @@ def evaluate(
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if "critic" in roles and len(batch):  # all its prompts may be dropped
-                judged.append(values_and_returns(roles["critic"].module, batch, reward, state, args))
+                judged.append(
+                    values_and_returns(roles["critic"].module, batch, reward, state, args)
+                )
             if args.rollout.vision_audit:
                 seen.add(batch, replace(prompts, patches=pixels, features={}))
             found = sample_records(batch, actor.processor)

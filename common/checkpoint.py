@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch import Tensor
 
+from common import flags
 from common.distributed import from_main, gather_json, is_main, raise_on_all_ranks
 from common.files import (
     kill_point,
@@ -174,18 +175,18 @@ class Checkpoints:
         self,
         state,
         trained: Roles,
-        flags: dict[str, Any],
-        neutral: set[str],
-        defaults: dict[str, Any],
+        recorded: dict[str, Any],
+        script_args: Any,
         read_only: bool = False,
     ) -> None:
         """Load the checkpoint that --resume asks for, if there is one.
 
         Args:
             state: has `state_dict`, `load_state_dict`, `step`, `skipped_steps` and `metrics`.
-            flags: must equal those of the checkpoint, except for the ``neutral`` ones, which do
-                not alter the result.
-            defaults: the flags of a checkpoint from before they existed.
+            recorded: flags and digests of data files, which must equal those of the checkpoint,
+                except for the neutral ones, which do not alter the result.
+            script_args: the script's Args, which knows what is neutral, and the default of a flag
+                that the checkpoint is older than.
             read_only: nothing will be saved: damaged checkpoints keep their names, and --steps may
                 lie before the checkpoint.
 
@@ -193,14 +194,13 @@ class Checkpoints:
             UserError: no checkpoint where one must be, one where none may be, or changed flags
                 that alter the result.
         """
-        self.state, self.flags, self.read_only = state, flags, read_only
+        self.state, self.flags, self.read_only = state, recorded, read_only
         said = f"starting from step 0: no complete checkpoint in {self.folder}"
         found = self.choose()
         if found is not None:
             path, saved = found
             with raise_on_all_ranks():
-                old = saved | {"arguments": defaults | saved["arguments"]}
-                changed = self.compare_flags(path, old, neutral)
+                changed = self.compare_flags(path, saved, script_args)
                 self.saved_at = (path / "state.json").stat().st_mtime_ns
             load_training_state(path, trained)
             fresh = state.state_dict()  # an older version may have saved fewer entries
@@ -269,7 +269,7 @@ class Checkpoints:
                 print(f"warning: not resumed from: {path}: {problem}", flush=True)
         return None
 
-    def compare_flags(self, path: Path, saved: dict[str, Any], neutral: set[str]) -> list[str]:
+    def compare_flags(self, path: Path, saved: dict[str, Any], script_args: Any) -> list[str]:
         """The flags that have changed, as text. Those that alter the result may change only if the
         checkpoint is another run's, or with --resume force. Raises ValueError."""
         steps = self.flags["steps"]
@@ -278,7 +278,8 @@ class Checkpoints:
                 f"{path} is already beyond --steps {steps}; raise --steps, or start another --out "
                 "from an earlier checkpoint"
             )
-        old = saved["arguments"]
+        old = flags.default_flags(script_args) | saved["arguments"]
+        neutral = flags.neutral_flags(script_args)
         changed = {}
         for name, value in self.flags.items():
             if old.get(name) != value:
