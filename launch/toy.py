@@ -71,13 +71,13 @@ DESCRIBE_ARGS = TRAINER_ARGS | {
 JUDGE_ARGS = {
     "prompts_per_step": 32,
     "max_epochs": 0,
-    "steps": 2500,
-    "lr": 3e-3,
+    "steps": 1500,
+    "lr": 1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4
     "lr_schedule": "linear",
     "warmup_steps": 20,
     "max_prompt_tokens": 256,
     "max_tokens_per_pack": 4096,
-    "eval_every": 500,
+    "eval_every": 300,
     "eval_max_new_tokens": 24,
     "eval_batch": 128,
     "correct_template": "{prompt}\n{response}\n",

@@ -15,7 +15,7 @@ With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 fo
 along the run and its mean over all evaluations but the first, which says how fast; last accuracy (all parts right); the
 critic's explained variance on these held-out answers.
 
-With --task judge, `python train_grm_vl.py --config toy/grm_args.json` of 2,500 steps: accuracy of all held-out judgements
+With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all held-out judgements
 along the run, its mean over them; of single answers and of pairs at the end.
 """
 
@@ -195,14 +195,14 @@ def judge_figures(lines: list[dict]) -> dict[str, float]:
 TASKS = {
     "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
     "describe": Task("toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4),
-    "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=2500, evaluations=5),
+    "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=1500, evaluations=5),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, default="questions", help="what is learned from launch/toy.py's data")
-    parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 2500")
+    parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 1500")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
     parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | JUDGE_RUNS))
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
