@@ -371,14 +371,14 @@ def load_examples(path: str, dataset: int, args: Args, processor: data.Processor
     return list(itertools.chain(*loaded))
 
 
-def count_examples(settings: dict, examples: Iterable[Example]) -> None:
+def count_examples(judge_json: dict, examples: Iterable[Example]) -> None:
     """Note in judge.json what the judge is trained on. Raises ValueError: too many scores."""
     seen = []
     for example in examples:
         if example.kind in judgements.JUDGEMENTS:
-            bare = judgements.format_template(settings["answer"], verdict=example.verdict)
+            bare = judgements.format_template(judge_json["answer"], verdict=example.verdict)
             seen.append((example.kind, example.verdict, example.text == bare))
-    judgements.count_judgements(settings, seen)
+    judgements.count_judgements(judge_json, seen)
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:
@@ -403,8 +403,6 @@ def next_batch(loader: data.PromptLoader) -> Batch:
     decode have none."""
     batch = loader.take()
     targets = [[example.target for example in question.examples] for question in loader.rows]
-    for group in batch.dropped:
-        targets[group] = []
     return batch.with_targets(targets)
 
 
@@ -736,8 +734,6 @@ def score_verdicts(
         verdicts[kind] = verdicts_of(processor.files["judge"], kind)
         encoded[kind] = judgements.encode_verdicts(processor, verdicts[kind])
     targets = [[example.target, *encoded[example.kind]] for example in examples]
-    for group in batch.dropped:
-        targets[group] = []
     batch = batch.with_targets(targets)
     if not len(batch):
         return {}  # no picture decodes
@@ -761,9 +757,9 @@ def score_tokens(judge: Judge, batch: Batch) -> Tensor:
     return join_rows(done, len(batch.tokens))
 
 
-def judgement_record(settings: dict, index: int, example: Example, text: str) -> dict:
+def judgement_record(judge_json: dict, index: int, example: Example, text: str) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
-    verdict = read_verdict(settings, example, text)
+    verdict = read_verdict(judge_json, example, text)
     said = {"generated_text": text, "predicted_answer": verdict, "index": index}
     return example_record(example) | said
 
@@ -788,16 +784,16 @@ def example_record(example: Example) -> dict:
     }
 
 
-def verdicts_of(settings: dict, kind: str) -> list[str]:
+def verdicts_of(judge_json: dict, kind: str) -> list[str]:
     """The verdicts that a judge knows for questions of a kind; none for a response."""
-    return settings["kinds"].get(kind, {}).get("verdicts", [])
+    return judge_json["kinds"].get(kind, {}).get("verdicts", [])
 
 
-def read_verdict(settings: dict, example: Example, text: str) -> str | None:
+def read_verdict(judge_json: dict, example: Example, text: str) -> str | None:
     """The verdict of a judgement on an example; None if there is none."""
-    which = settings["which_answer"]
+    which = judge_json["which_answer"]
     # Also the right verdict: a judge that was not trained on scores knows none of them.
-    words = [*verdicts_of(settings, example.kind), example.verdict or ""]
+    words = [*verdicts_of(judge_json, example.kind), example.verdict or ""]
     said = judgements.parse_verdict(text, which, words)
     if not said and example.kind == "response":  # any text may be its verdict
         said = judgements.parse_verdict(text, which, None)
@@ -835,11 +831,9 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
 
 def performance(batch: Batch) -> dict[str, float]:
     """Seconds per stage, throughput and memory."""
-    seconds = logging.timer.seconds()
-    metrics = {f"perf/{name}_seconds": value for name, value in seconds.items()}
-    metrics["perf/step_seconds"] = sum(seconds.values())
+    metrics = logging.timer.metrics()
     tokens = len(batch.tokens) + sum(batch.prompt_lengths)
-    metrics["perf/tokens_per_second"] = tokens / seconds["update"]
+    metrics["perf/tokens_per_second"] = tokens / metrics["perf/update_seconds"]
     return metrics | memory.peak()
 
 

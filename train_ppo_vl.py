@@ -793,9 +793,7 @@ class TrainState:
     @staticmethod
     def fresh(args: Args) -> "TrainState":
         algorithm = args.algorithm
-        kl = losses.KLController(
-            algorithm.kl_coef, algorithm.kl_target or None, algorithm.kl_horizon
-        )
+        kl = losses.KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         return TrainState(kl, losses.RunningMoments(), rewards.Streak())
 
     def state_dict(self) -> dict[str, Any]:
@@ -1048,7 +1046,7 @@ def make_reward_model(
     args: Args,
 ) -> Callable:
     """The callable that asks a reward model: (batch, texts, samples) -> columns and notes."""
-    common = {
+    shared = {
         "spec": source.spec,
         "module": module,
         "processor": processor,
@@ -1057,7 +1055,7 @@ def make_reward_model(
         "data": args.data,
     }
     if source.kind == "rm":
-        return reward_models.ScalarModel(**common, values=functools.partial(score_tokens, module))
+        return reward_models.ScalarModel(**shared, values=functools.partial(score_tokens, module))
     sampling = Sampling(
         max_new_tokens=args.reward.grm_max_new_tokens,
         banned=processor.banned_mask().to(module.model.compute.device),
@@ -1069,7 +1067,7 @@ def make_reward_model(
         cuda_graphs=args.rollout.cuda_graphs,
     )
     return reward_models.Judge(
-        **common,
+        **shared,
         args=args.reward,
         likelihoods=functools.partial(plain_logprobs, module),
         write=functools.partial(rollout, module, sampling=sampling, samples_per_prompt=1),
@@ -1241,10 +1239,12 @@ def collect(
     size = args.data.prompts_per_step
     dynamic = args.algorithm.dynamic_sampling
     parts: list[Batch] = []
-    useful = 0  # prompts
+    useful = generated = 0  # prompts; tokens
     for _ in range(dynamic or args.rollout.rollouts_per_step):
-        parts.append(sample_and_score(actor, loader, reward, sampling, args))
-        useful += len(rewards.groups_with_spread(parts[-1]))
+        part, tokens = sample_and_score(actor, loader, reward, sampling, args)
+        parts.append(part)
+        generated += tokens
+        useful += len(rewards.groups_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -1252,7 +1252,7 @@ def collect(
     metrics = {
         "rollout/rollouts": len(parts),
         "rollout/dropped_prompts": loader.dropped,
-        "rollout/generated_tokens": sum(part.generated_tokens for part in parts),
+        "rollout/generated_tokens": generated,
     }
     if args.algorithm.reward_norm:
         state.moments.update(batch.scores)
@@ -1277,16 +1277,16 @@ def sample_and_score(
     reward: rewards.RewardMix,
     sampling: Sampling,
     args: Args,
-) -> Batch:
+) -> tuple[Batch, int]:
     """One rollout of the next prompts, with its scores; for remax also those of one greedy response
-    to each prompt."""
+    to each prompt. And how many tokens were generated."""
     with logging.timer("data"):
         prompts = loader.take()
     with logging.timer("rollout"):
         batch = rollout(actor, prompts, sampling, args.rollout.samples_per_prompt)
         if args.algorithm.advantage == "remax":
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
-    batch.generated_tokens = len(batch.tokens)
+    generated = len(batch.tokens)
     with logging.timer("reward"):
         reward.score(batch, actor.processor)
         if args.algorithm.advantage == "remax":
@@ -1294,8 +1294,8 @@ def sample_and_score(
             # the greedy response to each sample's prompt: one per prompt, in prompt order
             own = torch.searchsorted(greedy.group, batch.group)
             batch.greedy_scores, batch.greedy_lengths = greedy.scores[own], greedy.lengths[own]
-            batch.generated_tokens += len(greedy.tokens)
-    return batch
+            generated += len(greedy.tokens)
+    return batch, generated
 
 
 def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt: int) -> Batch:
@@ -1407,9 +1407,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
         fsdp.rest_after_scoring(reference)
         return
     with weights.without_adapters(reference.model):
-        batch.ref_logprobs = score_tokens(
-            reference, batch, lambda row: reference(row, batch.sampling)
-        )
+        batch.ref_logprobs = logprobs_as_drawn(reference, batch)
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
 
@@ -1560,9 +1558,7 @@ def minibatch_weights(batch: Batch, groups, kept: Tensor, args: Args) -> Tensor:
     over all ranks; 0 elsewhere and where ``kept`` (N,) is false."""
     in_minibatch = torch.isin(batch.group, torch.as_tensor(groups))  # (S,)
     lengths = batch.per_sample_sum(kept) * in_minibatch
-    tokens, samples = int(lengths.sum()), int((lengths > 0).sum())
-    longest = args.rollout.max_new_tokens
-    per_sample = losses.token_weights(lengths, args.aggregation, tokens, samples, longest)
+    per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.lengths) * kept  # (N,)
 
 
@@ -1618,7 +1614,7 @@ def update_actor(
             text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
             stats = []
             for row in vlm.packed_rows(actor.model, batch, minibatch.groups):
-                loss, row_stats = actor_loss(actor, reference, row, batch, minibatch, args)
+                loss, row_stats = actor_loss(actor, exact, row, batch, minibatch, args)
                 backward(loss)
                 stats.append(row_stats)
             if exact is not None:
@@ -1645,22 +1641,18 @@ def update_actor(
 
 
 def actor_loss(
-    actor: Policy,
-    reference: Policy | None,
-    row: Row,
-    batch: Batch,
-    minibatch: Minibatch,
-    args: Args,
+    actor: Policy, exact: Policy | None, row: Row, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict[str, Any]]:
     """This row's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
+    ``exact``: the reference, where the loss has the exact KL to it.
 
     A statistic is a `Mean` (a sum over tokens of the row, and their number), a `Largest`, or a
     plain number: the row's share of a loss of the minibatch, ``(weight * term).sum()``.
     """
     algorithm = args.algorithm
-    exact = reference_outputs(reference, row) if args.exact_kl_in_loss else None
+    outputs = reference_outputs(exact, row) if exact is not None else None
     with vlm.router_logits(actor.model) as routed:
-        logp, entropy, kl = actor(row, batch.sampling, entropy=True, reference=exact)  # (T,) each
+        logp, entropy, kl = actor(row, batch.sampling, entropy=True, reference=outputs)  # (T,) each
     # (T,) each
     old, sampled, advantages = row.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
     weight, policy_weight = row.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
@@ -1790,10 +1782,7 @@ def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> 
     al. 2022, equation 2), the mean over the label tokens of all ranks. Returns statistics as
     `actor_loss` does."""
     prompts = text.loader.collect(*pending)
-    targets = [
-        [] if g in prompts.dropped else [text.rows[k][1]] for g, k in enumerate(prompts.draws)
-    ]
-    batch = prompts.with_targets(targets)
+    batch = prompts.with_targets([[text.rows[k][1]] for k in prompts.draws])
     banned = actor.processor.banned_mask()
     count = len(batch.tokens)
     if args.rows.ptx_labels == "text":
@@ -1941,7 +1930,8 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     log.line(
         f"mode: {mode_of(args)}, {len(rows.train) / args.prompts_per_rollout:.1f} rollouts per pass"
     )
-    for text in data.describe_shares(args.data.data, rows.train_sets, args.optim.steps * prompts):
+    draws = args.optim.steps * prompts
+    for text in data.describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
         log.line(text)
     for warning in method_warnings(args):
         log.line(f"warning: {warning}")
@@ -2075,9 +2065,7 @@ def performance(
 ) -> dict[str, float]:
     """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates counted in
     ``metrics``."""
-    seconds = logging.timer.seconds()
-    found = {f"perf/{name}_seconds": value for name, value in seconds.items()}
-    found["perf/step_seconds"] = sum(seconds.values())
+    found = logging.timer.metrics()
     prompts = [
         length for group, length in enumerate(batch.prompt_lengths) if group not in batch.dropped
     ]
@@ -2086,9 +2074,10 @@ def performance(
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
     passes = actor_passes + (args.critic_epochs if critic is not None else 0)
-    update = seconds.get("update_actor", 0.0) + seconds.get("update_critic", 0.0)
+    update = found.get("perf/update_actor_seconds", 0.0)
+    update += found.get("perf/update_critic_seconds", 0.0)
     found["perf/rollout_tokens_per_second"] = (
-        metrics["rollout/generated_tokens"] / seconds["rollout"]
+        metrics["rollout/generated_tokens"] / found["perf/rollout_seconds"]
     )
     if update:
         found["perf/update_tokens_per_second"] = passes * both / update

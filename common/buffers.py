@@ -107,7 +107,6 @@ class Batch:
     advantages: PerToken = None
     returns: PerToken = None
     in_policy_loss: PerToken = None  # bool: the tokens of the policy loss
-    generated_tokens: int = 0  # in all rollouts of the step, also of samples not kept
 
     def __len__(self) -> int:
         """The number of samples."""
@@ -167,7 +166,8 @@ class Batch:
 
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
         """The same prompts with other samples: for each prompt the token ids (n,) of each of its
-        responses."""
+        responses. Dropped prompts get none."""
+        targets = [[] if g in self.dropped else own for g, own in enumerate(targets)]
         counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
         responses = list(itertools.chain(*targets))
         prompts = {name: getattr(self, name) for name in (*PER_PROMPT, *BY_PROMPT, "dropped")}
@@ -240,11 +240,11 @@ class Batch:
             joined[name] = [value for part in shifted for value in getattr(part, name)]
         for name in BY_PROMPT:
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
-        names = dict.fromkeys(name for part in parts for name in part.components)
         joined["components"] = {
-            name: torch.cat([part.component(name) for part in parts]) for name in names
+            name: torch.cat([own.component(name) for own in parts])
+            for part in parts
+            for name in part.components
         }
-        joined["generated_tokens"] = sum(part.generated_tokens for part in parts)
         return Batch(**joined)
 
     def component(self, name: str) -> Tensor:

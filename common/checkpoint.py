@@ -174,7 +174,7 @@ class Checkpoints:
     def resume(
         self,
         state,
-        trained: Roles,
+        roles: Roles,
         recorded: dict[str, Any],
         script_args: Any,
         read_only: bool = False,
@@ -202,7 +202,7 @@ class Checkpoints:
             with raise_on_all_ranks():
                 changed = self.compare_flags(path, saved, script_args)
                 self.saved_at = (path / "state.json").stat().st_mtime_ns
-            load_training_state(path, trained)
+            load_training_state(path, roles)
             fresh = state.state_dict()  # an older version may have saved fewer entries
             state.load_state_dict({name: saved.get(name, fresh[name]) for name in fresh})
             self.first_step = state.step
@@ -304,23 +304,23 @@ class Checkpoints:
     # Save
     # ---------------------------------------------------------------------------------------------
 
-    def save_if_due(self, step: int, last: int, state, trained: Roles, now: bool = False) -> None:
+    def save_if_due(self, step: int, last: int, state, roles: Roles, now: bool = False) -> None:
         """Save after ``step`` steps if --save_every says so; with ``now``, because the run is being
         stopped, save in any case and wait. The step that was resumed from is on disk already."""
         self.commit_if_written()
         if step > self.first_step and (now or due(step, self.args.save_every, last)):
-            self.save(step, trained, state.state_dict() | {"arguments": self.flags})
+            self.save(step, roles, state.state_dict() | {"arguments": self.flags})
         if now:
             self.finish()
 
-    def save(self, step: int, trained: Roles, scalars: dict[str, Any]) -> None:
+    def save(self, step: int, roles: Roles, scalars: dict[str, Any]) -> None:
         """Start saving; training may change the tensors at once, which it does after their copy."""
         started = time.perf_counter()
         self.finish()
         aside = self.folder / f".tmp-step-{step}"
         strategy = self.args.save_strategy
         writer = CheckpointWriter(aside, strategy, self.group, self.staging.wait)
-        training = training_state(trained)
+        training = training_state(roles)
         tensors = {name: value for name, value in training.items() if torch.is_tensor(value)}
         problem = None
         if is_main():
@@ -494,7 +494,7 @@ class Checkpoints:
             found = ", ".join(sorted(metrics))
             raise UserError(f"--keep_best {name} is not a metric of the evaluation: {found}")
 
-    def check_skipped(self, state, trained: Roles, most: int) -> None:
+    def check_skipped(self, state, roles: Roles, most: int) -> None:
         """Raises UserError on every rank if in ``most`` steps in a row (0: never) all updates of a
         model were skipped. All ranks must call."""
         lost = [role for role, count in state.skipped_steps.items() if most and count >= most]
@@ -502,7 +502,7 @@ class Checkpoints:
             return
         self.finish()  # the save in flight may be the newest from before
         role = lost[0]
-        name = first_not_finite(trained[role].module)
+        name = first_not_finite(roles[role].module)
         finding = "its parameters are finite"
         if name:
             finding = f"the first parameter that is not finite is {name}"

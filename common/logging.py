@@ -143,9 +143,10 @@ class StageTimer:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds per stage since the last reset."""
-        return dict(self._seconds)
+    def metrics(self) -> dict[str, float]:
+        """perf/<stage>_seconds since the last reset, and perf/step_seconds, their sum."""
+        found = {f"perf/{name}_seconds": value for name, value in self._seconds.items()}
+        return found | {"perf/step_seconds": sum(self._seconds.values())}
 
     def reset(self) -> None:
         """Begin a step: forget the seconds, and the peak of GPU memory."""
@@ -216,7 +217,7 @@ class RunLogger:
     call.
 
     The first ``first_step`` steps are already done: records of later ones are dropped, here and in
-    TensorBoard. What cannot be written is kept, and tried again by `settle`. An evaluation without
+    TensorBoard. What cannot be written is kept, and tried again by `write_due`. An evaluation without
     training has a folder of its own, so that the records of the training stay as they are.
     """
 
@@ -479,10 +480,10 @@ class RunLogger:
         queue.append(write)
         # after others that have failed, it waits with them for the end of the step
         if len(queue) == 1:
-            self._write_due(place)
+            self._flush(place)
 
-    def _write_due(self, place: str) -> str:
-        # In order, as far as it goes; returns why not further. The rest stays due.
+    def _flush(self, place: str) -> str:
+        # What is due at one place, in order, as far as it goes; returns why not further.
         queue = self._unwritten[place]
         try:
             while queue:
@@ -498,7 +499,7 @@ class RunLogger:
 
     def write_records(self) -> str:
         """Write what is still due. Returns on every rank why that was not possible, or ""."""
-        problems = [self._write_due(place) for place in list(self._unwritten)]
+        problems = [self._flush(place) for place in list(self._unwritten)]
         return distributed.from_main(next(filter(None, problems), ""))
 
 

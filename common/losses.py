@@ -297,13 +297,13 @@ class KLController:
     """The weight of the KL: fixed without a target, else adaptive (Ziegler et al. 2019, section
     2.2)."""
 
-    def __init__(self, kl_coef: float, target: float | None = None, horizon: int = 10000):
+    def __init__(self, kl_coef: float, target: float = 0.0, horizon: int = 10000):
         self.value, self.target, self.horizon = kl_coef, target, horizon
 
     def update(self, kl: float, n: int) -> None:
         """After a rollout of ``n`` samples, with ``kl`` per token, both over all ranks. The weight
         stays positive for n less than 5 horizons."""
-        if self.target is not None:
+        if self.target:
             error = min(max(kl / self.target - 1, -0.2), 0.2)
             self.value *= 1 + error * n / self.horizon
 
@@ -319,19 +319,17 @@ class KLController:
 # -------------------------------------------------------------------------------------------------
 
 
-def token_weights(
-    lengths: Tensor, mode: str, n_tokens: int, n_seqs: int, max_new_tokens: int
-) -> Tensor:
+def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
     """(S,) weight of each token of a sequence in the loss of an optimizer step.
 
     Args:
-        lengths: (S,) tokens of each sequence that take part in this term.
-        n_tokens, n_seqs: tokens, and sequences with any, of the whole optimizer step: all ranks,
-            all packed rows.
+        lengths: (S,) tokens that take part in this term, of every sequence of the optimizer step:
+            of all ranks and packed rows.
         max_new_tokens: the constant length of seq-mean-token-sum-norm (Dr.GRPO, Liu et al. 2025).
     """
+    n_seqs = (lengths > 0).sum()
     divisors = {
-        "token-mean": n_tokens,
+        "token-mean": lengths.sum(),
         "seq-mean-token-sum": n_seqs,
         "seq-mean-token-mean": n_seqs * lengths,
         "seq-mean-token-sum-norm": n_seqs * max_new_tokens,
@@ -340,8 +338,7 @@ def token_weights(
         raise ValueError(
             f"unknown loss aggregation {mode!r}: expected one of {', '.join(divisors)}"
         )
-    divisor = torch.as_tensor(divisors[mode], device=lengths.device).clamp(min=1)
-    return (lengths > 0) / divisor
+    return (lengths > 0) / divisors[mode].clamp(min=1)
 
 
 def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tensor:
@@ -507,9 +504,9 @@ def largest_ratio(x: Ratios, found: Terms) -> Tensor:
 # -------------------------------------------------------------------------------------------------
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; None or
-    0: no clip."""
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
+    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; 0: no
+    clip."""
     error = (values - returns).square()
     if clip:
         clipped = old_values + (values - old_values).clamp(-clip, clip)

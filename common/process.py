@@ -160,7 +160,7 @@ def is_lost_contact(error: RuntimeError) -> bool:
     return of_torch or "gloo" in str(error)
 
 
-def let_rank_0_speak(seconds: float = 60.0) -> None:
+def let_rank_0_speak() -> None:
     """Outlive rank 0 if it runs on this machine: torchrun ends all workers of a machine as soon as
     one has exited, and a slower rank 0 may not have printed the message yet. The signal that
     torchrun then sends ends the wait."""
@@ -173,7 +173,7 @@ def let_rank_0_speak(seconds: float = 60.0) -> None:
         raise Exit(EXIT_USER_ERROR)
 
     signal.signal(signal.SIGTERM, leave)
-    time.sleep(seconds)
+    time.sleep(60)
 
 
 def describe(error: BaseException, own_file: str = __file__) -> str:

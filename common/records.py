@@ -50,9 +50,7 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     return records
 
 
-def sample_pictures(
-    records: list[dict], shown: list[list[Image.Image]] | None = None
-) -> list[Image.Image]:
+def sample_pictures(records: list[dict], shown: list[list[Image.Image]]) -> list[Image.Image]:
     """Pictures of samples: the images, frames of the videos, what was asked, what was answered,
     what it earned; of conversations the turns side by side, with the pictures that environments
     have ``shown``."""

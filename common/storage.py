@@ -13,7 +13,6 @@ read with pickle.
 import hashlib
 import json
 import os
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
@@ -23,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -55,14 +53,14 @@ FROZEN = StateDictOptions(strict=False)  # of a role without an optimizer: all o
 # -------------------------------------------------------------------------------------------------
 
 
-def training_state(trained: Roles) -> dict[str, Any]:
+def training_state(roles: Roles) -> dict[str, Any]:
     """Weights and optimizer state of all roles in one flat dictionary.
 
     The frozen weights of a trained role are those of --model; a role without an optimizer has all
     of its own.
     """
     state: dict[str, Any] = {}
-    for role, part in trained.items():
+    for role, part in roles.items():
         if isinstance(part, nn.Module):
             model, optimizer = get_model_state_dict(part, options=FROZEN), {}
         else:
@@ -72,16 +70,16 @@ def training_state(trained: Roles) -> dict[str, Any]:
     return state
 
 
-def load_training_state(path: Path, trained: Roles) -> None:
+def load_training_state(path: Path, roles: Roles) -> None:
     """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written
     it. Raises UserError: it lacks some."""
-    state = training_state(trained)
+    state = training_state(roles)
     tensors = {name: value for name, value in state.items() if torch.is_tensor(value)}
     try:
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(path)))
     except dcp.api.CheckpointException as error:  # a role, say, that the saved run did not have
         raise UserError(f"{path} cannot be loaded: {describe_failure(error)}") from error
-    for role, part in trained.items():
+    for role, part in roles.items():
         model, optimizer = entries(state, f"{role}.model."), entries(state, f"{role}.optimizer.")
         if isinstance(part, nn.Module):
             set_model_state_dict(part, model, options=FROZEN)
@@ -102,22 +100,9 @@ def entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------------------
 
 
-class HashedFiles(FileSystem):
-    """Takes the sha256 of what goes into each file, so that none has to be read again."""
-
-    def __init__(self):
-        self.digests: dict[str, str] = {}
-
-    @contextmanager
-    def create_stream(self, path, mode):
-        with super().create_stream(path, mode) as stream:
-            hashed = HashedStream(stream)
-            yield hashed
-            self.digests[Path(path).name] = hashed.sha256.hexdigest()
-
-
 class HashedStream:
-    """A file opened for writing that takes the sha256 of what is written."""
+    """A file opened for writing that takes the sha256 of what is written, so that it need not be
+    read again."""
 
     def __init__(self, stream):
         self.stream, self.sha256 = stream, hashlib.sha256()
@@ -125,9 +110,6 @@ class HashedStream:
     def write(self, data) -> int:
         self.sha256.update(data)
         return self.stream.write(data)
-
-    def __getattr__(self, name: str):
-        return getattr(self.stream, name)
 
 
 class WrittenFile(NamedTuple):
@@ -153,8 +135,7 @@ class CheckpointWriter(HuggingFaceStorageWriter):
     ):
         super().__init__(str(folder), save_distributed=True)
         self.wait = wait
-        self.fs = HashedFiles()
-        self.digests = self.fs.digests
+        self.digests: dict[str, str] = {}
         self.turns_group = group
         self.turn, self.turns = dist.get_rank(), dist.get_world_size()
         if strategy == "unrestricted":
@@ -188,10 +169,12 @@ class CheckpointWriter(HuggingFaceStorageWriter):
         if tensors:
             metadata = {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"}
             path = Path(self.path) / file.relative_path
-            with self.fs.create_stream(path, "wb") as stream:
+            with open(path, "wb") as opened:
+                stream = HashedStream(opened)
                 write_safetensors(stream, tensors, metadata)
-                stream.flush()
-                os.fsync(stream.fileno())
+                opened.flush()
+                os.fsync(opened.fileno())
+            self.digests[path.name] = stream.sha256.hexdigest()
         sizes = [tensors[item.index.fqn].nbytes for item in plan.items]
         return [WriteResult(item.index, size, file) for item, size in zip(plan.items, sizes)]
 

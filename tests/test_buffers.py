@@ -27,7 +27,7 @@ def random_batch(rng: np.random.Generator, groups: int = 6, most: int = 5, longe
     total, flat = lengths.sum(), lambda: torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32))
     return Batch(
         prompts=prompts_of(range(1, groups + 1)), draws=list(range(50, 50 + groups)), owners=[g % 3 for g in range(groups)],
-        dropped=[g for g in range(groups) if counts[g] == 0], sampling="as it was", generated_tokens=int(total),
+        dropped=[g for g in range(groups) if counts[g] == 0], sampling="as it was",
         **{name: {g: torch.tensor([g, k]) for g in range(k, groups, 2)}
            for k, name in enumerate(("patches", "features", "positions"))},
         group=torch.from_numpy(np.repeat(np.arange(groups), counts)),
@@ -118,7 +118,7 @@ def test_select_takes_every_field_along(seed):
     chosen = samples.select(torch.from_numpy(order))
     for f in dataclasses.fields(Batch):
         old, new = getattr(samples, f.name), getattr(chosen, f.name)
-        if f.name in (*OF_PROMPTS, "sampling", "generated_tokens", "kl_coef"):
+        if f.name in (*OF_PROMPTS, "sampling", "kl_coef"):
             assert new is old
         elif f.name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]
@@ -140,9 +140,8 @@ def test_parts_are_joined_in_order(seed):
     first = len(parts[0])
     parts[0].components["length"] = parts[0].lengths.float()
     joined = Batch.concatenate(parts)
-    assert joined.generated_tokens == 3 * samples.generated_tokens                  # of three rollouts, kept or not
     for f in dataclasses.fields(Batch):
-        if f.name not in ("components", "generated_tokens"):
+        if f.name != "components":
             old, new = getattr(samples, f.name), getattr(joined, f.name)
             assert torch.equal(new, old) if torch.is_tensor(old) else new == old, f.name
     assert torch.equal(joined.components["accuracy"], samples.components["accuracy"])

@@ -237,7 +237,7 @@ def test_the_losses_of_the_flag_are_those_of_the_formulas():
     choices = {field.name: field.metadata["choices"] for _, field in FIELDS}
     assert choices["policy_loss"] == tuple(ppo.POLICY_LOSSES) and choices["advantage"] == tuple(ppo.ESTIMATORS)
     for mode in choices["loss_aggregation"][1:]:
-        assert losses.token_weights(torch.tensor([3, 1]), mode, 4, 2, 8).shape == (2,)
+        assert losses.token_weights(torch.tensor([3, 1]), mode, 8).shape == (2,)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")

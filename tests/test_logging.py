@@ -102,7 +102,7 @@ def test_stage_timer():
     for _ in range(2):
         with timer("rollout"):
             time.sleep(0.02)
-    assert 0.04 <= timer.seconds()["rollout"] < 1 and (timer.reset(), timer.seconds())[1] == {}
+    assert 0.04 <= timer.metrics()["perf/rollout_seconds"] < 1 and (timer.reset(), timer.metrics())[1] == {"perf/step_seconds": 0}
 
 
 def test_environment(tmp_path, monkeypatch):

@@ -346,12 +346,13 @@ def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-def bucket_segments(
-    len_q: np.ndarray, len_k: np.ndarray, waste: float = 1.5, small: int = 1 << 14
-) -> list[np.ndarray]:
-    """Group segments of similar size for one padded call each: a call costs about as much as
-    ``small`` score entries, so padding up to ``waste`` times the true area, or up to ``small``
-    entries, is cheaper than another call.
+# A call costs about as much as so many score entries, so that padding up to WASTE times the true
+# area, or up to that many entries, is cheaper than another call.
+CALL_ENTRIES, WASTE = 1 << 14, 1.5
+
+
+def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
+    """Group segments of similar size for one padded call each.
 
     A segment without prefix has half its square as area, and so has a bucket of equal ones, which
     needs no mask: it pays for its whole rectangle once others join it.
@@ -366,7 +367,7 @@ def bucket_segments(
         # sorted: if the first and the last are equal, all are
         equal = len_q[order[start]] == len_k[s] == len_q[s]
         padded = new_q * new_k * (i - start + 1) * (0.5 if equal else 1.0)
-        if i > start and padded > max(small, waste * (area + own)):
+        if i > start and padded > max(CALL_ENTRIES, WASTE * (area + own)):
             buckets.append(order[start:i])
             start, area, new_q, new_k = i, 0.0, len_q[s], len_k[s]
         area, max_q, max_k = area + own, new_q, new_k
@@ -430,9 +431,7 @@ class DecodeAttention:
         self.masks: dict[int | None, Tensor] = {}  # by window, made for the first layer that has it
         if backend != "sdpa":
             self.stored = (lengths + 1).int()  # (B,) with the new token
-            self.q_bounds = torch.arange(
-                len(lengths) + 1, dtype=torch.int32, device=lengths.device
-            )
+            self.q_bounds = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
             self.k_bounds = self.q_bounds * cache.capacity  # (B + 1,) where each slot begins
 
     def __call__(

@@ -38,14 +38,10 @@ from common.vlm.folder import (
     read_tokenizer,
 )
 from common.vlm.rows import (  # noqa: F401  (what scripts use of this room)
-    Asked,
     Prompt,
-    check_media,
     load_prompts,
     load_rows,
-    make_prompt,
     parse_columns,
-    question_text,
     user_text,
 )
 
@@ -382,15 +378,13 @@ def absolute_datasets(spec: str) -> str:
     return ",".join(parts)
 
 
-def describe_shares(spec: str, sets: list[list], draws: int) -> list[str]:
+def describe_shares(spec: str, sets: list[list], shares: list[float], draws: int) -> list[str]:
     """One line for each of several sets of rows: how often it is drawn."""
     if len(sets) < 2:
         return []
-    datasets = parse_datasets(spec)
-    weights = [weight or len(rows) for rows, (_, weight) in zip(sets, datasets)]
     lines = []
-    for rows, weight, (path, _) in zip(sets, weights, datasets):
-        share = weight / sum(weights)
+    for rows, weight, (path, _) in zip(sets, shares, parse_datasets(spec)):
+        share = weight / sum(shares)
         passes = share * draws / len(rows)
         lines.append(f"  {path}: {len(rows)} rows, {share:.1%} of the draws, {passes:.1f} passes")
     return lines

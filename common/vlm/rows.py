@@ -441,18 +441,18 @@ def make_prompt(processor, asked: Asked, args: DataArgs | None = None) -> Prompt
             f"the limit is {limit}"
         )
     return Prompt(
-        asked.index,
-        asked.source,
-        messages,
-        text,
-        paths,
-        grids,
-        input_ids,
-        image_tokens,
-        asked.reference,
-        asked.label,
-        asked.row,
-        asked.folder,
+        index=asked.index,
+        source=asked.source,
+        messages=messages,
+        text=text,
+        images=paths,
+        grids=grids,
+        input_ids=input_ids,
+        image_tokens=image_tokens,
+        reference=asked.reference,
+        label=asked.label,
+        row=asked.row,
+        folder=asked.folder,
     )
 
 
