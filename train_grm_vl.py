@@ -330,10 +330,10 @@ def load_rows(args: Args) -> Rows:
             processor.files["judge"], templates, args.judge.system_instruction, args.judge.verdict
         )
         sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
-        loaded, held_out = (
-            [load_examples(path, k, args, processor) for k, (path, _) in enumerate(files)]
-            for files in (sets, eval_sets)
-        )
+        loaded = [load_examples(path, k, args, processor) for k, (path, _) in enumerate(sets)]
+        held_out = [
+            load_examples(path, k, args, processor) for k, (path, _) in enumerate(eval_sets)
+        ]
         count_examples(processor.files["judge"], itertools.chain(*loaded))
     train_sets = [group_by_prompt(examples) for examples in loaded]
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
@@ -606,7 +606,8 @@ def evaluate(
     text = json.dumps({"summary": summary, "records": records}, indent=1)
     log.text(f"eval/eval_result_{state.step}.json", text)
     count = args.run.log_samples
-    chosen = records[:: len(records) // (count or 1) or 1][:count]  # evenly from all
+    every = max(1, len(records) // max(1, count))
+    chosen = records[::every][:count]  # evenly from all
     caption = "right: {response_text}"
     if "accuracy" in summary:  # some have a verdict
         caption = "verdict: {predicted_answer}   right: {gt_answer}"

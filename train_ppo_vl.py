@@ -1424,7 +1424,7 @@ def shape_scores(scores: Tensor, lengths: Tensor, state: TrainState, args: Args)
     """(S,) scores as the estimator sees them: normalised, clipped, less the length penalty."""
     algorithm = args.algorithm
     if algorithm.reward_norm:
-        scores = losses.normalize_scores(scores, state.moments)
+        scores = state.moments.normalize(scores)
     if algorithm.reward_clip:
         scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if algorithm.overlong_buffer:
@@ -1440,7 +1440,7 @@ def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
     earns whatever is left of the score."""
     if batch.early_scores is None or not args.algorithm.reward_norm:
         return batch.early_scores
-    return batch.early_scores / losses.deviation(state.moments)
+    return batch.early_scores / state.moments.std
 
 
 def earnings(batch: Batch, state: TrainState, args: Args) -> losses.Earned:

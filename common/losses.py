@@ -249,19 +249,24 @@ def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: 
     return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
 
 
+@dataclass
 class RunningMoments:
     """Mean and unbiased standard deviation of all values so far (Welford; batches merged after Chan
     et al. 1979)."""
 
-    def __init__(self):
-        self.count = 0
-        self.mean = 0.0
-        self.squares = 0.0  # sum of squared deviations from the mean
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0  # sum of squared deviations from the mean
 
     @property
     def std(self) -> float:
-        """1 until two values were seen."""
-        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 1.0
+        """1 where there is none to divide by: before two values, or where all were the same."""
+        std = math.sqrt(self.squares / max(1, self.count - 1))
+        return std if std > 1e-6 else 1.0
+
+    def normalize(self, scores: Tensor) -> Tensor:
+        """(S,) scores less the mean so far, over the standard deviation so far."""
+        return (scores - self.mean) / self.std
 
     def update(self, x: Tensor) -> None:
         x = x.double()
@@ -274,23 +279,10 @@ class RunningMoments:
         self.count = total
 
     def state_dict(self) -> dict[str, float]:
-        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+        return dict(vars(self))
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        self.count = state["count"]
-        self.mean = state["mean"]
-        self.squares = state["squares"]
-
-
-def normalize_scores(scores: Tensor, moments: RunningMoments) -> Tensor:
-    """(S,) scores less the mean so far, over the standard deviation so far; before any group
-    statistics."""
-    return (scores - moments.mean) / deviation(moments)
-
-
-def deviation(moments: RunningMoments) -> float:
-    """The standard deviation so far; 1 where there is none to divide by."""
-    return moments.std if moments.std > 1e-6 else 1.0
+        vars(self).update(state)
 
 
 class KLController:

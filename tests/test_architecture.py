@@ -56,13 +56,12 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (63_222, 36_000),
-    "train_ppo_vl.py: expressions": (9_075, 8_000),
+    "product: expressions": (63_210, 36_000),
+    "train_ppo_vl.py: expressions": (9_072, 8_000),
     "script: imported names": (52, 45),
     "script: names imported from common": (33, 25),
     "train_ppo_vl.py: flags": (124, 115),
     "train_grm_vl.py: flags": (62, 60),
-    "README.md: words": (2_802, 2_800),
 }  # end of CEILINGS
 
 # Modules from the ground up, and what each may import of its own floor. Lower floors are open to all above.

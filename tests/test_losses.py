@@ -171,12 +171,12 @@ def test_running_moments_and_score_normalisation():
     resumed.load_state_dict(moments.state_dict())
     resumed.update(torch.tensor([4.0, 5]))
     assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
-    close(losses.normalize_scores(torch.tensor([3.0, 3.0]), resumed), [0, 0])
-    close(losses.normalize_scores(torch.tensor([4.0]), resumed), [1 / resumed.std])
+    close(resumed.normalize(torch.tensor([3.0, 3.0])), [0, 0])
+    close(resumed.normalize(torch.tensor([4.0])), [1 / resumed.std])
     assert resumed.state_dict()["count"] == 5                                       # it only reads them
     flat = losses.RunningMoments()
     flat.update(torch.full((4,), 0.1))
-    close(losses.normalize_scores(torch.full((4,), 0.1), flat), [0] * 4)                    # not 0 / 0
+    close(flat.normalize(torch.full((4,), 0.1)), [0] * 4)                    # not 0 / 0
 
 
 def test_kl_controller():
