@@ -540,7 +540,7 @@ def update(trained: fsdp.Trained, batch: Batch, step: int) -> tuple[dict[str, fl
         # FSDP averages gradients over ranks.
         (-logp.sum() * (dist.get_world_size() / tokens)).backward()
         done.append((row.flat, logp.detach()))
-    target_logprobs = join_rows(done, tokens)
+    target_logprobs = vlm.join_rows(done, tokens)
     norm, applied = trained.update(step)
     metrics = {
         "train/lr": trained.learning_rate(step),
@@ -559,15 +559,6 @@ def compute_features(judge: Judge, batch: Batch) -> None:
     """A frozen tower runs once per prompt; a trained one in every forward."""
     if not judge.model.trains_vision:
         vlm.compute_features(judge.model, batch)
-
-
-def join_rows(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
-    """(N,) on every rank: ``done`` has the places (T,) and values (T,) of this rank's rows."""
-    joined = torch.zeros(tokens)
-    for flat, values in done:  # after the last row: .cpu() waits, and then the device for the next
-        joined[flat] = values.cpu()
-    dist.all_reduce(joined)
-    return joined
 
 
 # -------------------------------------------------------------------------------------------------
@@ -755,7 +746,7 @@ def score_tokens(judge: Judge, batch: Batch) -> Tensor:
     judge.eval()
     done = [(row.flat, judge(row)) for row in vlm.packed_rows(judge.model, batch)]
     fsdp.rest_after_scoring(judge)
-    return join_rows(done, len(batch.tokens))
+    return vlm.join_rows(done, len(batch.tokens))
 
 
 def judgement_record(judge_json: dict, index: int, example: Example, text: str) -> dict:

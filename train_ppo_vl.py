@@ -1342,37 +1342,24 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 
 
 @torch.no_grad()
-def score_tokens(
-    module: nn.Module, batch: Batch, forward: Callable | None = None, outputs: int = 1
-) -> Tensor:
-    """(N,) the value of every response token, on every rank.
-
-    Args:
-        forward: row -> values (T,), or a tuple of such tensors; by default the module itself.
-        outputs: how many of the tuple to keep; above 1 the result is (outputs, N).
-    """
+def score_tokens(module: nn.Module, batch: Batch, forward: Callable | None = None) -> Tensor:
+    """(N,) the value of every response token, on every rank; or (k, N). ``forward``: row -> (T,)
+    or (k, T); by default the module itself."""
     module.eval()
     forward = forward or module
-    done = []
-    for row in vlm.packed_rows(module.model, batch):
-        said = forward(row)
-        done.append((row.flat, said[:outputs] if isinstance(said, tuple) else (said,)))
-    result = torch.zeros(outputs, len(batch.tokens))
-    for flat, said in done:  # not above: .cpu() blocks, and the device would idle between rows
-        result[:, flat] = torch.stack(said).cpu()
+    done = [(row.flat, forward(row)) for row in vlm.packed_rows(module.model, batch)]
     fsdp.rest_after_scoring(module)
-    dist.all_reduce(result)
-    return result if outputs > 1 else result[0]
+    return vlm.join_rows(done, len(batch.tokens))
 
 
 def logprobs_as_drawn(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs of samples as they were drawn."""
-    return score_tokens(policy, batch, lambda row: policy(row, batch.sampling))
+    return score_tokens(policy, batch, lambda row: policy(row, batch.sampling)[0])
 
 
 def plain_logprobs(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs under the model as it is: no temperature, nothing banned."""
-    return score_tokens(policy, batch, lambda row: policy(row, None))
+    return score_tokens(policy, batch, lambda row: policy(row, None)[0])
 
 
 def score(
@@ -1385,7 +1372,7 @@ def score(
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
         logp, batch.entropy = score_tokens(
-            actor, batch, lambda row: actor(row, batch.sampling, entropy=True), outputs=2
+            actor, batch, lambda row: torch.stack(actor(row, batch.sampling, entropy=True)[:2])
         )
         if algorithm.importance_cap:
             batch.old_logprobs = logp

@@ -45,7 +45,7 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens", "3")
     prompts = take(env)
     samples, _ = generate(env, prompts, 3)
-    trained = ppo.score_tokens(env.actor, samples, lambda row: env.actor(row, samples.sampling))
+    trained = ppo.logprobs_as_drawn(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() < 1e-5
     assert samples.lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()

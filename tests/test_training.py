@@ -163,7 +163,7 @@ def hand_batch(env) -> Batch:
 
 def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
     """(N,) log-probs of the batch's tokens, as training computes them."""
-    return ppo.score_tokens(policy, batch, lambda row: policy(row, batch.sampling))
+    return ppo.logprobs_as_drawn(policy, batch)
 
 
 HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 "

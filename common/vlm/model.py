@@ -2,7 +2,7 @@
 packed rows.
 
     patches -> vision tower -> image features             image_features, compute_features
-    batch   -> packed rows, with features of all ranks    packed_rows
+    batch   -> packed rows, with features of all ranks    packed_rows; back: join_rows
     row     -> embeddings with the features in place -> language model    hidden_states
 
 A model of ours is one of transformers with three attributes: ``family``, its class of `families`;
@@ -302,6 +302,17 @@ def packed_rows(
     features = exchange_features(own, owners, needed, shapes, compute.dtype)
     own_packs = progress(packs[dist.get_rank()], "packed rows")
     return (packed_row(model, batch, pack, features) for pack in own_packs)
+
+
+def join_rows(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+    """(N,) or (k, N), on every rank: ``done`` has the places (T,), and the values (T,) or (k, T),
+    of this rank's rows."""
+    leading = done[0][1].shape[:-1] if done else ()
+    joined = torch.zeros(*leading, tokens)
+    for flat, values in done:  # after the last row: .cpu() waits, and then the device for the next
+        joined[..., flat] = values.cpu()
+    dist.all_reduce(joined)
+    return joined
 
 
 def packed_row(

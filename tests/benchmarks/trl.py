@@ -269,7 +269,7 @@ def speed(flags, python: Path, work: Path) -> None:
     sys.path[:0] = [str(ROOT / "tests" / "benchmarks")]
     import rollout
 
-    rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts, words=PROMPT_WORDS[flags.image_tokens])
+    rollout.write_task(work, flags.size, flags.image_tokens, flags.prompts, words=flags.prompt_words)
     lengths = rollout.length_table(flags.prompts).tolist() if flags.ragged else []
     longest = max(map(max, lengths), default=flags.response_tokens)
     mean = sum(map(sum, lengths)) / (flags.prompts * SAMPLES) if lengths else longest
@@ -345,6 +345,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=("tiny", "5m", "20m"), default="5m")
     parser.add_argument("--image_tokens", type=int, choices=(16, 144), default=144)
+    parser.add_argument("--prompt_words", type=int, help="besides the question; default: prompts of 90 or 210 tokens")
     parser.add_argument("--response_tokens", type=int, default=64)
     parser.add_argument("--ragged", action="store_true", help="lengths of the log-normal table of rollout.py instead")
     parser.add_argument("--prompts", type=int, default=8, help="per step, with 8 samples each")
@@ -361,6 +362,8 @@ def main() -> None:
     if flags.side:
         (run_ours if flags.side == "ours" else run_peer)(flags.task, flags.result)
         return
+    if flags.prompt_words is None:
+        flags.prompt_words = PROMPT_WORDS[flags.image_tokens]
     python = make_environment(flags.env)
     from machine import machine  # not in the children, which are started with -P
 

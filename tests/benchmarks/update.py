@@ -108,7 +108,7 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
     batch.advantages = torch.randn(len(tokens), generator=generator)
     batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
     batch.sampling = ppo.Sampling.of(args, processor, actor.model.compute.device)
-    batch.old_logprobs = ppo.score_tokens(actor, batch, lambda row: actor(row, batch.sampling))
+    batch.old_logprobs = ppo.logprobs_as_drawn(actor, batch)
     batch.logprobs = batch.old_logprobs
     return batch, patches
 
@@ -223,7 +223,7 @@ def compare_compiled(flags, args, processor, actor) -> None:
     began = time.process_time()
     other = load_actor(replace(args, model=replace(args.model, compile="layers")), processor)
     update = lambda module: (ours(args, module, batch, True), gradients(module.train()))[1]  # noqa: E731
-    score = lambda module: ppo.score_tokens(module, batch, lambda row: module(row, batch.sampling))  # noqa: E731
+    score = lambda module: ppo.logprobs_as_drawn(module, batch)  # noqa: E731
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(update(other), update(actor)))
     assert error < 1e-4, f"gradients differ by {error:.1e}"
     print(f"gradients agree to {error:.0e}; compiled, with a first update of each, in {time.process_time() - began:.0f} CPU seconds")
