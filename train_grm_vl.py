@@ -474,9 +474,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
         builder = weights.Builder(args.model, rows.processor, ranks.device, longest_sequence(args))
         judge = Judge(builder.actor())
     plan = memory_plan(args, judge, rows, ranks.world)
-    if not args.run.export_only and budget.check(
-        plan, args.model, "none", args.data.max_prompt_tokens, ranks
-    ):
+    if not args.run.export_only and budget.check(plan, args.model, ranks):
         weights.recompute_layers(judge.model)
     with distributed.raise_on_all_ranks():
         shard(judge, ranks)
@@ -499,6 +497,7 @@ def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Judg
         judge,
         shards=args.run.hsdp or ranks,
         longest=max(len(prompt.input_ids) for prompt in prompts),
+        least_pack=args.data.max_prompt_tokens,
         batch=args.eval.eval_batch if rows.held_out else 0,
         new_tokens=args.eval.eval_max_new_tokens,
         saves=args.checkpoint.save_every != 0 and not args.run.eval_only,

@@ -1082,7 +1082,7 @@ def fit_memory(
     if args.run.export_only:
         return
     plan = memory_plan(args, models, rows, ranks.world)
-    if budget.check(plan, args.model, args.update.offload, args.longest, ranks):
+    if budget.check(plan, args.model, ranks):
         for role in models.keys() & {"actor", "critic"}:
             weights.recompute_layers(models[role].model)
 
@@ -1096,9 +1096,11 @@ def memory_plan(
     longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
         longest = args.data.max_prompt_tokens
-    demand = budget.Demand(
+    return budget.PolicyMemory(
+        models,
         shards=args.run.hsdp or ranks,
         longest=longest,
+        least_pack=args.longest,
         max_new_tokens=args.longest_response,
         sequences=prompts * max(rollout.samples_per_prompt, rollout.eval_samples),
         slots=rollout.slots,
@@ -1112,7 +1114,6 @@ def memory_plan(
         trains=not args.run.eval_only,
         saved=saved_roles(args),
     )
-    return budget.PolicyMemory(models, demand)
 
 
 def saved_roles(args: Args) -> tuple[str, ...]:

@@ -43,20 +43,23 @@ class Choice(NamedTuple):
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Demand:
-    """The numbers of a PPO run that its memory depends on.
+@dataclass
+class PolicyMemory:
+    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same time.
 
     Attributes:
         shards: ranks that share one copy of the weights.
         longest: tokens of the longest prompt.
+        least_pack: tokens that a packed row must hold.
         sequences: of a rollout, on one rank.
         slots: sequences that decode together; 0: as many as fit, at most 256.
         critique_tokens: that a judge may write; 0: it writes none.
     """
 
+    models: dict[str, nn.Module]
     shards: int
     longest: int
+    least_pack: int
     max_new_tokens: int
     sequences: int
     slots: int
@@ -67,43 +70,35 @@ class Demand:
     critique_tokens: int
     trains: bool
     saved: tuple[str, ...]  # roles in checkpoints
+    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "all")
 
-
-class PolicyMemory:
-    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same
-    time."""
-
-    offloads: tuple[str, ...] = ("optimizer", "all")
-
-    def __init__(self, models: dict[str, nn.Module], demand: Demand):
-        self.models, self.demand = models, demand
-        self.modules = list(models.values())
+    def __post_init__(self):
+        self.modules = list(self.models.values())
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
-        for role, module in models.items():
-            for part, size in memory.resident_bytes(module, demand.shards).items():
+        for role, module in self.models.items():
+            for part, size in memory.resident_bytes(module, self.shards).items():
                 if size:
                     self.held[role, part] = size
-        if demand.average:
+        if self.average:
             self.held["actor", "average"] = self.held["actor", "Adam"] // 2
 
     def phases(self, choice: Choice, room: float) -> Phases:
         """With ``room`` bytes on the GPU, of which a rollout takes what is left for its slots."""
-        demand, offload = self.demand, choice.offload
-        longest = demand.longest + demand.max_new_tokens
+        offload, longest = choice.offload, self.longest + self.max_new_tokens
         phases = {"rollout": self.decoding("actor", longest, self.resident(offload), room)}
-        idle = set() if demand.scores_actor else {"actor"}
-        if not demand.trains:
+        idle = set() if self.scores_actor else {"actor"}
+        if not self.trains:
             idle = {"actor", "critic", "reference"}
         scored = [self.scoring(role, offload) for role in self.models if role not in idle]
         if scored:
             phases["score"] = max(scored, key=total)
         for role in self.models:
-            if role.startswith("grm") and demand.critique_tokens:
+            if role.startswith("grm") and self.critique_tokens:
                 stay = self.resident(offload, role)
-                written = longest + demand.critique_tokens
+                written = longest + self.critique_tokens
                 phases[f"{role} writes"] = self.decoding(role, written, stay, room)
         for role in ("critic", "actor"):
-            if role in self.models and demand.trains:
+            if role in self.models and self.trains:
                 phases[f"update {role}"] = self.update(role, choice)
         return phases
 
@@ -120,13 +115,13 @@ class PolicyMemory:
         self, role: str, length: int, stay: dict[str, float], room: float
     ) -> dict[str, float]:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
-        module, demand = self.models[role], self.demand
+        module = self.models[role]
         root, _, layers = memory.gathered_bytes(module)
-        work = memory.rollout_work(module, demand.slots)
+        work = memory.rollout_work(module, self.slots)
         text = module.model.config.get_text_config()
         slot = slot_bytes(text, length, memory.itemsize(module))
-        slots = min(demand.slots or 256, demand.sequences)
-        if not demand.slots:
+        slots = min(self.slots or 256, self.sequences)
+        if not self.slots:
             free = room - RESERVED_GIB * GIB - total(stay) - root - layers
             slots = max(1, min(slots, int((memory.without_margin(free) - work) // slot)))
         return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
@@ -141,7 +136,7 @@ class PolicyMemory:
 
     def update(self, role: str, choice: Choice) -> dict[str, float]:
         module = self.models[role]
-        exact = self.demand.exact_kl and role == "actor"
+        exact = self.exact_kl and role == "actor"
         busy = (role, "reference") if exact else (role,)
         parts = update_bytes(module, self.held[role, "Adam"], choice)
         return self.resident(choice.offload, *busy) | parts
@@ -150,9 +145,9 @@ class PolicyMemory:
         """Of host memory per rank: the copy that a save makes, and what is offloaded."""
         copied = kept = 0.0
         for (role, part), size in self.held.items():
-            if role in self.demand.saved:
+            if role in self.saved:
                 copied += staged_bytes(part, size, self.held.get((role, "Adam"), 0))
-            if is_offloaded(role, part, self.demand.offload):
+            if is_offloaded(role, part, self.offload):
                 kept += size
         return copied + kept
 
@@ -164,15 +159,18 @@ class JudgeMemory:
 
     Attributes:
         longest: tokens of the longest prompt.
+        least_pack: tokens that a packed row must hold.
         batch, new_tokens: of an evaluation; 0: there is none.
     """
 
     judge: nn.Module
     shards: int
     longest: int
+    least_pack: int
     batch: int
     new_tokens: int
     saves: bool
+    offload: ClassVar[str] = "none"
     offloads: ClassVar[tuple[str, ...]] = ()
 
     @property
@@ -254,21 +252,17 @@ def peak_of(plan: Plan, gib: float, choice: Choice) -> float:
     return max(map(total, plan.phases(choice, gib * GIB).values())) / GIB + RESERVED_GIB
 
 
-def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) -> Fit:
-    """Choose gradient checkpointing where it is left open, for GPUs with ``gib`` GiB.
-
-    Args:
-        longest: tokens that a packed row must hold.
-    """
+def decide(plan: Plan, args: ModelArgs, gib: float) -> Fit:
+    """Choose gradient checkpointing where it is left open, for GPUs with ``gib`` GiB."""
     peak = functools.partial(peak_of, plan, gib)
-    without = Choice(False, args.max_tokens_per_pack, offload)
+    without = Choice(False, args.max_tokens_per_pack, plan.offload)
     wanted = {"on": True, "off": False}.get(args.gradient_checkpointing)
     choice = without._replace(checkpointing=peak(without) > gib if wanted is None else wanted)
     other = peak(choice._replace(checkpointing=not choice.checkpointing))
     said = f"gradient checkpointing: off; with it the peak is {other:.1f} GiB"
     if choice.checkpointing:
         said = f"gradient checkpointing: on; without it the peak is {other:.1f} GiB"
-        pack = largest_pack(peak, without, longest, gib)
+        pack = largest_pack(peak, without, plan.least_pack, gib)
         if pack:
             said += f"; with --max_tokens_per_pack {pack} it would fit without"
     phases = plan.phases(choice, gib * GIB)
@@ -278,26 +272,26 @@ def decide(plan: Plan, args: ModelArgs, offload: str, longest: int, gib: float) 
         line += f"fits, {gib - needed:.1f} GiB to spare"
     else:
         line += f"does not fit by {needed - gib:.1f} GiB"
-        problem = f"{line}; {advise(plan, choice, longest, gib)}"
+        problem = f"{line}; {advise(plan, choice, gib)}"
     return Fit(choice, phases, needed, [line, said], problem)
 
 
-def largest_pack(peak: Callable, choice: Choice, longest: int, gib: float) -> int:
+def largest_pack(peak: Callable, choice: Choice, least: int, gib: float) -> int:
     """The largest --max_tokens_per_pack, not above the run's own, with which it fits; 0: none that
-    holds a sequence."""
-    sizes = range(-(-longest // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
+    holds ``least`` tokens."""
+    sizes = range(-(-least // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
     fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n)) > gib)
     return sizes[fitting - 1] if fitting else 0
 
 
-def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
+def advise(plan: Plan, choice: Choice, gib: float) -> str:
     """Which flags would make a run fit that does not: smaller packs before --offload."""
     peak = functools.partial(peak_of, plan, gib)
     for offload in (choice.offload, *plan.offloads):
         option = choice._replace(checkpointing=True, offload=offload)
         pack = option.tokens
         if peak(option) > gib:
-            pack = largest_pack(peak, option, longest, gib)
+            pack = largest_pack(peak, option, plan.least_pack, gib)
         if pack:
             flags = "--gradient_checkpointing on"
             if pack < option.tokens:
@@ -308,9 +302,7 @@ def advise(plan: Plan, choice: Choice, longest: int, gib: float) -> str:
     return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
 
 
-def check(
-    plan: Plan, args: ModelArgs, offload: str, longest: int, ranks: distributed.Ranks
-) -> bool:
+def check(plan: Plan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
     """Before weights are read on a GPU: hold the plan against the memory that is free on the
     fullest of them, and a save against that of the host. Says the peak, and returns whether layers
     are computed again in the backward pass.
@@ -325,7 +317,7 @@ def check(
     memory.release()
     free, _ = torch.cuda.mem_get_info()
     gib = min(distributed.gather_json(free)) / GIB
-    fit = decide(plan, args, offload, longest, gib)
+    fit = decide(plan, args, gib)
     if fit.problem:
         raise UserError(f"memory of the GPUs: {fit.problem}")
     if distributed.is_main():

@@ -48,9 +48,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         f"{own.gpus} GPUs, {args.run.hsdp or own.gpus} shards, rows of "
         f"{args.model.max_tokens_per_pack} tokens:"
     )
-    offload = getattr(args.update, "offload", "none")
-    longest = getattr(args, "longest", args.data.max_prompt_tokens)
-    fit = budget.decide(needed, args.model, offload, longest, own.gib)
+    fit = budget.decide(needed, args.model, own.gib)
     host = needed.host_bytes() * own.gpus / budget.GIB
     lines += [*budget.memory_table(fit.phases), *fit.lines]
     lines.append(f"host memory that saves and --offload need, all ranks: {host:.1f} GiB")

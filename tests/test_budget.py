@@ -29,11 +29,11 @@ GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
 class Stairs:
     """A run whose needs are plain numbers: tokens, three times as many without checkpointing, and what lies on the GPU."""
 
-    offloads = ("optimizer", "all")
+    offload, offloads = "none", ("optimizer", "all")
     modules = ()
 
-    def __init__(self, per_token: float = 1e6, resident: float = 4 * GIB):
-        self.per_token, self.held = per_token, resident
+    def __init__(self, per_token: float = 1e6, resident: float = 4 * GIB, least_pack: int = 1000):
+        self.per_token, self.held, self.least_pack = per_token, resident, least_pack
 
     def phases(self, choice: budget.Choice, room: float) -> budget.Phases:
         resident = self.held * {"none": 1, "optimizer": 0.5, "all": 0.25}[choice.offload]
@@ -45,8 +45,8 @@ def settings(checkpointing: str, tokens: int = 16384) -> SimpleNamespace:
     return SimpleNamespace(gradient_checkpointing=checkpointing, max_tokens_per_pack=tokens)
 
 
-def decide(checkpointing: str, gib: float, longest: int = 1000, plan=None) -> budget.Fit:
-    return budget.decide(plan or Stairs(), settings(checkpointing), "none", longest, gib)
+def decide(checkpointing: str, gib: float, plan=None) -> budget.Fit:
+    return budget.decide(plan or Stairs(), settings(checkpointing), gib)
 
 
 def peak(choice: budget.Choice) -> float:
@@ -68,7 +68,7 @@ def test_the_pack_that_fits_without_is_the_largest():
     said = decide("auto", 30.0).lines[1]
     pack = int(re.search(r"on; without it the peak is [\d.]+ GiB; with --max_tokens_per_pack (\d+) it would fit without", said)[1])
     fitting = [n for n in range(1024, 16385, 256) if peak(budget.Choice(False, n)) <= 30.0]
-    assert pack == max(fitting) and decide("auto", 30.0, longest=pack + 1).lines[1].endswith("GiB")
+    assert pack == max(fitting) and decide("auto", 30.0, plan=Stairs(least_pack=pack + 1)).lines[1].endswith("GiB")
 
 
 @pytest.mark.parametrize("checkpointing, gib, held, advice", [
@@ -98,7 +98,7 @@ LINE = ("--kl_coef", "0.01", "--dtype", "bfloat16")
 
 def check(dry, *changes: str) -> bool:
     args = replace(dry.args.model, **dict(change.split("=") for change in changes))
-    return budget.check(dry.needed, args, "none", dry.args.longest, GRAPHICS)
+    return budget.check(dry.needed, args, GRAPHICS)
 
 
 def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):  # noqa: F811
@@ -141,7 +141,7 @@ def test_a_save_must_fit_into_the_host(seven_b, picture_rows, monkeypatch):  # n
 def test_on_a_cpu_nothing_is_checked_and_nothing_recomputed(qwen25, picture_rows):
     dry = planned(qwen25, picture_rows)
     ranks = SimpleNamespace(device=torch.device("cpu"), world=1)
-    assert budget.check(dry.needed, dry.args.model, "none", dry.args.longest, ranks) is False
+    assert budget.check(dry.needed, dry.args.model, ranks) is False
     env = start(qwen25, picture_rows)
     assert not env.actor.model.model.language_model.is_gradient_checkpointing
 
@@ -194,7 +194,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     dry = planned(seven_b, picture_rows, *many)
     actor = dry.models["actor"]
     parts = dry.needed.phases(budget.Choice(True, 16384), 60.0 * GIB)["rollout"]
-    capacity = dry.needed.demand.longest + 2048
+    capacity = dry.needed.longest + 2048
     slots = parts["KV cache"] / (capacity * attention.cache_bytes(actor.model.config.get_text_config(), 2))
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
     free = int((60.0 - budget.RESERVED_GIB) * GIB - taken)
