@@ -1861,7 +1861,7 @@ def values_and_returns(
     that are measured and never rewarded."""
     values = score_tokens(critic, batch)
     returns = returns_to_explain(earnings(batch, state, args))
-    rewarded = [reward.rewards(batch.prompts[group].label) for group in batch.group.tolist()]
+    rewarded = [reward.pays(batch.prompts[group].label) for group in batch.group.tolist()]
     kept = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, kept]
 

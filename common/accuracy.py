@@ -164,13 +164,13 @@ def doubtful_accuracy(judge: dict, kind: str) -> str:
 def chance_warnings(judge: dict, last: int) -> list[str]:
     """Of judge.json's recorded evaluation, if at least a tenth of the run's ``last`` steps were done
     by then: one for each kind of question that is answered at chance. Where all right verdicts are
-    the same, that cannot be told."""
+    the same, no learning rate helps, and only who asks such a judge for rewards is warned."""
     if 10 * judge["held_out"]["step"] < last:
         return []
     kinds = judge["held_out"]["kinds"].items()
     doubts = [doubtful_accuracy(judge, kind) for kind, own in kinds if len(own["verdicts"]) > 1]
     advice = (
-        "Pairs are learned after a plateau; otherwise raise --lr, or look for rows whose verdict "
-        "cannot be seen in them"
+        "Pairs are learned after a plateau; otherwise try another --lr, lower ones too, or look for "
+        "rows whose verdict cannot be seen in them"
     )
     return [f"warning: {doubt}. {advice}" for doubt in doubts if doubt]

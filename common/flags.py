@@ -63,6 +63,10 @@ def as_flags(groups: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group in vars(groups).values():
         values |= vars(group)
+    return json_ready(values)
+
+
+def json_ready(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value for name, value in values.items()
     }
@@ -70,7 +74,8 @@ def as_flags(groups: Any) -> dict[str, Any]:
 
 def default_flags(groups: Any) -> dict[str, Any]:
     """The defaults of a script's Args by flag: what a run did before it had a flag."""
-    return {name: field.default for name, field in list_fields(type(groups)).items()}
+    defaults = {name: field.default for name, field in list_fields(type(groups)).items()}
+    return json_ready(defaults)
 
 
 def neutral_flags(groups: Any) -> set[str]:

@@ -217,8 +217,8 @@ class RunLogger:
     call.
 
     The first ``first_step`` steps are already done: records of later ones are dropped, here and in
-    TensorBoard. What cannot be written is kept, and tried again by `write_due`. An evaluation without
-    training has a folder of its own, so that the records of the training stay as they are.
+    TensorBoard. What cannot be written is kept, and tried again by `write_due`. An evaluation
+    without training has a folder of its own, so that the records of the training stay as they are.
     """
 
     def __init__(self, run: RunArgs, recorded: dict[str, Any], total_steps: int, first_step: int):

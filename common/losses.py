@@ -14,6 +14,7 @@ all ranks and packed rows (`token_weights`). Nothing here takes a mean over the 
 be given.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class Earned:
     gamma: float = 1.0
     gae_lambda: float = 1.0
 
-    @property
+    @functools.cached_property
     def rewards(self) -> Tensor:
         """(N,) reward of each token: minus the weighted KL, plus the score on the last token of a
         sample, but for what was earned early."""

@@ -72,7 +72,7 @@ JUDGE_ARGS = {
     "prompts_per_step": 32,
     "max_epochs": 0,
     "steps": 1500,
-    "lr": 1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4
+    "lr": 1e-3,  # of a sweep, tests/benchmarks/RESULTS.md; with --train_vision 3e-4 and 2500 steps
     "lr_schedule": "linear",
     "warmup_steps": 20,
     "max_prompt_tokens": 256,
@@ -416,7 +416,7 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
             target = tokenizer.encode(response) + [tokenizer.eos_token_id]
             sequences.append(torch.tensor(prompts[prompt] + target))
             labels.append(torch.tensor([-100] * len(prompts[prompt]) + target))
-        # Padding stands behind the response, where a causal model's response tokens cannot see it: no mask needed.
+        # Padding stands after the response, where a causal model's response tokens cannot see it: no mask needed.
         input_ids = torch.nn.utils.rnn.pad_sequence(sequences, True, tokenizer.pad_token_id)  # (B, T)
         labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
         loss = model(**model_inputs(model, input_ids, pixels[chosen]), labels=labels, use_cache=False).loss

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Sets up what the tests need and runs them, in two halves at the same time. Arguments go to pytest, which runs once then;
 # "real" alone are the tests on real weights, which need a package of 93 MB and are skipped where it cannot be had.
-# With --versions: half of them, with the oldest and the newest torch and transformers (tests/versions.sh).
+# With --versions: three quarters of them, with the oldest and the newest torch and transformers (tests/versions.sh).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ "${1:-}" != --versions ] || exec bash tests/versions.sh

@@ -107,6 +107,8 @@ def test_targets_take_the_place_of_samples():
     assert all(getattr(found, name) is getattr(batch, name) for name in OF_PROMPTS)
     assert found.scores is None and found.logprobs is None and not found.components
     assert len(batch.with_targets([[]] * 6)) == 0
+    batch.dropped = [1]
+    assert batch.with_targets(targets).group.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,7 +2,6 @@
 Hugging Face's model per sample."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +26,7 @@ class Scorer:
         batch.scores = batch.lengths / 4 + (first % 5).float()
         self.batches.append(batch)
 
-    def rewards(self, label):
+    def pays(self, label):
         return label != "measured"
 
 

@@ -257,6 +257,8 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
     alone_reward = rewards.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
+    measured = rewards.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
+    assert [measured.pays(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
     judged = score(env, alone_reward, batch).scores
     object.__setattr__(batch.prompts[0], "label", None)

@@ -395,6 +395,16 @@ def test_plot_curves(tmp_path, values):
         plot_curves(tmp_path / "metrics.jsonl", ["z"], tmp_path / "other.png")
 
 
+def test_a_curve_of_explained_variance_ends_at_minus_one(tmp_path):
+    drawn = []
+    for low in (-1.0, -30.0):
+        lines = [json.dumps({"step": i, "eval/explained_variance": v}) for i, v in enumerate((0.5, low))]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        plot_curves(tmp_path / "metrics.jsonl", ["eval/explained_variance"], tmp_path / "curve.png")
+        drawn.append((tmp_path / "curve.png").read_bytes())
+    assert drawn[0] == drawn[1]
+
+
 def test_a_failure_of_nccl_says_its_reason(monkeypatch, capsys):
     """The reason stands in its message's last line; of a store's only what stands before the stack of C++."""
     def fail():

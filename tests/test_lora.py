@@ -3,7 +3,6 @@ or moved, and what is exported loads without us."""
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common import buffers, fsdp, logging, losses, memory, process, settings
+from common import buffers, fsdp, logging, losses, process, settings
 from common import judge as judgements
 from common.buffers import Batch, exchange_features
 from common.cards import sample_card
@@ -1186,7 +1186,7 @@ def test_one_rank_equals_two_ranks(two_ranks, name):
 def test_one_and_two_ranks_agree_as_the_readme_says(two_ranks):
     """In step 1, with a KL in the reward and with one in the loss; later, rounding may have grown."""
     readme = " ".join(Path(__file__).with_name("README.md").read_text(encoding="utf-8").split())
-    bound = re.search(r"Of 1 and 2 ranks, metrics agreed to 1e-6, none differed by more than (\S+) in", readme)
+    bound = re.search(r"Between 1 and 2 ranks half of the metrics were equal in every bit, and none differed by more than (\S+) in", readme)
     for name in ("gae", "grpo"):
         one, two = ({record["step"]: record for record in records(folder / name)}[1] for folder in two_ranks)
         gaps = [abs(two[key] - value) / max(1, abs(value)) for key, value in one.items()

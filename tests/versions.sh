@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The fast half of the tests with the oldest torch and transformers that requirements.txt allows, and with the newest that
+# Three quarters of the tests, the fast ones, with the oldest torch and transformers that requirements.txt allows, and with the newest that
 # the package index has, whatever requirements.txt says of torch. Each gets a virtual environment of its own under $TMPDIR
 # (up to 6 GB, half an hour on 2 cores), deleted afterwards. The builds of torch on PyPI are for CUDA: no GPU is needed to
 # import them, and the tests that trace on fake tensors of a GPU then run instead of skipping.

@@ -346,8 +346,8 @@ def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-# A call costs about as much as so many score entries, so that padding up to WASTE times the true
-# area, or up to that many entries, is cheaper than another call.
+# A call costs about as much as CALL_ENTRIES entries of a score matrix, so that padding up to WASTE
+# times the true area, or up to CALL_ENTRIES entries, is cheaper than another call.
 CALL_ENTRIES, WASTE = 1 << 14, 1.5
 
 

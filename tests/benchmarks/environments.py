@@ -10,12 +10,11 @@ as many as the threads can take wait side by side.
 
 import argparse
 import dataclasses
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from rollout import ROOT, SAMPLES, SIZES, ppo, write_task  # sets one thread and the path before torch
+from rollout import SAMPLES, SIZES, ppo, write_task  # sets one thread and the path before torch
 
 import numpy as np
 import torch

@@ -3,7 +3,7 @@
     python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
     python tests/benchmarks/learning.py --task describe --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
-    python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate, tower and batch
+    python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate and tower
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
 its line, one process, one thread. Printed, as means over the seeds: greedy held-out accuracy along the run (a blind guess

@@ -23,7 +23,6 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: ratios of CPU seconds hold on one thread only
 
