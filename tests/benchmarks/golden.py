@@ -4,11 +4,13 @@
     python tests/benchmarks/golden.py write /tmp/new --toy /tmp/toy
     python tests/benchmarks/golden.py compare /tmp/old /tmp/new
 
-Three runs of 10 steps each: `gae` (PPO with a critic, KL in the reward), `grpo` (LoRA, KL in the loss, two
-datasets by weights) and `judge` (the reward model). Each is run on 1 and on 2 ranks, once undisturbed
-(`whole`) and once with a SIGKILL of all ranks after a checkpoint of a middle step was committed, and then
-resumed (`killed`). About two minutes on 2 idle cores, and a quarter of a minute more where the toy has to
-be written first.
+Seven runs of 10 steps each: `gae` (PPO with a critic, KL in the reward), `grpo` (LoRA, KL in the loss, two
+datasets by weights), `judge` (the reward model), `env` (an environment that shows a picture), `hybrid`
+(linear attention, a trained vision tower), `ptx` (a next-token loss, averaged weights, the exact KL) and
+`grm` (a judge's probabilities as rewards). Each is run on 1 and on 2 ranks, once
+undisturbed (`whole`) and once with a SIGKILL of all ranks after a checkpoint of a middle step was
+committed, and then resumed (`killed`). Hashes of the exported weights stand beside the metrics of the last
+step. About five minutes on 2 idle cores, and a minute more where the toys have to be written first.
 
 `write` leaves one file per run, FOLDER/gae-1-whole.jsonl and so on: metrics.jsonl in a normal form, one
 line per step, names sorted, floats by repr, without the record of arguments and versions, perf/* and
@@ -17,7 +19,7 @@ seconds. It exits with 1 if a killed run differs from the undisturbed one.
     --checkout PATH   the project to run; default: the one this file is in. Any commit: what became of a flag
                       that its --help does not know stands in RENAMED
     --toy FOLDER      model and data for both commits; written by the checkout's launch/toy.py where it is
-                      absent. Default: FOLDER/toy
+                      absent, with FOLDER-hidden and FOLDER-hybrid beside it. Default: FOLDER/toy
     --only NAMES      only these: gae, gae-2, judge-1, ...
     --jobs N          processes at the same time (default 2)
 
@@ -46,6 +48,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 10
 TIMEOUT = 600  # seconds for one launch; a hang is an error, not a wait
@@ -59,7 +64,7 @@ COMMON = {
     "save_every": 3,
     "keep_last": STEPS,
     "eval_every": 5,
-    "export_every": 0,
+    "export_every": -1,
     "log_samples": 0,
     "seed": 7,
 }
@@ -96,6 +101,45 @@ FLAGS = {
         "kl_in": "loss",
         "kl_estimator": "k3+",
     },
+    "env": PPO | {
+        "model": "{toy}-hidden/model",
+        "data": "{toy}-hidden/train.jsonl",
+        "eval_data": "{toy}-hidden/eval.jsonl",
+        "reward": "env",
+        "env": "{launch}/environments/hidden_picture.py:Look",
+        "env_workers": 0,
+        "max_reply_tokens": 40,
+        "advantage": "rloo",
+        "actor_lr": 1e-3,
+    },
+    "hybrid": PPO | {
+        "model": "{toy}-hybrid/model",
+        "data": "{toy}-hybrid/train.jsonl",
+        "eval_data": "{toy}-hybrid/eval.jsonl",
+        "train_vision": True,
+        "actor_lr": 1e-3,
+        "critic_lr": 1e-3,
+    },
+    "ptx": PPO | {
+        "data": "{toy}/train.jsonl",
+        "advantage": "dr_grpo",
+        "policy_loss": "gspo",
+        "actor_lr": 1e-3,
+        "kl_coef": 0.05,
+        "kl_in": "loss",
+        "kl_estimator": "full",
+        "ema_beta": 0.9,
+        "ptx_data": "{toy}-ptx.jsonl",
+        "ptx_coef": 0.1,
+        "ptx_batch": 8,
+    },
+    "grm": PPO | {
+        "data": "{toy}/train.jsonl",
+        "reward": "grm:{judge}/export/latest",
+        "grm_question": "correct",
+        "advantage": "reinforce++",
+        "actor_lr": 1e-3,
+    },
     "judge": COMMON | {
         "data": "{toy}/judge_train.jsonl",
         "eval_data": "{toy}/judge_eval.jsonl",
@@ -110,13 +154,16 @@ FLAGS = {
         "pictures_template": "A<image>B<image>\n{prompt}\n",
     },
 }
-SCRIPTS = {"gae": "train_ppo_vl.py", "grpo": "train_ppo_vl.py", "judge": "train_grm_vl.py"}
+SCRIPTS = {name: "train_grm_vl.py" if name == "judge" else "train_ppo_vl.py" for name in FLAGS}
 
 # What another commit calls a flag. None: it has no such flag, and its runs are the same without it.
 RENAMED = {
     "prefill_tokens": None,  # here equal to max_tokens_per_pack, which takes its place
     "max_prompt_tokens": "max_tokens",  # of the reward model
 }
+
+
+TEMPLATES = ("correct_template", "pictures_template")  # their braces are the script's own
 
 
 class GoldenError(Exception):
@@ -149,10 +196,10 @@ def known_flags(checkout: Path, script: str) -> set[str]:
     return set(re.findall(r"^  --(\w+)", done.stdout, re.MULTILINE))
 
 
-def command_line(flags: dict, toy: Path, known: set[str]) -> list[str]:
-    """The flags as words, under the names that the checkout knows. Raises GoldenError: it knows none."""
+def command_line(name: str, places: dict[str, Path], known: set[str]) -> list[str]:
+    """A run's flags as words, under the names that the checkout knows. Raises GoldenError: it knows none."""
     words = []
-    for name, value in flags.items():
+    for name, value in FLAGS[name].items():
         if name not in known:
             if name not in RENAMED:
                 raise GoldenError(f"the checkout has no flag --{name}; say in RENAMED what became of it")
@@ -161,7 +208,9 @@ def command_line(flags: dict, toy: Path, known: set[str]) -> list[str]:
             name = RENAMED[name]
             if name not in known:
                 raise GoldenError(f"the checkout has no flag --{name} either")
-        words += [f"--{name}", str(value).replace("{toy}", str(toy))]
+        words.append(f"--{name}")
+        if value is not True:
+            words.append(str(value).format_map(places) if name not in TEMPLATES else value)
     return words
 
 
@@ -288,9 +337,24 @@ def resume(command: list[str], run: Run, out: Path, recorded: int) -> str:
 # ---- Normal form
 
 
+def hash_exports(out: Path) -> dict[str, str]:
+    """Of each exported folder (averaged weights, an adapter, are beside the weights) one hash over all tensors."""
+    hashes = {}
+    for path in sorted((out / "export").rglob("*.safetensors")):
+        if path.parent.is_relative_to(out / "export" / "latest"):
+            continue  # a link to the newest one
+        tensors = load_file(path)
+        total = hashlib.sha256()
+        for name in sorted(tensors):
+            total.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}\n".encode())
+            total.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        hashes[f"export/{path.relative_to(out / 'export')}"] = total.hexdigest()[:16]
+    return hashes
+
+
 def is_measured(name: str) -> bool:
     """Whether a metric is of the machine and not of the run: times, memory, rates."""
-    return name.startswith("perf/") or name.endswith("seconds")
+    return name.startswith("perf/") or "seconds" in name
 
 
 def read_metrics(path: Path) -> dict[int, dict]:
@@ -351,11 +415,29 @@ def describe(checkout: Path, toy: Path) -> dict[str, str]:
     return {"commit": commit or "unknown", "toy": digest(toy), **packages}
 
 
-def make_toy(checkout: Path, toy: Path) -> None:
-    command = [sys.executable, str(checkout / "launch" / "toy.py"), "--out", str(toy), *TOY]
+def run_program(checkout: Path, program: str, *words: str) -> None:
+    command = [sys.executable, str(checkout / "launch" / program), *words]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=TIMEOUT)
     if done.returncode:
         raise GoldenError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+
+
+def make_toys(checkout: Path, toy: Path) -> None:
+    """The toy, and beside it: its pictures hidden, a hybrid, its answers as rows for a next-token loss."""
+    hidden, hybrid, ptx = (toy.with_name(toy.name + suffix) for suffix in ("-hidden", "-hybrid", "-ptx.jsonl"))
+    shown = toy.with_name(toy.name + "-shown")  # every row has one picture
+    if not toy.exists():
+        run_program(checkout, "toy.py", "--out", str(toy), *TOY)
+    if not hidden.exists():
+        run_program(checkout, "toy.py", "--out", str(shown), *[word for word in TOY if word != "--mixed"])
+        run_program(checkout, "environments/hidden_toy.py", str(shown), str(hidden))
+    if not hybrid.exists():
+        run_program(checkout, "toy.py", "--out", str(hybrid), *TOY, "--model", "qwen3_5")
+    with open(ptx, "w", encoding="utf-8") as file:
+        for line in (toy / "train.jsonl").read_text("utf-8").splitlines():
+            row = json.loads(line)
+            images = [f"{toy.name}/{image}" for image in row.get("images", [])]
+            file.write(json.dumps({"prompt": row["prompt"], "images": images, "response": row["answer"]}) + "\n")
 
 
 def choose_runs(only: str) -> list[Run]:
@@ -399,6 +481,7 @@ def run_both(run: Run, command: list[str], work: Path, folder: Path, slots: Slot
     metrics = []
     for out in (whole, killed):
         found = read_metrics(out / "metrics.jsonl")
+        found.setdefault(STEPS, {}).update(hash_exports(out))
         if sorted(found) != list(range(STEPS + 1)):
             raise GoldenError(f"{out.name} has records of steps {sorted(found)}, not of 0 to {STEPS}")
         write_normal(found, folder / f"{out.name}.jsonl")
@@ -415,17 +498,21 @@ def write(folder: Path, checkout: Path, toy: Path, only: str, jobs: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     for path in (folder / "about.json", *folder.glob("*-*-*.jsonl")):
         path.unlink(missing_ok=True)  # of an earlier call: they would stand beside those of this one
-    if not toy.exists():
-        make_toy(checkout, toy)
-    known = {script: known_flags(checkout, script) for script in {SCRIPTS[run.name] for run in runs}}
+    make_toys(checkout, toy)
+    known = {script: known_flags(checkout, script) for script in set(SCRIPTS.values())}
     about = describe(checkout, toy)
     with tempfile.TemporaryDirectory(prefix="golden-") as work, ThreadPoolExecutor(len(runs)) as pool:
+        judge = Path(work, "judge")
+        places = {"toy": toy, "launch": checkout / "launch", "judge": judge}
+        commands = {}
+        for name, script in SCRIPTS.items():
+            flags = command_line(name, places, known[script])
+            commands[name] = [sys.executable, str(checkout / script), *flags]
+        if any(run.name == "grm" for run in runs):
+            run_whole(commands["judge"], Run("judge", 1), judge)
         results = []
         for run in runs:
-            script = SCRIPTS[run.name]
-            flags = command_line(FLAGS[run.name], toy, known[script])
-            command = [sys.executable, str(checkout / script), *flags]
-            results.append(pool.submit(run_both, run, command, Path(work), folder, slots))
+            results.append(pool.submit(run_both, run, commands[run.name], Path(work), folder, slots))
         differences = [result.result() for result in results]
     (folder / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
     seconds = time.monotonic() - began
