@@ -960,10 +960,11 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, row: Row) -> Tensor:
-        """Returns values (T,) float32."""
+        """Returns values (T,) of the head's type: float32."""
         hidden = vlm.hidden_states(self.model, row)  # (L, H)
+        states = hidden[row.predict].to(self.value_head.weight.dtype)  # (T, H)
         # sum, not squeeze: FSDP2 hooks the output, which must not be a view
-        return self.value_head(hidden[row.predict].float()).sum(dim=-1)
+        return self.value_head(states).sum(dim=-1)
 
 
 def build_models(
@@ -1160,7 +1161,7 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
     dtype = model.compute.dtype
     mixed = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
-        reduce_dtype=torch.float32,
+        reduce_dtype=None if dtype == torch.float32 else torch.float32,
         # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
         # recomputing
         cast_forward_inputs=False,
@@ -1170,11 +1171,7 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
     for layer in vlm.layers(model):
         fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
     if hasattr(module, "value_head"):
-        fully_shard(
-            module.value_head,
-            mesh=ranks.mesh,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
-        )
+        fully_shard(module.value_head, mesh=ranks.mesh)  # always float32
     replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
     return fully_shard(module, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 

@@ -57,6 +57,12 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
     return folder
 
 
+def rounding(additions: int) -> float:
+    """Bound of the relative error of sums in float32 whose order is free: each of so many additions rounds by at most
+    epsilon / 2, in both orders. Where all of a path can be computed in float64, a test does that instead."""
+    return additions * torch.finfo(torch.float32).eps
+
+
 def our_name(name: str) -> str:
     """A parameter of transformers' model, as ours calls it."""
     for moved in ("A_log", "dt_bias"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import computing, start, take, with_flags, write_checkpoint
+from conftest import computing, rounding, start, take, with_flags, write_checkpoint
 from safetensors.torch import load_file
 from test_families import write_family
 from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors,
@@ -114,7 +114,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(env, qwen25, picture_ro
     stir(other.actor)
     other.actor.train()
     expected, found = (gradient(env.args, actor, env.batch)[0] for actor in (env.actor, other.actor))
-    assert distance(found, expected) < 1e-6 and all(".lora_" in name for name in found)
+    assert distance(found, expected) < rounding(len(env.batch.tokens)) and all(".lora_" in name for name in found)
 
 
 def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
@@ -162,8 +162,8 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             env.actor.zero_grad(set_to_none=True)
     env.actor.model.model.language_model.gradient_checkpointing_disable()
     for kl, found in runs[1:]:
-        assert torch.allclose(kl, runs[0][0], atol=1e-6) and kl.max() > 0.01
-        assert distance(found, runs[0][1]) < 1e-6
+        assert torch.allclose(kl, runs[0][0], atol=1e-5) and kl.max() > 0.01
+        assert distance(found, runs[0][1]) < rounding(len(batch.tokens))
     gathered = [name for name, p in env.actor.named_parameters() if not ("visual" in name or hasattr(p, "to_local"))]
     assert not gathered
 

@@ -310,7 +310,7 @@ def join_rows(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     leading = done[0][1].shape[:-1] if done else ()
     joined = torch.zeros(*leading, tokens)
     for flat, values in done:  # after the last row: .cpu() waits, and then the device for the next
-        joined[..., flat] = values.cpu()
+        joined[..., flat] = values.cpu().to(joined.dtype)
     dist.all_reduce(joined)
     return joined
 
