@@ -56,8 +56,8 @@ FORMULAS = ("losses.py", "logprobs.py", "attention.py")
 # Figure: (ceiling, goal). A ceiling of `file`, `main` or `script` is for each of them. Functions have their
 # own, by name and not by file, so that a function may move; one that is renamed is renamed here.
 CEILINGS = {
-    "product: expressions": (63_172, 36_000),
-    "train_ppo_vl.py: expressions": (9_028, 8_000),
+    "product: expressions": (64_500, 36_000),
+    "train_ppo_vl.py: expressions": (9_200, 8_000),
     "script: imported names": (52, 45),
     "script: names imported from common": (33, 25),
     "train_ppo_vl.py: flags": (124, 115),
