@@ -565,6 +565,16 @@ def compute_features(judge: Judge, batch: Batch) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
+# what the line of an evaluation shows
+SHOWN_OF_EVALUATION = (
+    "eval/accuracy",
+    "eval/parse_rate",
+    "eval/position_consistency",
+    "eval/exact_match",
+    "eval/loss",
+)
+
+
 def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
     """Whether to evaluate after ``step`` steps."""
     return bool(rows.held_out) and logging.evaluation_due(
@@ -603,7 +613,8 @@ def evaluate(
         caption = "verdict: {predicted_answer}   right: {gt_answer}"
     cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
-    log.evaluation(state.step, metrics)  # last: a resumed run repeats what has no record
+    # last: a resumed run repeats what has no record
+    log.evaluation(state.step, metrics, SHOWN_OF_EVALUATION)
     return metrics
 
 

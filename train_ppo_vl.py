@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             move_reference(step + 1, actor, reference, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
-            report(log, batch, state, reward, checkpoints, args)  # recorded before it is saved
+            report(log, batch, state, actor, checkpoints, args)  # recorded before it is saved
             checkpoints.check_skipped(state, roles, args.optim.max_skipped_steps)
             check_sampler(log, state, actor, begun, args)
 
@@ -265,9 +265,8 @@ class RolloutArgs:
     )
     vision_audit: bool = flag(
         True,
-        "score the answers of evaluations with their pictures, with blank ones and with those of "
-        "another row (eval/vision_gap_*): three packed forwards; greedy evaluations also answer "
-        "blank pictures (eval/accuracy_blanked): a second rollout and its rewards",
+        "score the answers of evaluations with their images and with blank ones (two packed "
+        "forwards): eval/vision_gap_logprob, near 0 of a model that does not see",
         neutral=True,
     )
     eval_samples: int = flag(
@@ -336,7 +335,7 @@ class AlgorithmArgs:
         "k1",
         "in the reward use k1, the only one whose gradient there is that of the KL; in the loss "
         "k2, k3+ or full (exact over the whole vocabulary; costs one more forward pass of the "
-        "reference)",
+        "reference); k1 has no expected gradient there",
         choices=("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"),
     )
     kl_target: float = flag(
@@ -346,7 +345,7 @@ class AlgorithmArgs:
     loss_aggregation: str = flag(
         "auto",
         "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
-        "sapo, token-mean for the others",
+        "sapo, which are losses per sequence, token-mean for the others",
         choices=("auto", *AGGREGATIONS),
     )
     policy_loss: str = flag("ppo", "loss of the actor", choices=tuple(POLICY_LOSSES))
@@ -653,7 +652,6 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
-    audit,
     budget,
     checkpoint,
     environments,
@@ -662,6 +660,7 @@ from common import (
     judge,
     logging,
     logprobs,
+    looks,
     losses,
     memory,
     reward_models,
@@ -780,7 +779,6 @@ class TrainState:
 
     kl: losses.KLController
     moments: losses.RunningMoments
-    streak: rewards.Streak  # consecutive steps in which no prompt had samples of different reward
     step: int = 0  # steps done
     batches_taken: int = 0  # rollouts' worth of prompts drawn from the data
     passes: float = 0.0  # over the data
@@ -789,20 +787,22 @@ class TrainState:
     # role -> consecutive steps without an applied update
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
+    # name -> whether it held when it was looked at last
+    warnings: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def fresh(args: Args) -> "TrainState":
         algorithm = args.algorithm
         kl = losses.KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        return TrainState(kl, losses.RunningMoments(), rewards.Streak())
+        return TrainState(kl, losses.RunningMoments())
 
     def state_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name).state_dict() for name in ("kl", "moments", "streak")}
+        parts = {"kl": self.kl.state_dict(), "moments": self.moments.state_dict()}
         return vars(self) | parts
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        for name in ("kl", "moments", "streak"):
-            getattr(self, name).load_state_dict(saved.pop(name))
+        self.kl.load_state_dict(saved.pop("kl"))
+        self.moments.load_state_dict(saved.pop("moments"))
         vars(self).update(saved)
 
 
@@ -823,7 +823,6 @@ def advance(
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
     state.evaluations += evaluates_after(state.step, args, rows)
     state.skipped_steps = checkpoint.count_skipped(state.skipped_steps, metrics)
-    state.streak.extend(batch, state.step)
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics
@@ -1254,9 +1253,9 @@ def collect(
     }
     if args.algorithm.reward_norm:
         state.moments.update(batch.scores)
-    metrics["rollout/groups_without_spread"] = rewards.groups_without_spread(batch)
+    with_spread = rewards.groups_with_spread(batch)
+    metrics["rollout/groups_without_spread"] = len(batch.group.unique()) - len(with_spread)
     if dynamic:
-        with_spread = rewards.groups_with_spread(batch)
         without = sorted(
             set(range(len(batch.prompts))).difference(with_spread, batch.dropped), reverse=True
         )
@@ -1820,11 +1819,10 @@ def evaluate(
     pictures: list[Image.Image] = []
     conversations, labels = [], []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
-    seen = audit.Audit(actor, reward, logprobs_as_drawn, rollout)
+    gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
     with roles["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
-            pixels = dict(prompts.patches)  # of which a rollout keeps only features
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if "critic" in roles and len(batch):  # all its prompts may be dropped
@@ -1832,7 +1830,7 @@ def evaluate(
                     values_and_returns(roles["critic"].module, batch, reward, state, args)
                 )
             if args.rollout.vision_audit:
-                seen.add(batch, replace(prompts, patches=pixels, features={}))
+                gaps.append(vision_gaps(actor, batch))
             found = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, found, picks)
@@ -1842,12 +1840,26 @@ def evaluate(
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
-    metrics |= transcripts.conversation_metrics(conversations, labels, "eval") | seen.metrics()
+    metrics |= transcripts.conversation_metrics(conversations, labels, "eval")
+    if gaps and len(torch.cat(gaps)):
+        metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
     if judged:
         explained = losses.explained_variance(*torch.cat(judged, dim=1))
         metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
+
+
+def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
+    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; none in
+    a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
+    bfloat16."""
+    seeing = looks.has_images(batch)
+    if not seeing.any():
+        return torch.zeros(0)
+    blanked = looks.with_images(batch, policy.model, policy.processor, looks.blank)
+    gaps = logprobs_as_drawn(policy, batch).double() - logprobs_as_drawn(policy, blanked).double()
+    return batch.per_sample_sum(gaps)[seeing]
 
 
 def values_and_returns(
@@ -1877,6 +1889,17 @@ def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[I
     return sample_pictures([records[i] for i in picks], shown)
 
 
+# what the line of an evaluation shows, after accuracies
+SHOWN_OF_EVALUATION = (
+    "eval/reward_mean",
+    "eval/response_length_mean",
+    "eval/truncated_mean",
+    "eval/vision_gap_logprob",
+)
+# nats per answer; a model that does not see has a gap of 0, or of rounding
+BLIND = 1e-3
+
+
 def report_evaluation(
     log: logging.RunLogger,
     metrics: dict[str, float],
@@ -1892,10 +1915,20 @@ def report_evaluation(
     }
     state.metrics |= metrics
     log.samples(state.step, records, pictures, stem="eval")
-    doubt = audit.warning(metrics) if state.step == 0 else ""
-    if doubt:
-        log.line(f"warning: {doubt}")
-    log.evaluation(state.step, metrics)  # last: without this record a resumed run evaluates again
+    for name, value in metrics.items():
+        if name.endswith("accuracy_reward_mean"):
+            text = f"no held-out answer is right: {name} is 0 in all {len(records)}; see {log.out}/samples"
+            warn(log, state, name, value == 0, text)
+    gap = metrics.get("eval/vision_gap_logprob")
+    if gap is not None:
+        text = (
+            f"the model does not use what it sees: with blank images its answers are as likely as with "
+            f"their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
+        )
+        warn(log, state, "vision", abs(gap) < BLIND, text)
+    accuracies = [name for name in metrics if name.endswith("accuracy_reward_mean")]
+    # last: without this record a resumed run evaluates again
+    log.evaluation(state.step, metrics, [*accuracies, *SHOWN_OF_EVALUATION])
 
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
@@ -1918,8 +1951,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     draws = args.optim.steps * prompts
     for text in data.describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
         log.line(text)
-    for warning in method_warnings(args):
-        log.line(f"warning: {warning}")
     return log
 
 
@@ -1935,36 +1966,6 @@ def mode_of(args: Args) -> str:
         )
     name = "several updates per rollout" if updates > 1 else "one update per rollout"
     return f"{name}; {samples} samples per rollout, {updates} updates of {per_update} each"
-
-
-def method_warnings(args: Args) -> list[str]:
-    """Warnings about settings that are valid, but probably not what was meant."""
-    algorithm, found = args.algorithm, []
-    if args.rollout.top_k or args.rollout.top_p < 1:
-        found.append(
-            "--top_k/--top_p truncate the sampling distribution; the gradient assumes they do not"
-        )
-    if algorithm.kl_coef and algorithm.kl_in == "loss" and algorithm.kl_estimator == "k1":
-        found.append(
-            "the expected gradient of k1 as a loss is zero in a step's first update, and later leads "
-            "away from its samples; use k2, k3+ or full"
-        )
-    if (
-        algorithm.kl_coef
-        and algorithm.kl_in == "reward"
-        and algorithm.kl_estimator not in ("k1", "k1+")
-    ):
-        found.append(
-            f"{algorithm.kl_estimator} as a reward does not have the gradient of the KL and barely "
-            "constrains the policy; use k1, or --kl_in loss"
-        )
-    own = POLICY_LOSSES[algorithm.policy_loss].aggregation
-    if own != "token-mean" and args.aggregation != own:
-        found.append(
-            f"{algorithm.policy_loss} is a loss per sequence; --loss_aggregation {own} makes it "
-            "the paper's"
-        )
-    return found
 
 
 # what a step's line on the console shows: name -> metric
@@ -1984,7 +1985,7 @@ def report(
     log: logging.RunLogger,
     batch: Batch,
     state: TrainState,
-    reward: rewards.RewardMix,
+    actor: Policy,
     checkpoints: checkpoint.Checkpoints,
     args: Args,
 ) -> None:
@@ -1996,7 +1997,7 @@ def report(
         # pictures of different prompts
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
-            records = sample_records(batch, reward.processor)
+            records = sample_records(batch, actor.processor)
         log.samples(step, records, shown_samples(batch, records, picks))
     shown = {name: f"{metrics[key]:.3f}" for name, key in SHOWN.items() if key in metrics}
     log.step(step, metrics | checkpoints.metrics(), shown)
@@ -2006,16 +2007,21 @@ def report(
     failed = [said.error for said in batch.conversations if said.error]
     if failed:
         log.line(f"warning: step {step}: {len(failed)} environments failed, the first: {failed[0]}")
-    largest = max(metrics["train/advantages_max"], -metrics["train/advantages_min"])
-    if largest > 10:
-        log.line(
-            f"warning: step {step} has an advantage of absolute value {largest:.1f}; "
-            "--advantage_clip bounds them"
-        )
-    warning = state.streak.warning(reward, batch, log.out, args.optim.steps)
-    if warning:
-        log.line(f"warning: {warning}")
+    flat = metrics["rollout/groups_without_spread"]
+    prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
+    text = (
+        f"step {step}: the samples of {flat} of {prompts} prompts earned the same, on average "
+        f"{metrics['rollout/reward']:.3f}; nothing tells better answers from worse. See {log.out}/samples"
+    )
+    warn(log, state, "spread", flat > 0.9 * prompts, text)
     log.write_due(args.checkpoint.max_failed_saves)
+
+
+def warn(log: logging.RunLogger, state: TrainState, name: str, holds: bool, text: str) -> None:
+    """Say a warning once it holds, and again only after it did not."""
+    if holds and not state.warnings.get(name):
+        log.line(f"warning: {text}")
+    state.warnings[name] = holds
 
 
 def check_sampler(

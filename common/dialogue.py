@@ -143,8 +143,6 @@ class Dialogue:
         reply = replies.read_parts(said, self.processor)
         if reply.pictures and not talk.environment.pictures:
             raise ValueError("a picture from a class that says pictures = False")
-        if reply.pictures and self.environments.blank:
-            reply.patches = self.processor.family.blank(reply.patches)
         return reply
 
     def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any]:

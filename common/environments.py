@@ -57,7 +57,6 @@ class Environments:
     by_label: dict[str, Environment]  # "*": every other label
     args: EnvArgs
     max_prompt_tokens: int  # with a first observation
-    blank: bool = False  # whether the policy gets their pictures in one colour
 
     def of(self, row: Prompt) -> Environment | None:
         """That of a row; None: its label has none, and its samples have one turn."""

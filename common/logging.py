@@ -203,7 +203,6 @@ def progress(items: Iterable, name: str) -> tqdm:
 # The run folder
 # -------------------------------------------------------------------------------------------------
 
-LINE_COLUMNS = 120
 PRODUCTS = {
     "TensorBoard": "tensorboard",
     "samples": "samples",
@@ -312,20 +311,16 @@ class RunLogger:
         self.bar.set_postfix(shown, refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        """Record an evaluation after ``step`` steps, and print as many of its rates as fit on one
-        line. Raises UserError: see `_record`."""
+    def evaluation(self, step: int, metrics: dict[str, float], names: Iterable[str]) -> None:
+        """Record an evaluation after ``step`` steps, and print those metrics ``names`` that it has.
+        Raises UserError: see `_record`."""
         self._record(step, metrics)
         self._evaluated.add(step)
         text = f"eval  step {step:5d}"
-        for name, value in metrics.items():
-            if not is_rate(name, value):
-                continue
-            entry = f"  {name.removeprefix('eval/')} {value:.3f}"
-            if len(text + entry) > LINE_COLUMNS - len("  ..."):
-                text += "  ..."
-                break
-            text += entry
+        for name in names:
+            if name in metrics:
+                short = name.removeprefix("eval/").removesuffix("_mean")
+                text += f"  {short} {metrics[name]:.3f}"
         self.line(text)
 
     def has_evaluation(self, step: int) -> bool:
@@ -514,16 +509,6 @@ def report_thread(failure: threading.ExceptHookArgs) -> None:
 
 def is_evaluation(record: dict) -> bool:
     return any(name.startswith("eval/") for name in record)
-
-
-def is_rate(name: str, value: float) -> bool:
-    """Whether a metric of an evaluation says how good the answers were: no count, no time, nothing
-    of a part of the rows."""
-    return (
-        isinstance(value, float)
-        and name.count("/") == 1
-        and name not in ("eval/seconds", "eval/episode")
-    )
 
 
 def spans(steps: list[int]) -> str:

@@ -1,8 +1,8 @@
-"""What responses earn: sources of rewards by label, combined; and steps that teach nothing.
+"""What responses earn: sources of rewards by label, combined.
 
-    load             --reward, --reward_recipe -> RewardMix
-    RewardMix.score  responses of a batch -> scores, components, judgements
-    Streak           steps in which no prompt had samples of different reward
+    load                --reward, --reward_recipe -> RewardMix
+    RewardMix.score     responses of a batch -> scores, components, judgements
+    groups_with_spread  the prompts whose samples can be compared
 
 Only the response is scored: a prompt that shows an answer as an example must not earn anything.
 """
@@ -10,7 +10,7 @@ Only the response is scored: a prompt that shows an answer as an example must no
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
@@ -140,7 +140,6 @@ class RewardMix:
     recipe: dict[str, dict[str, float]]  # label -> name of a source -> weight; "*": other labels
     args: RewardArgs
     combiner: Callable | None = None  # {name: rewards} -> rewards, in place of the sum
-    processor: Processor | None = None  # of the responses that were scored last
 
     def model_sources(self) -> list[Source]:
         """Those that the script has to load."""
@@ -195,8 +194,7 @@ class RewardMix:
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        self.processor = processor
-        size, texts = len(batch), self.read_texts(batch)
+        size, texts = len(batch), self.read_texts(batch, processor)
         weights = [self.weights(batch.prompts[group].label) for group in batch.group.tolist()]
         unscored = torch.full((size,), math.nan, dtype=torch.float64)  # (S,)
         rewards = {source.name: unscored.clone() for source in self.sources}
@@ -236,14 +234,14 @@ class RewardMix:
         shares = torch.tensor(shares, dtype=torch.float64).repeat_interleave(batch.lengths)
         return shares * batch.turn_rewards
 
-    def read_texts(self, batch: Batch) -> list[list[str]]:
+    def read_texts(self, batch: Batch, processor: Processor) -> list[list[str]]:
         """The response of every sample, turn by turn; [""] for those that this rank does not
         score."""
         texts = [[""] for _ in range(len(batch))]
         everything, rank = bool(self.model_sources()), dist.get_rank()
         groups = enumerate(batch.group.tolist())
         read = [i for i, group in groups if everything or batch.owners[group] == rank]
-        for i, turns in zip(read, turn_texts(batch, read, self.processor)):
+        for i, turns in zip(read, turn_texts(batch, read, processor)):
             texts[i] = turns
         return texts
 
@@ -345,107 +343,14 @@ def add_components(
 
 
 # --------------------------------------------------------------------------------------------------
-# Steps without anything to learn from
+# Spread
 # --------------------------------------------------------------------------------------------------
 
 
 def groups_with_spread(batch: Batch) -> list[int]:
-    """The prompts whose samples do not all earn the same."""
-    return batch.group[losses.has_spread(batch.scores, batch.group)].unique().tolist()
-
-
-def groups_without_spread(batch: Batch) -> int:
-    """How many prompts have samples that all earn the same. Prompts with one sample each are
-    compared with one another: all of them count if all earn the same, else none."""
-    groups = len(batch.group.unique())
-    if groups == len(batch):
-        return groups if float(batch.scores.max() - batch.scores.min()) < 1e-6 else 0
-    return groups - len(groups_with_spread(batch))
-
-
-# What a response needs to be scored by a source, and the component that says whether it has it.
-LOOKED_FOR = {
-    "boxed": ("parsed", r"\boxed{}"),
-    "answer": ("parsed", "<answer>"),
-    "verdict": ("format", "<answer>"),
-    "grm": ("parsed", "a verdict"),
-}
-
-
-@dataclass
-class Streak:
-    """Consecutive steps in which no prompt had samples of different reward; part of the run's
-    state."""
-
-    first: int = 0  # step
-    steps: int = 0
-    truncated: int = 0  # responses
-    # Of the reward and of each component, how many values were 0 and how many there were.
-    zeros: dict[str, list[int]] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        vars(self).update(saved)
-
-    def extend(self, batch: Batch, step: int) -> None:
-        """Count this step, or begin anew if its samples differ."""
-        flat = groups_without_spread(batch) == len(batch.group.unique())
-        alone = len(batch) == 1 and bool(batch.scores.any())  # nothing to compare it with
-        if not flat or alone:
-            self.load_state_dict(Streak().state_dict())
-            return
-        if not self.steps:
-            self.first = step
-        self.steps += 1
-        self.truncated += int(batch.truncated.sum())
-        for name, values in (batch.components | {"reward": batch.scores}).items():
-            zero, total = self.zeros.get(name, (0, 0))
-            total += int((~values.isnan()).sum())
-            self.zeros[name] = [zero + int((values == 0).sum()), total]
-
-    def warning(self, reward: RewardMix, batch: Batch, out: Path, steps: int) -> str | None:
-        """What to say after 10 steps or a quarter of the run, once per streak: what was found in
-        the responses."""
-        if self.steps != min(10, math.ceil(steps / 4)):
-            return None
-        zero, total = self.zeros["reward"]
-        last = self.first + self.steps - 1
-        span = f"steps {self.first} to {last}" if last > self.first else f"step {last}"
-        if zero == total:
-            problem = f"all {total:,} rewards of {span} are 0"
-            look_at = (
-                "at what the prompts ask for (--system_prompt), the rows' answers and"
-                " --max_new_tokens"
-            )
-        else:
-            mean = float(batch.scores.mean())
-            problem = (
-                f"no prompt of {span} had samples of different reward (mean of step {last}:"
-                f" {mean:.3f})"
-            )
-            look_at = "at --temperature, and whether the prompts are too easy or too hard"
-        (response,) = reward.processor.decode(batch.split(batch.tokens)[:1])
-        return (
-            f"{problem}. Found: {'; '.join(self.found(reward))}; {self.truncated:,} of {total:,}"
-            f" cut at --max_new_tokens. The first response of step {last} begins"
-            f" {response[:100]!r}. Look at {out}/samples, {look_at}."
-        )
-
-    def found(self, reward: RewardMix) -> list[str]:
-        """In how many responses rules found what they look for, and how often other components were
-        0."""
-        words: dict[str, list[str]] = {}
-        for source in reward.sources:
-            component, word = LOOKED_FOR.get(source.spec.partition(":")[0], ("", ""))
-            for name in (component, f"{source.name}_{component}"):
-                words.setdefault(name, []).append(word)
-        rules, others = [], []
-        for name, (zero, total) in self.zeros.items():
-            if name in words:
-                said = " or ".join(words[name])
-                rules.append(f"{said} in {total - zero:,} of {total:,} responses")
-            else:
-                others.append(f"{name} 0 in {zero:,} of {total:,}")
-        return rules + others
+    """The prompts whose samples do not all earn the same. Prompts with one sample each are compared
+    with one another: all of them, or none."""
+    compared = batch.group
+    if len(compared.unique()) == len(batch):
+        compared = torch.zeros_like(compared)
+    return batch.group[losses.has_spread(batch.scores, compared)].unique().tolist()

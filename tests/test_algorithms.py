@@ -524,7 +524,11 @@ def test_groups_without_spread_are_counted():
     """By the samples of each prompt; prompts with one sample each are compared over the whole step."""
     generator = torch.Generator().manual_seed(1)
     parts = [hand_part(generator, 9, [2]) for _ in range(2)]
-    count = lambda parts: common_rewards.groups_without_spread(Batch.concatenate(parts))  # noqa: E731
+
+    def count(parts: list[Batch]) -> int:
+        batch = Batch.concatenate(parts)
+        return len(batch.group.unique()) - len(common_rewards.groups_with_spread(batch))
+
     for part in parts:
         part.scores = part.scores.round()
     earned = [{float(s) for s, h in zip(part.scores, part.group) if h == g} for part in parts

@@ -89,7 +89,7 @@ FLOORS = (
         "common.environments": ("common.reward_functions",),
         "common.dialogue": ("common.environments",),
         "common.records": ("common.transcripts",),
-        "common.audit": ("common.rewards",),
+        "common.looks": (),
     },
     {
         "train_ppo_vl": (),

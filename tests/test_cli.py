@@ -359,7 +359,7 @@ def test_flags_that_alter_the_result():
                   "head_chunk"},                                                # test_gpu, test_compilation, test_training
         "data": {"eval_data", "data_threads", "image_root"},                                        # test_training, test_data
         "rows": set(),
-        "rollout": {"slots", "cuda_graphs", "eval_samples", "vision_audit"},              # test_rollout, test_gpu, test_audit
+        "rollout": {"slots", "cuda_graphs", "eval_samples", "vision_audit"},              # test_rollout, test_gpu, test_looks
         "env": {"env_timeout", "env_workers"},                                                      # test_environments
         "reward": {"reward_timeout", "reward_workers", "remote_batch", "remote_retries"},           # test_rewards
         "algorithm": set(),

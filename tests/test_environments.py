@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import audit, dialogue, environments, graphs, judge as judgements, losses, process, rewards
+from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
 from common.conversations import Conversation
 from common.environments import Workers
 from common.vlm import linear_attention
@@ -377,15 +377,12 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     """A shared observation stands in the prompt of all samples, of those too whose environment failed."""
     env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
     prompts = take(env).select_prompts([1, 2])
-    pixels = dict(prompts.patches)
     batch = talk(env, "Absent", 2, batch=prompts)
     for group, number, said in zip(batch.group.tolist(), batch.number.tolist(), batch.conversations):
         assert (said.ended == "error") == (number == 0)
         assert said.opening[0]["text"] == "the board" and said.pictures[0].size[1] == 56
         assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
-    found = audit.Audit(env.actor, None, ppo.logprobs_as_drawn, ppo.rollout)
-    found.add(batch, dataclasses.replace(batch, patches=pixels))
-    assert len(found.blank) == 4
+    assert len(ppo.vision_gaps(env.actor, batch)) == 4
 
 
 @pytest.mark.parametrize("rule", ["zero", "stop"])

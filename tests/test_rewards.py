@@ -4,6 +4,7 @@ import random
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,6 +184,20 @@ def test_the_lines_of_a_failing_function_are_told(tmp_path):
                                       "    return [parse(r) for r in responses]\n")
     with pytest.raises(RewardError, match=r"samples raised ValueError: .* \(mine.py:2 < mine.py:6"):
         score(load_source(f"{tmp_path}/mine.py:f").function)
+
+
+def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
+    """Whatever its length: the empty answer earns nothing, and a right one more than any wrong one."""
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    program = tmp_path / "my_reward.py"
+    program.write_text(text.partition("```python\n")[2].partition("```")[0])
+    source = load_source(f"{program}:score")
+    right, wrong = ["3", "There are 3.", "x" * 5000 + " 3"], ["", "4", "13", "3 or 4", "no"]
+    answers = right + wrong
+    samples = Samples([""] * 8, answers, ["3"] * 8, [None] * 8, [[]] * 8, [{}] * 8)
+    earned = score_samples(source, samples, RewardArgs())
+    assert earned["accuracy"] == [1.0] * 3 + [0.0] * 5 and earned["reward"][3:] == [0.0] * 5
+    assert 1.11 > earned["reward"][0] > earned["reward"][1] > earned["reward"][2] > 1.0
 
 
 @pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, dtype=np.float32),

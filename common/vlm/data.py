@@ -497,9 +497,12 @@ class PromptLoader:
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
 
-def load_pixels(prompt: Prompt, processor: Processor) -> tuple[Tensor, Tensor] | None:
+def load_pixels(
+    prompt: Prompt, processor: Processor, change: Callable | None = None
+) -> tuple[Tensor, Tensor] | None:
     """Decode the pictures and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
-    and grids (I, G) int64, G up to 3; None without either.
+    and grids (I, G) int64, G up to 3; None without either. ``change``: Pillow's image -> another of
+    the same size, which stands in its place.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
@@ -508,10 +511,11 @@ def load_pixels(prompt: Prompt, processor: Processor) -> tuple[Tensor, Tensor] |
     family = processor.family
     pixels, found = [], []
     for item in prompt.images:
-        if isinstance(item, str):
-            patches, grid = family.patches(images.read_image(item))
-        else:
-            patches, grid = family.clip_patches(images.read_clip(item, family.video_frames))
+        is_clip = not isinstance(item, str)
+        frames = images.read_clip(item, family.video_frames) if is_clip else [images.read_image(item)]
+        if change is not None:
+            frames = list(map(change, frames))
+        patches, grid = family.clip_patches(frames) if is_clip else family.patches(frames[0])
         pixels.append(patches)
         found.append(grid)
     promised = [grid[:3] for grid in prompt.grids]

@@ -163,10 +163,6 @@ class Family:
         pixels = self.prepared([image])["pixel_values"]
         return pixels, tuple(pixels.shape[-2:])
 
-    def blank(self, patches: Tensor) -> Tensor:
-        """The same patches or tiles in their mean colour."""
-        return patches.mean(dim=(0, 2, 3), keepdim=True).expand_as(patches).contiguous()
-
     def prepared(self, pictures: list) -> Inputs:
         return self.image_processor(images=pictures, return_tensors="pt", **self.processor_options)
 
@@ -321,10 +317,6 @@ class Qwen(Family):
     def patches(self, image: Image.Image) -> Patches:
         batch = self.prepared([image])
         return batch["pixel_values"], tuple(batch["image_grid_thw"][0].tolist())
-
-    def blank(self, patches: Tensor) -> Tensor:
-        colours = patches.unflatten(1, (3, -1)).mean(dim=(0, 2), keepdim=True)  # (1, 3, 1)
-        return colours.expand(len(patches), 3, patches.shape[1] // 3).flatten(1)
 
     def clip_patches(self, frames: list[Image.Image]) -> Patches:
         """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the

@@ -1,0 +1,144 @@
+"""The same tokens with other images, against one Hugging Face forward of each sample with these images."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import start, take
+from PIL import Image
+from test_environments import talk
+from test_training import fresh, update_actor
+from transformers import AutoModelForImageTextToText
+
+import train_ppo_vl as ppo
+from common import looks
+from common.vlm import model as vlm
+from common.vlm.data import load_pixels
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Two prompts with a picture of one size, one with a picture of another, one without."""
+    rng, lines = np.random.default_rng(3), []
+    for i, size in enumerate([(56, 84), (56, 84), (84, 28), None]):
+        images = [] if size is None else [f"{i}.png"]
+        for name in images:
+            Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(tmp_path / name)
+        lines.append(json.dumps({"prompt": f"what is {i}?", "images": images, "answer": "1"}))
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
+    return tmp_path / "rows.jsonl"
+
+
+def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
+    """The log-prob of each sample, whose prompt shows the given patches and grids."""
+    found = []
+    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+        ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
+        inputs = env.processor.family.token_types(ids)
+        if images.get(group):
+            inputs |= env.processor.family.vision_inputs(*images[group])
+        with torch.no_grad():
+            logits = oracle(input_ids=ids, **inputs, use_cache=False).logits[0, -len(tokens) - 1:-1]
+        logits[:, list(env.processor.banned_ids)] = -math.inf
+        found.append(float(logits.log_softmax(-1).gather(1, tokens[:, None]).sum()))
+    return found
+
+
+def in_mean_colour(processor, prompt):
+    """By numpy: a file of one colour, as the checkpoint's processor reads it."""
+    if not prompt.images:
+        return None
+    pixels = np.asarray(Image.open(prompt.images[0]).convert("RGB"))
+    flat = np.broadcast_to(pixels.mean(axis=(0, 1)).round().astype(np.uint8), pixels.shape)
+    patches, grid = processor.family.patches(Image.fromarray(flat))
+    return patches, torch.tensor([grid])
+
+
+@pytest.mark.parametrize("flags", [(), ("--train_vision",)])
+def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
+    env = start(checkpoint, rows, *flags)
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    gaps = ppo.vision_gaps(env.actor, batch)
+    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    seen = by_hugging_face(env, oracle, batch, {
+        group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)})
+    blank = by_hugging_face(env, oracle, batch, {
+        group: in_mean_colour(env.processor, prompt) for group, prompt in enumerate(env.prompts)})
+    assert gaps.tolist() == pytest.approx([a - b for a, b in zip(seen[:6], blank)], abs=1e-3)
+    assert gaps.abs().max() > 0.1
+    text = batch.select_prompts([3])
+    assert not looks.has_images(text).any() and len(ppo.vision_gaps(env.actor, text)) == 0
+
+
+def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
+    """The sampler's rounding is not in it."""
+    env = start(qwen25, rows, "--dtype", "bfloat16")
+    batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
+    monkeypatch.setattr(looks, "blank", lambda image: image)
+    assert ppo.vision_gaps(env.actor, batch).tolist() == [0.0] * 6
+
+
+def test_images_of_environments_are_changed_too(qwen25, rows):
+    """Replies, observations that samples share, and those that they do not."""
+    env = start(qwen25, rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    family, shown = env.processor.family, []
+
+    def change(image):
+        shown.append(image.size)
+        return Image.new("RGB", image.size, (10, 200, 30))
+
+    plain = env.processor.family.patches(change(Image.new("RGB", (56, 56))))[0][0]
+    for name in ("Noise", "Same"):
+        batch = talk(env, name, 2, batch=take(env))
+        pixels = {}
+        with pytest.MonkeyPatch.context() as patch:  # what the tower is shown
+            patch.setattr(looks, "compute_features", lambda model, part: pixels.update(part.patches) or vlm.compute_features(model, part))
+            patch.setattr(looks, "image_features", lambda model, patches, grids: pixels.update({len(pixels) + 100: (patches, grids)})
+                          or vlm.image_features(model, patches, grids))
+            shown.clear()
+            changed = looks.with_images(batch, env.actor.model, env.processor, change)
+        assert pixels and all(torch.equal(patches, plain.expand_as(patches)) for patches, _ in pixels.values())
+        assert len(shown) >= sum(len(conversation.grids) for conversation in batch.conversations)
+        assert changed.features.keys() == batch.features.keys()
+        for before, after in zip(batch.conversations, changed.conversations):
+            assert (before.features is None) == (after.features is None)
+        same = looks.with_images(batch, env.actor.model, env.processor, lambda image: image)
+        logprobs = ppo.logprobs_as_drawn(env.actor, same)
+        assert (logprobs - ppo.logprobs_as_drawn(env.actor, batch)).abs().max() < 1e-5
+        assert (logprobs - ppo.logprobs_as_drawn(env.actor, changed)).abs().max() > 1e-3
+        gaps = ppo.vision_gaps(env.actor, batch)
+        assert len(gaps) == int(looks.has_images(batch).sum()) and gaps.isfinite().all()
+
+
+def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
+    """Whose tower says the same of every image; and rows without images are not asked about."""
+    folder = tmp_path / "blind"
+    model = AutoModelForImageTextToText.from_pretrained(qwen25)
+    with torch.no_grad():
+        for name, parameter in model.model.visual.merger.named_parameters():
+            parameter.zero_()
+    model.save_pretrained(folder)
+    ppo.data.Processor(qwen25).save(str(folder))
+    line = ["--model", str(folder), "--data", str(rows), "--eval_data", str(rows), "--reward", "exact", "--eval_only",
+            "--max_new_tokens", "4", "--max_prompt_tokens", "200", "--prompts_per_step", "4", "--out", str(tmp_path / "run")]
+    metrics = ppo.main(line)
+    assert metrics["eval/vision_gap_logprob"] == pytest.approx(0, abs=1e-5)
+    told = capsys.readouterr().out
+    assert "the model does not use what it sees" in told and "vision_gap_logprob 0.000" in told.replace("-", "")
+    assert "eval/vision_gap_logprob" not in ppo.main([*line, "--no-vision_audit", "--out", str(tmp_path / "other")])
+    text = rows.with_name("text.jsonl")
+    text.write_text(rows.read_text().splitlines()[3])
+    assert "eval/vision_gap_logprob" not in ppo.main([*line, "--eval_data", str(text), "--out", str(tmp_path / "text")])
+
+
+def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
+    """k3 of the first minibatch alone, per token: 0 where the two agree, by the formula where they do not."""
+    env = fresh(qwen25, picture_rows)
+    now = ppo.logprobs_as_drawn(env.actor, env.batch)
+    env.batch.logprobs = env.batch.old_logprobs = now.clone()
+    env.trained.lr = 0.0
+    assert update_actor(env)["rollout/train_kl"] < 1e-9
+    env.batch.logprobs = now - 0.1
+    assert update_actor(env)["rollout/train_kl"] == pytest.approx(math.expm1(0.1) - 0.1, rel=1e-3)
