@@ -45,9 +45,32 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Iterable
 
-from common import flags, settings
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.utils.rnn import pad_sequence
+
+from common import (
+    accuracy,
+    budget,
+    checkpoint,
+    distributed,
+    flags,
+    fsdp,
+    logging,
+    logprobs,
+    memory,
+    settings,
+)
+from common import judge as judgements
+from common.buffers import Batch, Row
+from common.cards import sample_card
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
+from common.vlm import data, images, self_check, weights
+from common.vlm import model as vlm
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -245,29 +268,6 @@ def recorded_flags(args: Args) -> dict[str, Any]:
         "image_root": flags.absolute(args.data.image_root),
     }
 
-
-# -------------------------------------------------------------------------------------------------
-# Slow imports come after the flags, so that --help and a refused flag do not wait for them
-# -------------------------------------------------------------------------------------------------
-
-if __name__ == "__main__":
-    run_main(parse_args)
-
-from common import distributed  # before torch: it limits the threads of this process
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.utils.rnn import pad_sequence
-
-from common import accuracy, budget, checkpoint, fsdp, logging, logprobs, memory
-from common import judge as judgements
-from common.buffers import Batch, Row
-from common.cards import sample_card
-from common.vlm import data, images, self_check, weights
-from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
 # Data: rows to questions, targets and verdicts. judge.json holds what is needed to ask in the same

@@ -31,9 +31,39 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, NamedTuple
 
-from common import flags, settings
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from PIL import Image
+from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from common import (
+    budget,
+    checkpoint,
+    distributed,
+    environments,
+    flags,
+    fsdp,
+    graphs,
+    judge,
+    logging,
+    logprobs,
+    looks,
+    losses,
+    memory,
+    reward_models,
+    rewards,
+    settings,
+    transcripts,
+)
+from common.buffers import Batch, Row
+from common.dialogue import Dialogue, Response
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
+from common.records import sample_pictures, sample_records, summarise
+from common.vlm import attention, data, self_check, weights
+from common.vlm import model as vlm
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -133,50 +163,35 @@ class Estimator(NamedTuple):
 class PolicyLoss(NamedTuple):
     """What the actor minimises."""
 
-    compute: Callable  # of `losses.Ratios`, clip_low, clip_high, dual_clip -> `losses.Terms`
+    compute: Callable  # of `losses.Ratios`, clip_low, clip_high -> `losses.Terms`
     clip: tuple[float, float]  # how far the ratio may go below and above 1 (gmpo: in log space)
     aggregation: str = "token-mean"  # as in the paper
 
 
-# To add an estimator or a loss, write a function and add an entry here. (Lambdas, because `losses`
-# is imported only after the flags.)
+# To add an estimator or a loss, write a function and add an entry here.
 ESTIMATORS = {
-    "gae": Estimator(lambda earned: losses.gae_estimate(earned), whiten=True),
-    "reinforce": Estimator(lambda earned: losses.reinforce(earned)),
-    "reinforce++": Estimator(lambda earned: losses.reinforce(earned), whiten=True),
-    "reinforce_baseline": Estimator(
-        lambda earned: losses.dr_grpo(earned), compares="prompt", whiten=True
-    ),
-    "grpo": Estimator(lambda earned: losses.grpo(earned), compares="prompt"),
-    "group_norm": Estimator(lambda earned: losses.grpo(earned), compares="prompt"),
-    "dr_grpo": Estimator(lambda earned: losses.dr_grpo(earned), compares="prompt"),
-    "rloo": Estimator(lambda earned: losses.rloo(earned), compares="prompt"),
-    "remax": Estimator(lambda earned: losses.remax(earned)),
-    "opo": Estimator(lambda earned: losses.opo(earned), compares="prompt"),
-    "gpg": Estimator(lambda earned: losses.gpg(earned), compares="prompt"),
-    "cpgd": Estimator(lambda earned: losses.cpgd(earned), compares="step"),
+    "gae": Estimator(losses.gae_estimate, whiten=True),
+    "reinforce": Estimator(losses.reinforce),
+    "reinforce++": Estimator(losses.reinforce, whiten=True),
+    "reinforce_baseline": Estimator(losses.dr_grpo, compares="prompt", whiten=True),
+    "grpo": Estimator(losses.grpo, compares="prompt"),
+    "group_norm": Estimator(losses.grpo, compares="prompt"),
+    "dr_grpo": Estimator(losses.dr_grpo, compares="prompt"),
+    "rloo": Estimator(losses.rloo, compares="prompt"),
+    "remax": Estimator(losses.remax),
+    "opo": Estimator(losses.opo, compares="prompt"),
+    "gpg": Estimator(losses.gpg, compares="prompt"),
+    "cpgd": Estimator(losses.cpgd, compares="step"),
 }
 POLICY_LOSSES = {
-    "ppo": PolicyLoss(lambda x, low, high, dual: losses.ppo(x, low, high, dual), clip=(0.2, 0.2)),
-    "cpgd": PolicyLoss(lambda x, low, high, dual: losses.cpgd_loss(x, low, high), clip=(0.2, 0.2)),
-    "gspo": PolicyLoss(
-        lambda x, low, high, dual: losses.gspo(x, low, high),
-        clip=(3e-4, 4e-4),
-        aggregation="seq-mean-token-mean",
-    ),
-    "gmpo": PolicyLoss(
-        lambda x, low, high, dual: losses.gmpo(x, low, high),
-        clip=(0.4, 0.4),
-        aggregation="seq-mean-token-mean",
-    ),
+    "ppo": PolicyLoss(losses.ppo, clip=(0.2, 0.2)),
+    "cpgd": PolicyLoss(losses.cpgd_loss, clip=(0.2, 0.2)),
+    "gspo": PolicyLoss(losses.gspo, clip=(3e-4, 4e-4), aggregation="seq-mean-token-mean"),
+    "gmpo": PolicyLoss(losses.gmpo, clip=(0.4, 0.4), aggregation="seq-mean-token-mean"),
     # low = 1: no lower bound, as a ratio is never negative
-    "cispo": PolicyLoss(lambda x, low, high, dual: losses.cispo(x, low, high), clip=(1.0, 4.0)),
+    "cispo": PolicyLoss(losses.cispo, clip=(1.0, 4.0)),
     # a soft gate instead of a clip
-    "sapo": PolicyLoss(
-        lambda x, low, high, dual: losses.sapo(x, low, high),
-        clip=(0.0, 0.0),
-        aggregation="seq-mean-token-mean",
-    ),
+    "sapo": PolicyLoss(losses.sapo, clip=(0.0, 0.0), aggregation="seq-mean-token-mean"),
 }
 AGGREGATIONS = (
     "token-mean",
@@ -634,44 +649,6 @@ def parse_stop_strings(text: str) -> list[str] | None:
     )
     return strings if valid else None
 
-
-# -------------------------------------------------------------------------------------------------
-# Slow imports come after the flags, so that --help and a refused flag do not wait for them
-# -------------------------------------------------------------------------------------------------
-
-if __name__ == "__main__":
-    run_main(parse_args)  # ends here for --help or a refused flag; `main` parses again, at the end
-
-from common import distributed  # before torch: it limits the threads of this process
-
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from PIL import Image
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from common import (
-    budget,
-    checkpoint,
-    environments,
-    fsdp,
-    graphs,
-    judge,
-    logging,
-    logprobs,
-    looks,
-    losses,
-    memory,
-    reward_models,
-    rewards,
-    transcripts,
-)
-from common.buffers import Batch, Row
-from common.dialogue import Dialogue, Response
-from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, self_check, weights
-from common.vlm import model as vlm
 
 # -------------------------------------------------------------------------------------------------
 # Data: checked rows, and the state of a run
@@ -1643,7 +1620,8 @@ def actor_loss(
     (kept,) = row.pick(batch.in_policy_loss)  # (T,) bool
 
     ratios = losses.Ratios(logp, old, advantages, row.sample, len(batch), kept)
-    found = POLICY_LOSSES[algorithm.policy_loss].compute(ratios, *args.clip, algorithm.dual_clip)
+    clips = args.clip if algorithm.policy_loss != "ppo" else (*args.clip, algorithm.dual_clip)
+    found = POLICY_LOSSES[algorithm.policy_loss].compute(ratios, *clips)
     terms = found.per_token
     if algorithm.importance_cap:
         terms = terms * (old - sampled).exp().clamp(max=algorithm.importance_cap)

@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-# Before torch is imported: busy ranks on the same cores slow each other tenfold.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,6 +47,8 @@ def start(timeout: float, hsdp: int) -> Ranks:
     Raises:
         UserError: more processes on this machine than GPUs, or ranks that hsdp does not divide.
     """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # busy ranks on the same cores slow each other tenfold
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
     world = int(os.environ["WORLD_SIZE"])

@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+import torch.nn as nn
+
+import train_grm_vl as grm
+import train_ppo_vl as ppo
+from common import budget, memory, rewards
+from common.buffers import Batch, make_blocks, make_packs
+from common.distributed import raise_on_all_ranks
 from common.flags import Parser
 from common.process import UserError, run_main
+from common.vlm import data, weights
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
@@ -57,19 +66,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         raise UserError(fit.problem)
     return {"plan/peak_gib": fit.peak}
 
-
-if __name__ == "__main__":
-    run_main(parse_args)  # --help and refused flags need not wait for the imports below
-
-import torch
-import torch.nn as nn
-
-import train_grm_vl as grm
-import train_ppo_vl as ppo
-from common import budget, memory, rewards
-from common.buffers import Batch, make_blocks, make_packs
-from common.distributed import raise_on_all_ranks
-from common.vlm import data, weights
 
 META = torch.device("meta")
 

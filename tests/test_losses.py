@@ -42,7 +42,8 @@ def estimate(name, scores, group, lengths):
 def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask=None):
     """Terms of a policy loss, and the sums of its statistics."""
     ratios = losses.Ratios(logp, old, adv, seq, n_seq, mask)
-    found = ppo.POLICY_LOSSES[name].compute(ratios, low, high, dual_clip)
+    clips = (low, high, dual_clip) if name == "ppo" else (low, high)
+    found = ppo.POLICY_LOSSES[name].compute(ratios, *clips)
     return found.per_token, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
 
 

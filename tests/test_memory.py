@@ -91,7 +91,7 @@ def test_average_is_the_recursion_over_the_applied_steps(
         loss.per_token = loss.per_token * math.nan
         return loss
 
-    monkeypatch.setattr(losses, "ppo", broken)
+    monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
     assert step_of(env, 5)["train/actor_skipped"] == 1 and same(average_of(env), found)
 
 

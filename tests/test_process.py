@@ -26,31 +26,13 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# -------------------------------------------------------------------------------- imports
-@pytest.fixture
-def without_packages(tmp_path) -> dict[str, str]:
-    """An environment in which no package but the standard library can be imported."""
-    for name in ("torch", "transformers", "numpy", "PIL", "safetensors", "huggingface_hub", "tqdm"):
-        (tmp_path / f"{name}.py").write_text(f"raise AssertionError('{name} was imported')\n")
-    return os.environ | {"PYTHONPATH": str(tmp_path)}
-
-
-@pytest.mark.parametrize("rank", [None, "0"])
+# -------------------------------------------------------------------------------- start
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("flags, code, said", [
-    ("--help", 0, ""),
-    ("--nonsense 1", 2, "error: unrecognized arguments: --nonsense 1"),
-    ("--model m --data d.jsonl --seed -1", 2, "error: --seed -1 must be at least 0"),
-    ("--model m --data d.jsonl:x", 2, "'x' is no number"),
-    ("--config none.json", 2, "No such file"),
-])
-def test_help_and_refusals_need_no_packages(without_packages, script, flags, code, said, rank):
-    if rank:
-        without_packages |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "GROUP_RANK": "0"}
-    result = subprocess.run([sys.executable, script, *flags.split()], cwd=ROOT, env=without_packages,
-                            capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("flags, code, message", [("--help", 0, ""), ("--config none.json", 2, "No such file")])
+def test_help_and_refusals(script, flags, code, message):
+    result = subprocess.run([sys.executable, script, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
-    assert said in result.stderr and result.stderr.count("\n") == bool(said)
+    assert message in result.stderr and result.stderr.count("\n") == bool(message)
     assert ("usage:" in result.stdout) == (code == 0)
 
 
@@ -179,11 +161,3 @@ def test_a_launcher_that_died_before_the_kernel_was_asked(monkeypatch):
     monkeypatch.setattr(process.os, "kill", lambda *call: killed.append(call))
     process.die_with_torchrun()
     assert killed == [(os.getpid(), signal.SIGKILL)]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_scripts_start_and_end_by_run_main(script):
-    """Once for the flags, before torch is imported, and once for the run."""
-    source = (ROOT / script).read_text()
-    flags, run = source.index("    run_main(parse_args)"), source.index("    run_main(main)")
-    assert flags < source.index("import torch\n") < run

@@ -541,7 +541,7 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
         found.per_token = found.per_token * (bad if len(calls) in broken.at else 1.0)
         return found
 
-    monkeypatch.setattr(losses, "ppo", broken)
+    monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
     broken.at = {1, 2, 3, 4}
     metrics = update_actor(env)
     assert len(calls) == 4 and metrics["train/actor_skipped"] == 1 and metrics["train/actor_updates"] == 0
@@ -572,6 +572,7 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
         return found
 
     monkeypatch.setattr(losses, function, broken)
+    monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=losses.ppo))
     steps = train(qwen25, task, tmp_path, "--steps", "2", "--minibatches", "2")
     assert [step[counter] for step in steps] == [0.5, 0.0]
 
