@@ -1,8 +1,6 @@
 """Checkpoints: killed at any instant, on any rank, a run goes on as if nothing had happened.
 
-Run as a program (`test_checkpoint.py serve`), this file imports the script once and then forks one process per rank and
-life of a run, so that real processes get real SIGKILLs at a tenth of the price of a launch. HOOKS are what a life may
-suffer.
+Real processes get real SIGKILLs; what else a life may suffer is patched into it before it begins.
 """
 
 import errno
@@ -22,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks
 import torch
 from conftest import ROOT, start
 from PIL import Image
@@ -199,56 +198,14 @@ def tell_shards() -> None:
     fsdp.adamw = told
 
 
-HOOKS = {function.__name__: function for function in (die, die_before, stop_at, change_writes, name_hosts, other_disk, hang,
-                                              time_saves, fill_disk, tell_shards)}
+def live(argv: list[str], world: int = 1, patches: list = (), codes: list[int] | None = None, **environment: str) -> str:
+    """A whole life of a run in processes of its own; its output."""
+    return ranks.run(ppo.main, argv, world=world, patches=patches, codes=codes, **environment)
 
 
-def live(order: dict, rank: int) -> None:
-    """One rank of one life, in a process of its own; does not return."""
-    code = 1
-    try:
-        with open(order["log"], "ab", buffering=0) as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        os.environ.update(order["env"], RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(order["world"]),
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT=str(order["port"]), GLOO_SOCKET_IFNAME="lo")
-        for name, *arguments in order["hooks"]:
-            HOOKS[name](*arguments)
-        process.run_main(lambda: ppo.main(order["argv"] + order["env"].get(f"FLAGS_OF_{rank}", "").split()))
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    except BaseException:
-        import traceback
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def serve() -> None:
-    """Fork the lives that standard input orders, one JSON object per line; answer with process ids or exit codes."""
-    from torch.utils.tensorboard import SummaryWriter  # noqa: F401  (these imports once, not once per life)
-    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer  # noqa: F401
-    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl  # noqa: F401
-    for line in sys.stdin:
-        order = json.loads(line)
-        if "argv" in order:
-            answer = []
-            for rank in range(order["world"]):
-                answer.append(os.fork())
-                if answer[-1] == 0:
-                    live(order, rank)
-        else:
-            answer, deadline = {}, time.time() + order["seconds"]
-            while len(answer) < len(order["pids"]) and time.time() < deadline:
-                for pid in set(order["pids"]) - set(answer):
-                    ended, status = os.waitpid(pid, os.WNOHANG)
-                    answer |= {pid: os.waitstatus_to_exitcode(status)} if ended else {}
-                time.sleep(0.01)
-            answer = [answer.get(pid) for pid in order["pids"]]
-        print(json.dumps(answer), flush=True)
+def live_apart(argv: list[str], more: list[str]) -> None:
+    """The run, which one rank was started for with further flags."""
+    ppo.main([*argv, *more] if os.environ["RANK"] == "1" else argv)
 
 
 def clean_environment(**more: str) -> dict[str, str]:
@@ -257,56 +214,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in own} | more
 
 
-class Lives:
-    """Starts lives of runs through one server process."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.count = folder, 0
-        self.server = subprocess.Popen([sys.executable, __file__, "serve"], stdin=subprocess.PIPE,
-                                       stdout=subprocess.PIPE, text=True, env=clean_environment())
-
-    def ask(self, order: dict) -> list:
-        self.server.stdin.write(json.dumps(order) + "\n")
-        self.server.stdin.flush()
-        return json.loads(self.server.stdout.readline())
-
-    def start(self, argv: list[str], world: int = 1, hooks: list | None = None, **env: str) -> SimpleNamespace:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.count += 1
-        log = self.folder / f"life-{self.count}.log"
-        log.touch()
-        pids = self.ask({"argv": argv, "world": world, "hooks": hooks or [], "env": env, "port": port, "log": str(log)})
-        return SimpleNamespace(pids=pids, log=log)
-
-    def wait(self, life: SimpleNamespace, seconds: float = 200) -> SimpleNamespace:
-        """Exit codes, negative for signals, and what all ranks printed. A rank still alive then is a failure."""
-        codes = self.ask({"pids": life.pids, "seconds": seconds})
-        for pid, code in zip(life.pids, codes):
-            if code is None:
-                os.kill(pid, signal.SIGKILL)
-        output = life.log.read_text()
-        assert None not in codes, f"still alive after {seconds} s: {output[-3000:]}"
-        return SimpleNamespace(codes=codes, output=output)
-
-    def __call__(self, argv: list[str], world: int = 1, hooks: list | None = None, codes: list[int] | None = None,
-                 **env: str) -> str:
-        """A whole life; its output."""
-        life = self.wait(self.start(argv, world, hooks, **env))
-        assert life.codes == (codes or [0] * world), life.output[-4000:]
-        return life.output
-
-
 # ----------------------------------------------------------------------------- set-up
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory):
-    lives = Lives(tmp_path_factory.mktemp("lives"))
-    yield lives
-    lives.server.kill()                          # between two orders it holds nothing; to end by itself it takes seconds
-    lives.server.wait()
-
-
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> Path:
     """rows.jsonl, damaged.jsonl (a picture of it does not decode), eval.jsonl, more.jsonl (a row more), reward.py."""
@@ -341,14 +249,14 @@ def flags(qwen25, task):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(lives, flags, tmp_path_factory):
+def undisturbed(flags, tmp_path_factory):
     """(algorithm, ranks) -> folder of a run of six steps that nothing happened to."""
     folders = {}
 
     def run(name: str, world: int) -> Path:
         if (name, world) not in folders:
             folders[name, world] = tmp_path_factory.mktemp(f"{name}-{world}") / "run"
-            lives(flags(folders[name, world], ALGORITHMS[name]), world)
+            live(flags(folders[name, world], ALGORITHMS[name]), world)
         return folders[name, world]
 
     return run
@@ -430,12 +338,12 @@ def copy(finished, tmp_path) -> Path:
 # ----------------------------------------------------------------------------- bitwise resume
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_six_steps_are_three_and_three(lives, flags, undisturbed, tmp_path, name, world):
+def test_six_steps_are_three_and_three(flags, undisturbed, tmp_path, name, world):
     """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an undisturbed run."""
     argv = flags(tmp_path / "run", ALGORITHMS[name] + " --save_every 3")
-    lives([*argv, "--save_blocking"], world, [["die", "update_actor", 4]], codes=[-signal.SIGKILL] * world)
+    live([*argv, "--save_blocking"], world, [(die, "update_actor", 4)], codes=[-signal.SIGKILL] * world)
     assert steps(tmp_path / "run") == [3] and records(tmp_path / "run")[-1]["step"] == 3
-    assert "resuming from" in lives(argv, world)
+    assert "resuming from" in live(argv, world)
     assert_bitwise(tmp_path / "run", undisturbed(name, world))
     if name == "gae":
         last = records(tmp_path / "run")[-1]
@@ -443,20 +351,20 @@ def test_six_steps_are_three_and_three(lives, flags, undisturbed, tmp_path, name
 
 
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
-def test_resume_on_another_number_of_ranks(lives, flags, undisturbed, tmp_path, before, after):
+def test_resume_on_another_number_of_ranks(flags, undisturbed, tmp_path, before, after):
     """--resume PATH, into another folder, resharded."""
     reference = undisturbed("gae", before)
-    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
+    live(flags(tmp_path / "run", ALGORITHMS["gae"] + f" --resume {reference}/checkpoints/step-3"), after)
     found, expected = records(tmp_path / "run"), records(reference)[-3:]
     assert [r["step"] for r in found] == [4, 5, 6]
     for ours, theirs in zip(found, expected):
         assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
 
 
-def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, task):
+def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
-    told = lives(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [["tell_shards"]])
+    told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [(tell_shards,)])
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
     plan = start(qwen25, str(task / "rows.jsonl"))
     for rank in range(4):                                                        # first and last shard of each copy
@@ -465,7 +373,7 @@ def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, t
             planned = resident_bytes(module, 2)
             assert int(moments) == 2 * int(weights) and int(weights) <= planned["weights"]
             assert (int(weights), int(moments)) == (planned["weights"], planned["Adam"]) or rank % 2
-    lives(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
+    live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
     for found, count in ((out, 7), (tmp_path / "one", 3)):
         assert len(records(found)) == count
         for ours, theirs in zip(records(found), records(reference)[-count:]):
@@ -474,10 +382,10 @@ def test_two_copies_of_two_shards(lives, flags, undisturbed, tmp_path, qwen25, t
     assert all((four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + 1e-6 for key in one)
 
 
-def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undisturbed, tmp_path):
+def test_a_slow_background_save_holds_the_state_of_its_step(flags, undisturbed, tmp_path):
     """Training goes on while the writer sleeps for four seconds; what it then writes is what it was given."""
-    hooks = [["change_writes", 0, [], 4], ["time_saves", str(tmp_path / "waited")]]
-    lives(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, hooks)
+    hooks = [(change_writes, 0, [], 4), (time_saves, str(tmp_path / "waited"))]
+    live(flags(tmp_path / "run", ALGORITHMS["gae"] + " --save_every 3"), 1, hooks)
     waited = [json.loads(line) for line in (tmp_path / "waited").read_text().splitlines()]
     assert 0 < sum(seconds for step, seconds in waited if step == 3) < 3                     # until the next save begins
     ours, theirs = (folder / "checkpoints" / "step-3" for folder in (tmp_path / "run", undisturbed("gae", 1)))
@@ -486,35 +394,35 @@ def test_a_slow_background_save_holds_the_state_of_its_step(lives, flags, undist
 
 @pytest.mark.parametrize("owner, method, saved, recorded, evaluated", [
     ("RunLogger", "step", 3, 3, 2), ("Checkpoints", "save", 3, 4, 2), ("RunLogger", "evaluation", 4, 4, 2)])
-def test_killed_between_record_save_and_evaluation(lives, flags, undisturbed, tmp_path, owner, method, saved, recorded,
+def test_killed_between_record_save_and_evaluation(flags, undisturbed, tmp_path, owner, method, saved, recorded,
                                                    evaluated):
     """What a step still owes is made up for, once: its record, its checkpoint, its evaluation."""
     out = tmp_path / "run"
     argv = flags(out, ALGORITHMS["gae"])
-    lives([*argv, "--save_blocking"], 1, [["die_before", owner, method, 4]], codes=[-signal.SIGKILL])
+    live([*argv, "--save_blocking"], 1, [(die_before, owner, method, 4)], codes=[-signal.SIGKILL])
     assert steps(out)[0] == saved and records(out)[-1]["step"] == recorded
     assert [record["step"] for record in records(out) if "eval/num_samples" in record][-1] == evaluated
-    lives(argv)
+    live(argv)
     assert_bitwise(out, undisturbed("gae", 1))
 
 
-def test_killed_between_save_and_export(lives, flags, finished, tmp_path):
+def test_killed_between_save_and_export(flags, finished, tmp_path):
     """The weights that the last step owes are exported by the next life."""
     argv = flags(tmp_path / "run", "--save_blocking")
-    lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
+    live(argv, 1, [(die, "export", 1)], codes=[-signal.SIGKILL])
     assert steps(tmp_path / "run") == [2, 1] and not (tmp_path / "run" / "export" / "step-2").exists()
-    lives(argv)
+    live(argv)
     assert_bitwise(tmp_path / "run", finished, step=2)
 
 
-def test_half_a_record_is_no_record(lives, flags, undisturbed, tmp_path):
+def test_half_a_record_is_no_record(flags, undisturbed, tmp_path):
     """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
     out = Path(shutil.copytree(undisturbed("grpo", 1), tmp_path / "run"))
     for step in (5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
     with open(out / "metrics.jsonl", "a") as file:
         file.write('{"step": 7, "rollout/rew')
-    assert "step-4" in lives(flags(out, ALGORITHMS["grpo"]))
+    assert "step-4" in live(flags(out, ALGORITHMS["grpo"]))
     assert_bitwise(out, undisturbed("grpo", 1))
 
 
@@ -522,7 +430,7 @@ def test_half_a_record_is_no_record(lives, flags, undisturbed, tmp_path):
 @pytest.mark.parametrize("point, rank, survives", [
     ("before-write", 0, 2), ("before-write", 1, 2), ("before-commit", 0, 2), ("before-rename", 0, 2),
     ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
-def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, rank, survives):
+def test_killed_at_a_marked_point(flags, undisturbed, tmp_path, point, rank, survives):
     """The other rank ends too; earlier checkpoints are as they were; the next life takes the newest complete one."""
     out = tmp_path / "run"
     shutil.copytree(undisturbed("grpo", 2), out)
@@ -531,41 +439,42 @@ def test_killed_at_a_marked_point(lives, flags, undisturbed, tmp_path, point, ra
     files.write_pointer(out / "checkpoints" / "latest", "step-2")
     before = contents(out / "checkpoints" / "step-2")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
-    life = lives.wait(lives.start(argv, 2, KILL_AT=point, KILL_RANK=str(rank)))
-    assert life.codes[rank] == -signal.SIGKILL and life.codes[1 - rank] not in (0, -signal.SIGKILL)
+    life = ranks.start(ppo.main, argv, world=2, KILL_AT=point, KILL_RANK=str(rank))
+    codes = life.wait()
+    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, -signal.SIGKILL)
     assert steps(out)[0] == survives and contents(out / "checkpoints" / "step-2") == before
     assert pointer(out) == ("step-3" if point == "before-rotation" else "step-2")
-    output = lives(argv, 2)
+    output = live(argv, 2)
     assert f"resuming from {out}/checkpoints/step-{survives}" in output
     assert sorted(path.name for path in (out / "checkpoints").iterdir()) == ["latest", "step-3", "step-6"]
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
-def test_killed_at_random_instants(lives, flags, undisturbed, tmp_path):
+def test_killed_at_random_instants(flags, undisturbed, tmp_path):
     """Three random SIGKILLs, of one rank or of both; benchmarks/kill_test.py does thirty."""
     rng, out, reached = np.random.default_rng(int(time.time())), tmp_path / "run", 0
     argv = flags(out, ALGORITHMS["gae"])
     for _ in range(3):
-        life = lives.start(argv, 2)
+        life = ranks.start(ppo.main, argv, world=2)
         time.sleep(rng.uniform(0.5, 4))
         for pid in rng.permutation(life.pids)[:rng.integers(1, 3)]:
             os.kill(int(pid), signal.SIGKILL)
-        lives.wait(life)
+        life.wait()
         newest = max(steps(out), default=0)
         assert newest >= reached
         reached = newest
         for file in (out / "checkpoints" / f"step-{newest}").glob("*.safetensors"):
             assert load_file(file)
-    lives(argv, 2)
+    live(argv, 2)
     assert_bitwise(out, undisturbed("gae", 2))
 
 
 # ----------------------------------------------------------------------------- failed saves
-def test_write_error_on_one_rank(lives, flags, tmp_path):
+def test_write_error_on_one_rank(flags, tmp_path):
     """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
     out = tmp_path / "run"
-    hooks = [["change_writes", 1, [2, 4]], ["name_hosts"]]
-    output = lives(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, hooks)
+    hooks = [(change_writes, 1, [2, 4]), (name_hosts,)]
+    output = live(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, hooks)
     told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
     assert told == [("2", "1"), ("4", "1")]
     assert output.count("in a row): OSError on rank 1, host node-1: [Errno 5] Input/output error") == 2
@@ -574,28 +483,28 @@ def test_write_error_on_one_rank(lives, flags, tmp_path):
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
-def test_a_save_that_outlasts_the_timeout(lives, flags, tmp_path):
+def test_a_save_that_outlasts_the_timeout(flags, tmp_path):
     """Fails, and is the only one that does."""
-    output = lives(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [["change_writes", 1, [], 6]])
+    output = live(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [(change_writes, 1, [], 6)])
     assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "Timed out waiting" in output
     assert steps(tmp_path / "run") == [2]
 
 
-def test_too_many_write_errors(lives, flags, tmp_path):
+def test_too_many_write_errors(flags, tmp_path):
     out = tmp_path / "run"
-    hooks = [["change_writes", 1, [2, 3, 4, 5, 6]]]
-    output = lives(flags(out, "--steps 6 --max_failed_saves 2"), 2, hooks, codes=[2, 2])
+    hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
+    output = live(flags(out, "--steps 6 --max_failed_saves 2"), 2, hooks, codes=[2, 2])
     assert "error: 2 checkpoints in a row could not be saved" in output and "Traceback" not in output
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
-def test_nodes_that_share_no_disk(lives, flags, tmp_path):
+def test_nodes_that_share_no_disk(flags, tmp_path):
     """Refused at the start; where a shard goes astray later, no checkpoint is committed without it."""
     (tmp_path / "node").mkdir()
-    hooks = [["other_disk", 1, str(tmp_path / "node")]]
-    output = lives(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
+    hooks = [(other_disk, 1, str(tmp_path / "node"))]
+    output = live(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
     assert "is not rank 0's folder: use a file system that all nodes share" in output and socket.gethostname() in output
-    output = lives(flags(tmp_path / "late", "--save_blocking"), 2, [["other_disk", 1, str(tmp_path / "node"), 1]])
+    output = live(flags(tmp_path / "late", "--save_blocking"), 2, [(other_disk, 1, str(tmp_path / "node"), 1)])
     assert re.search(r"step 1 was not saved \(1 in a row\): .* shard-00002.*written by other ranks", output)
     assert steps(tmp_path / "late") == [2] and list((tmp_path / "node").glob("shard-00002*"))
 
@@ -613,16 +522,16 @@ def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
     assert f"warning: the file system of {copy} has no locks" in capfd.readouterr().out
 
 
-def test_weights_that_cannot_be_exported(lives, flags, tmp_path):
+def test_weights_that_cannot_be_exported(flags, tmp_path):
     """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
     out = tmp_path / "run"
     out.mkdir()
     (out / "export").write_text("in the way")
-    output = lives(flags(out, "--export_every 1"), 2, codes=[2, 2])
+    output = live(flags(out, "--export_every 1"), 2, codes=[2, 2])
     assert f"warning: the weights were not exported to {out}/export/step-1: " in output and "done:" not in output
     assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
     (out / "export").unlink()
-    output = lives(flags(out, "--export_every 1"), 2)
+    output = live(flags(out, "--export_every 1"), 2)
     assert f"resuming from {out}/checkpoints/step-2" in output and "done before this start: metrics" in output
     assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
 
@@ -660,27 +569,27 @@ def small_disk(tmp_path, mount):
     return tmp_path / "run"
 
 
-def test_full_disk(lives, flags, small_disk):
+def test_full_disk(flags, small_disk):
     """Full in the middle of a write, then before a write: the numbers are told, the earlier checkpoint is intact."""
     argv = flags(small_disk, "--steps 6 --max_failed_saves 2 --save_blocking")
     ballast = small_disk / "checkpoints" / "ballast"
-    output = lives(argv, 2, [["change_writes", 1, [2], 0, str(ballast)]], codes=[2, 2])
+    output = live(argv, 2, [(change_writes, 1, [2], 0, str(ballast))], codes=[2, 2])
     assert "No space left on device" in output
     needed, free = re.search(r"([\d.]+) GiB are needed and ([\d.]+) GiB free in", output).groups()
     assert float(needed) > float(free)
     assert steps(small_disk) == [1] and pointer(small_disk) == "step-1"
     ballast.unlink()
-    assert "step-1" in lives([*argv, "--keep_last", "1"], 2)
+    assert "step-1" in live([*argv, "--keep_last", "1"], 2)
     assert steps(small_disk) == [6]
 
 
 # ----------------------------------------------------------------------------- records that cannot be written
-def test_records_wait_for_space_on_the_disk(lives, flags, mount, tmp_path):
+def test_records_wait_for_space_on_the_disk(flags, mount, tmp_path):
     """Told, counted and made up for in order. Too many in a row, or no space at start or end: exit code 2."""
     out, ballast = tmp_path / "run", tmp_path / "run" / "ballast"
     mount(out, "2m")
     argv = flags(out, "--steps 5 --save_every 0 --export_every 0 --max_failed_saves 3 --log_samples 1")
-    output = lives(argv, 2, [["fill_disk", str(ballast), 2, 3]])
+    output = live(argv, 2, [(fill_disk, str(ballast), 2, 3)])
     told = re.findall(r"records up to step (\d) were not written \((\d) in a row\).*No space left", output)
     assert told == [("2", "1"), ("3", "2")] and "Traceback" not in output
     assert [record["step"] for record in records(out)] == [1, 2, 3, 4, 5]
@@ -689,14 +598,14 @@ def test_records_wait_for_space_on_the_disk(lives, flags, mount, tmp_path):
     assert [point.step for point in events.Scalars("rollout/reward")] == [1, 2, 3, 4, 5]
     samples = sorted((out / "samples").glob("*.jsonl"))
     assert [file.name for file in samples] == ["step-000005.jsonl"] and len(samples[0].read_text().splitlines()) == 8
-    output = lives(argv, 2, [["fill_disk", str(ballast), 2, 9]], codes=[2, 2])
+    output = live(argv, 2, [(fill_disk, str(ballast), 2, 9)], codes=[2, 2])
     assert "error: records could not be written 3 times in a row, the last because: " in output
     assert output.count("No space left on device") == 4 and "Traceback" not in output
-    output = lives(argv, 2, codes=[2, 2])  # the disk is still full
+    output = live(argv, 2, codes=[2, 2])  # the disk is still full
     assert output.count("error: --out") == 1 and "No space left on device" in output
     assert "Traceback" not in output
     ballast.unlink()
-    output = lives([*argv, "--steps", "2"], 2, [["fill_disk", str(ballast), 2, 2]], codes=[2, 2])
+    output = live([*argv, "--steps", "2"], 2, [(fill_disk, str(ballast), 2, 2)], codes=[2, 2])
     assert "error: the run ended after step 2, but its last records could not be written: " in output
 
 
@@ -769,7 +678,7 @@ def test_steps_without_an_update_are_counted():
     assert seen == [(1, 0), (1, 1), (2, 2), (0, 3), (1, 0)]
 
 
-def test_a_weight_that_is_not_finite_is_named(lives, flags, qwen25, tmp_path):
+def test_a_weight_that_is_not_finite_is_named(flags, qwen25, tmp_path):
     """On two ranks, in the shard of the second; nothing with it is ever committed or exported."""
     model = Path(shutil.copytree(qwen25, tmp_path / "model"))
     weights = load_file(model / "model.safetensors")
@@ -777,7 +686,7 @@ def test_a_weight_that_is_not_finite_is_named(lives, flags, qwen25, tmp_path):
     weights[name][-1, -1] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     argv = flags(tmp_path / "run", "--advantage rloo --steps 9 --max_failed_saves 9 --export_every 1")
-    output = lives([*argv, "--model", str(model)], 2, codes=[2, 2])
+    output = live([*argv, "--model", str(model)], 2, codes=[2, 2])
     assert output.count("error: step 3: the gradient of the actor was not finite") == 1
     weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
     assert re.search(f"first parameter that is not finite is {weight}; there is no earlier checkpoint", output)
@@ -837,12 +746,12 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd, r
     assert_bitwise(copy, finished, step=2)
 
 
-def test_all_ranks_look_for_rot(lives, flags, undisturbed, tmp_path):
+def test_all_ranks_look_for_rot(flags, undisturbed, tmp_path):
     """The newest is damaged in the first rank's file, the next in the second's; the third is taken."""
     out = Path(shutil.copytree(undisturbed("grpo", 2), tmp_path / "run"))
     for step, number in ((6, 1), (5, 2)):
         flip(next((out / "checkpoints" / f"step-{step}").glob(f"shard-0000{number}*")), -1)
-    output = lives(flags(out, ALGORITHMS["grpo"]), 2)
+    output = live(flags(out, ALGORITHMS["grpo"]), 2)
     told = re.findall(r"not resumed from: \S*/(step-\d): shard-0000(\d)\S* is not what was written", output)
     assert told == [("step-6", "1"), ("step-5", "2")]
     assert f"resuming from {out}/checkpoints/step-4" in output
@@ -1067,13 +976,13 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert sorted(copy.rglob("*")) == before and steps(copy) == [2, 1]
 
 
-def test_a_requeued_job_goes_back_once(lives, flags, copy, finished, tmp_path):
+def test_a_requeued_job_goes_back_once(flags, copy, finished, tmp_path):
     """Killed before the export, the same command goes on with what it saved, and an older export is not taken for its own."""
     out = tmp_path / "new"
     shutil.copytree(copy / "export", out / "export")
     argv = flags(out, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --save_blocking")
-    lives(argv, 1, [["die", "export", 1]], codes=[-signal.SIGKILL])
-    assert f"resuming from {out}/checkpoints/step-2" in lives(argv)
+    live(argv, 1, [(die, "export", 1)], codes=[-signal.SIGKILL])
+    assert f"resuming from {out}/checkpoints/step-2" in live(argv)
     ours, old = ((folder / "export" / "step-2" / "model.safetensors").read_bytes() for folder in (out, finished))
     assert ours != old
 
@@ -1085,8 +994,8 @@ def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
     assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
 
 
-def test_ranks_with_other_flags(lives, flags, tmp_path):
-    output = lives(flags(tmp_path / "run"), 2, codes=[2, 2], FLAGS_OF_1="--gamma 0.5")
+def test_ranks_with_other_flags(flags, tmp_path):
+    output = ranks.run(live_apart, flags(tmp_path / "run"), ["--gamma", "0.5"], world=2, codes=[2, 2])
     assert "were started with different flags: --gamma 1.0 and 0.5" in output and not (tmp_path / "run").exists()
 
 
@@ -1189,8 +1098,8 @@ KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --no-visi
 @pytest.mark.parametrize("scores, save_every, kept", [
     ("9 1 5 2 3 4 0", 1, [6, 2]),      # 9 is of step 0, which has no checkpoint
     ("9 7 5 8 3 7 0", 2, [6, 2])])     # neither have steps 1, 3 and 5
-def test_keep_best(lives, flags, tmp_path, scores, save_every, kept):
-    lives(flags(tmp_path / "run", f"{KEEP_BEST} --steps 6 --save_every {save_every}"), SCORES=scores)
+def test_keep_best(flags, tmp_path, scores, save_every, kept):
+    live(flags(tmp_path / "run", f"{KEEP_BEST} --steps 6 --save_every {save_every}"), SCORES=scores)
     assert steps(tmp_path / "run") == kept
 
 
@@ -1208,19 +1117,19 @@ def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
         args=SimpleNamespace(keep_best=name), out=tmp_path, folder=tmp_path / "checkpoints")) == best
 
 
-def test_the_best_is_remembered_over_a_kill(lives, flags, tmp_path):
+def test_the_best_is_remembered_over_a_kill(flags, tmp_path):
     argv = flags(tmp_path / "run", f"{KEEP_BEST} --steps 5 --save_blocking")
-    lives(argv, 1, [["die", "update_actor", 3]], codes=[-signal.SIGKILL], SCORES="0 1 5")
-    assert "step-2" in lives(argv, SCORES="2 3 4")
+    live(argv, 1, [(die, "update_actor", 3)], codes=[-signal.SIGKILL], SCORES="0 1 5")
+    assert "step-2" in live(argv, SCORES="2 3 4")
     assert steps(tmp_path / "run") == [5, 2]
 
 
-def test_save_strategies(lives, flags, tmp_path):
+def test_save_strategies(flags, tmp_path):
     """Who writes at the same time; what is written does not depend on it."""
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
         log = tmp_path / f"{strategy}.jsonl"
-        hooks = [["change_writes", -1, [], 0.4, "", str(log)]]
-        lives(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
+        hooks = [(change_writes, -1, [], 0.4, "", str(log))]
+        live(flags(tmp_path / strategy, f"--steps 1 --save_strategy {strategy}"), 2, hooks)
         assert_equal_tensors(*(tmp_path / name / "checkpoints" / "step-1" for name in (strategy, "unrestricted")))
         (_, _, end), (_, start, _) = sorted(map(json.loads, log.read_text().splitlines()), key=lambda line: line[1])
         assert (start < end) == (strategy in ("unrestricted", "single_node")), strategy
@@ -1229,41 +1138,40 @@ def test_save_strategies(lives, flags, tmp_path):
 
 
 # ----------------------------------------------------------------------------- one run per folder, signals
-def test_one_live_run_per_folder(lives, flags, copy):
+def test_one_live_run_per_folder(flags, copy):
     """A second run is refused; the lock of a dead one is no obstacle."""
     argv = flags(copy, "--steps 3")
-    life = lives.start(argv, 1, [["hang", 1, 0]])
+    life = ranks.start(ppo.main, argv, patches=[(hang, 1, 0)])
     while f'"pid": {life.pids[0]}' not in (copy / ".lock").read_text():
         time.sleep(0.05)
     before = (copy / "metrics.jsonl").read_bytes()
     refused(argv, "in use by a live run", socket.gethostname(), str(life.pids[0]))
     os.kill(life.pids[0], signal.SIGKILL)
-    assert lives.wait(life).codes == [-signal.SIGKILL]
+    assert life.wait() == [-signal.SIGKILL]
     assert (copy / "metrics.jsonl").read_bytes().startswith(before)
-    lives(argv)
+    live(argv)
     assert steps(copy)[0] == 3
 
 
 @pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1), (signal.SIGINT, 0)])
-def test_preemption(lives, flags, undisturbed, tmp_path, number, rank):
+def test_preemption(flags, undisturbed, tmp_path, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
-    output = lives(argv, 2, [["stop_at", "rollout", 2, rank, int(number)]], codes=[process.EXIT_PREEMPTED] * 2)
+    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[process.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output and "Traceback" not in output
     assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
     assert steps(tmp_path / "run") == [2]                        # its evaluation is the next life's
-    lives(argv, 2)
+    live(argv, 2)
     assert_bitwise(tmp_path / "run", undisturbed("grpo", 2))
 
 
-def test_a_silent_rank_ends_the_job_within_the_timeout(lives, flags, tmp_path):
+def test_a_silent_rank_ends_the_job_within_the_timeout(flags, tmp_path):
     started = time.time()
-    life = lives.start(flags(tmp_path / "run", "--timeout 5"), 2, [["hang", 2, 1]])
-    codes = lives.ask({"pids": life.pids[:1], "seconds": 30})
-    os.kill(life.pids[1], signal.SIGKILL)
-    lives.ask({"pids": life.pids[1:], "seconds": 10})
-    assert codes == [1] and time.time() - started < 25
-    assert re.search("(?i)timed? ?out", life.log.read_text())
+    life = ranks.start(ppo.main, flags(tmp_path / "run", "--timeout 5"), world=2, patches=[(hang, 2, 1)])
+    life.ranks[0].join(30)
+    assert life.ranks[0].exitcode == 1 and time.time() - started < 25
+    life.ranks[1].kill()
+    assert re.search("(?i)timed? ?out", life.told())
 
 
 def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
@@ -1284,7 +1192,3 @@ def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
     assert "resuming from" in told
     assert told.count("error: rank") == told.count("lost contact with another rank") == 1       # said once, by the survivor
     assert_bitwise(out, undisturbed("grpo", 2))
-
-
-if __name__ == "__main__":
-    serve()

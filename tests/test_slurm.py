@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, lives,  # noqa: F401
-                             steps, task, undisturbed)
+from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, steps, task,  # noqa: F401
+                             undisturbed)
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
 SLOW = '''

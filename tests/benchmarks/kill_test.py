@@ -27,9 +27,10 @@ from PIL import Image
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import conftest  # noqa: E402  (puts the project on the path)
+import ranks  # noqa: E402
 import toy  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from test_checkpoint import REWARD, Lives, assert_bitwise, records, steps  # noqa: E402
+from test_checkpoint import REWARD, assert_bitwise, live, ppo, records, steps, time_saves  # noqa: E402
 
 RANKS = 2
 
@@ -53,26 +54,26 @@ def flags(model: Path, task: Path, out: Path, *more: str) -> list[str]:
             "--critic_lr", "1e-3", "--kl_coef", "0.1", "--kl_target", "0.001", *more]
 
 
-def kill_at_random(lives: Lives, model: Path, work: Path, kills: int, last: int, longest: float, seed: int) -> None:
+def kill_at_random(model: Path, work: Path, kills: int, last: int, longest: float, seed: int) -> None:
     """The first part. Raises AssertionError at the first thing that is not as it should be."""
     rng, counts, reached, resumed = np.random.default_rng(seed), collections.Counter(), 0, []
     plan = ("--steps", str(last), "--save_every", "1", "--eval_every", "5")
     started = time.time()
-    lives(flags(model, work, work / "undisturbed", *plan), RANKS)
+    live(flags(model, work, work / "undisturbed", *plan), RANKS)
     print(f"undisturbed run: {last} steps in {time.time() - started:.0f} s", flush=True)
     run, out = 0, work / "run-0"
     while counts["kills"] < kills or reached:
         unfinished = {path.stat().st_ino for path in out.glob("checkpoints/.tmp-*")}
-        life = lives.start(flags(model, work, out, *plan), RANKS)
+        life = ranks.start(ppo.main, flags(model, work, out, *plan), world=RANKS)
         if counts["kills"] < kills:
             time.sleep(rng.uniform(0.2, longest))
             victims = life.pids if rng.random() < 0.4 else [life.pids[rng.integers(RANKS)]]
             for pid in victims:
                 os.kill(pid, signal.SIGKILL)
-        ended = lives.wait(life, 120)
-        if -signal.SIGKILL in ended.codes:
+        codes = life.wait(120)
+        if -signal.SIGKILL in codes:
             counts["kills"] += 1
-            counts["of all ranks" if ended.codes == [-signal.SIGKILL] * RANKS else "of one rank"] += 1
+            counts["of all ranks" if codes == [-signal.SIGKILL] * RANKS else "of one rank"] += 1
             if {path.stat().st_ino for path in out.glob("checkpoints/.tmp-*")} - unfinished:
                 counts["while a checkpoint was being written"] += 1
         found = steps(out)
@@ -84,7 +85,7 @@ def kill_at_random(lives: Lives, model: Path, work: Path, kills: int, last: int,
             json.loads((out / "checkpoints" / f"step-{newest}" / "state.json").read_text())
             resumed.append(newest)
         reached = newest
-        if ended.codes == [0] * RANKS:
+        if codes == [0] * RANKS:
             assert_bitwise(out, work / "undisturbed", last)
             counts["runs finished, equal in every bit"] += 1
             shutil.rmtree(out)
@@ -95,7 +96,7 @@ def kill_at_random(lives: Lives, model: Path, work: Path, kills: int, last: int,
         print(f"{count:5d} {name}")
 
 
-def measure_waits(lives: Lives, work: Path, hidden: int, layers: int) -> None:
+def measure_waits(work: Path, hidden: int, layers: int) -> None:
     """The second part: seconds that training spends on each save but the first and the last."""
     model, kind = work / "large", "qwen2_5_vl"
     tokenizer = toy.make_tokenizer()
@@ -104,8 +105,8 @@ def measure_waits(lives: Lives, work: Path, hidden: int, layers: int) -> None:
     toy.make_image_processor(kind).save_pretrained(model)
     for mode in ("--no-save_blocking", "--save_blocking"):
         out, log = work / f"large{mode}", work / f"waits{mode}.jsonl"
-        lives(flags(model, work, out, "--steps", "9", "--save_every", "2", "--export_every", "0", "--eval_every", "0",
-                    "--keep_last", "1", mode), RANKS, [["time_saves", str(log)]])
+        live(flags(model, work, out, "--steps", "9", "--save_every", "2", "--export_every", "0", "--eval_every", "0",
+                   "--keep_last", "1", mode), RANKS, [(time_saves, str(log))])
         size = sum(file.stat().st_size for file in (out / "checkpoints" / "step-9").iterdir())
         waits = collections.defaultdict(float)
         for step, seconds in map(json.loads, log.read_text().splitlines()):
@@ -129,16 +130,13 @@ def main() -> None:
     args = parser.parse_args()
     work = args.work or Path(tempfile.mkdtemp(prefix="kill-test-"))
     work.mkdir(parents=True, exist_ok=True)
-    lives = Lives(work)
     try:
         model = conftest.write_checkpoint(work / "model", "qwen2_5_vl")
         write_task(work)
         if args.kills:
-            kill_at_random(lives, model, work, args.kills, args.steps, args.longest, args.seed)
-        measure_waits(lives, work, args.hidden, args.layers)
+            kill_at_random(model, work, args.kills, args.steps, args.longest, args.seed)
+        measure_waits(work, args.hidden, args.layers)
     finally:
-        lives.server.stdin.close()
-        lives.server.wait(10)
         if not args.work:
             shutil.rmtree(work)
 
