@@ -295,7 +295,7 @@ class Dialogue:
         talk.said.seconds += call.seconds
         if call.error is None:
             return call.result
-        problem = describe(call.error, __file__)
+        problem = describe(call.error)
         if call.late:
             talk.is_busy, problem = True, str(call.error)
         problem = f"{talk.environment.spec}: {talk.source}: {problem}"

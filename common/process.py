@@ -176,13 +176,13 @@ def let_rank_0_speak() -> None:
     time.sleep(60)
 
 
-def describe(error: BaseException, own_file: str = __file__) -> str:
-    """What user code raised, and the lines that led there, the innermost first."""
+def describe(error: BaseException) -> str:
+    """What user code raised, and its lines that led there, the innermost first."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
     lines = [
         f"{Path(frame.filename).name}:{frame.lineno}"
         for frame in frames
-        if frame.filename != own_file and not frame.filename.startswith("<")
+        if not frame.filename.startswith(("<", os.path.dirname(__file__)))
     ]
     once = dict.fromkeys(lines)  # an error that is raised again at its own line has it twice
     where = f" ({' < '.join(once)})" if lines else ""

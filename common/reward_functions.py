@@ -8,12 +8,14 @@ import functools
 import importlib.util
 import inspect
 import sys
-import threading
-import time
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
 
+import torch
+
+from common.deadlines import Call, Workers
 from common.process import UserError, describe
 from common.remote import RewardError, Server
 from common.rules import RULES, rule_reward
@@ -56,30 +58,28 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("http", "https"):
         server = Server(spec, args)
         return Source(spec, "remote", "remote", function=server, batch=args.remote_batch)
-    function = load_function("--reward", spec, TAKES, may_take="rows")
-    takes_rows = accepts(function, TAKES.split(", "), "rows")
+    function = load_function("--reward", spec, TAKES)
     name = spec.rpartition(":")[2]
-    return Source(spec, name, "function", function=function, takes_rows=takes_rows)
+    return Source(
+        spec, name, "function", function=function, takes_rows=takes_rows(function, TAKES)
+    )
 
 
-def load_function(flag_name: str, spec: str, takes: str, may_take: str = "") -> Callable:
-    """The function of ``path.py:function``, which is called with what it ``takes`` and, by keyword,
-    with what it ``may_take`` if it has a parameter of that name. Raises UserError."""
-    rules = ", ".join(RULES)
+def load_function(flag_name: str, spec: str, takes: str) -> Callable:
+    """The function of ``path.py:function``, which is called with what it ``takes``, and by keyword
+    with ``rows`` if it has such a parameter. Raises UserError."""
     expected = (
-        f"one of {rules}, env, grm:FOLDER, rm:FOLDER, http://host:port/path, or an existing "
-        "path.py:function"
+        f"one of {', '.join(RULES)}, env, grm:FOLDER, rm:FOLDER, http://host:port/path, or an "
+        "existing path.py:function"
     )
     function = load_object(flag_name, spec, expected)
     if not callable(function):
         raise UserError(f"{flag_name} {spec}: {spec.rpartition(':')[2]!r} is no function")
-    given = takes.split(", ")
     try:
-        by_name = {may_take: None} if may_take and accepts(function, given, may_take) else {}
-        inspect.signature(function).bind(*given, **by_name)
+        by_name = {"rows": None} if takes_rows(function, takes) else {}
+        inspect.signature(function).bind(*takes.split(", "), **by_name)
     except (TypeError, ValueError) as error:  # ValueError: a builtin
-        more = f"; it may take {may_take} besides" if may_take else ""
-        raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}{more}") from error
+        raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}") from error
     return function
 
 
@@ -95,22 +95,21 @@ def load_object(flag_name: str, spec: str, expected: str) -> Any:
     try:
         module_spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        problem = describe(error, __file__)
+        problem = describe(error)
         raise UserError(f"{flag_name} {spec}: {path} raised {problem}") from error
     if not hasattr(module, name):
         raise UserError(f"{flag_name} {spec}: {path} has no function {name!r}")
     return getattr(module, name)
 
 
-def accepts(function: Callable, given: list[str], name: str) -> bool:
-    """Whether a function that gets the positional arguments ``given`` has a parameter ``name``
-    besides."""
+def takes_rows(function: Callable, takes: str) -> bool:
+    """Whether a function has a parameter ``rows`` beside those it ``takes`` by position."""
     signature = inspect.signature(function)
     try:
-        signature.bind(*given, **{name: None})
+        signature.bind(*takes.split(", "), rows=None)
     except TypeError:
         return False
-    return name in signature.parameters
+    return "rows" in signature.parameters
 
 
 class Samples(NamedTuple):
@@ -135,85 +134,72 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[st
     count = len(samples.responses)
     size = min(-(-count // args.reward_workers), source.batch or count) or 1
     parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
-    results = call_side_by_side(source, samples, parts, args)
-    columns: dict[str, list[float]] = {}
-    for part in parts:
-        result = results[part]
-        if not isinstance(result, BaseException) and columns and result.keys() != columns.keys():
-            result = RewardError(f"components {sorted(result)}, expected {sorted(columns)}")
-        if isinstance(result, BaseException):
-            raise failure(source, samples, part, result) from result
-        for name, values in result.items():
-            columns.setdefault(name, []).extend(values)
+    workers = Workers(min(args.reward_workers, len(parts)))
+    calls = [workers.submit(call_source, source, samples, part) for part in parts]
+    wait(calls, args.reward_timeout, FIRST_EXCEPTION)
+    workers.close()
+    check_calls(source, samples, parts, calls, args.reward_timeout)
+    names = calls[0].result().keys() if calls else ["reward"]
+    columns = {name: [] for name in names}
+    for part, call in zip(parts, calls):
+        if call.result().keys() != names:
+            problem = f"components {sorted(call.result())}, expected {sorted(names)}"
+            raise failure(source, samples, part, RewardError(problem))
+        for name, values in call.result().items():
+            columns[name] += values
     if "reward" not in columns:
         columns["reward"] = [sum(values) for values in zip(*columns.values())]
     return columns
 
 
-def call_side_by_side(
-    source: Source, samples: Samples, parts: list[range], args: RewardArgs
-) -> dict[range, Any]:
-    """What the function says of each part, or what it raises; a TimeoutError of parts that are
-    not done after --reward_timeout."""
-    results: dict[range, Any] = {}
-
-    def work(own: list[range]) -> None:
-        for part in own:
-            try:
-                results[part] = call(source, samples, part)
-            except BaseException as error:  # the caller raises it; a SystemExit would vanish here
-                results[part] = error
-                return
-
-    # Daemon threads, not a ThreadPoolExecutor, which would wait at exit for a function that hangs.
-    threads = []
-    for k in range(min(args.reward_workers, len(parts))):
-        own = parts[k :: args.reward_workers]
-        threads.append(threading.Thread(target=work, args=(own,), daemon=True))
-    deadline = time.monotonic() + args.reward_timeout
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    late = TimeoutError(f"took longer than {args.reward_timeout:g} s (--reward_timeout)")
-    return {part: results.get(part, late) for part in parts}
+def check_calls(
+    source: Source, samples: Samples, parts: list[range], calls: list[Call], limit: float
+) -> None:
+    """Raises RewardError: a call has raised, or was not done in time."""
+    for part, call in zip(parts, calls):
+        if call.done() and call.exception():
+            raise failure(source, samples, part, call.exception()) from call.exception()
+    for part, call in zip(parts, calls):
+        if not call.done():
+            late = TimeoutError(f"took longer than {limit:g} s (--reward_timeout)")
+            raise failure(source, samples, part, late)
 
 
-def call(source: Source, samples: Samples, part: range) -> dict[str, list[float]]:
+def call_source(source: Source, samples: Samples, part: range) -> dict[str, list[float]]:
     """What the function says of some samples. Raises what it raises, or RewardError: not lists of
     finite numbers."""
-    *given, rows = (column[part.start : part.stop] for column in samples)
-    result = source.function(*given, rows=rows) if source.takes_rows else source.function(*given)
-    if not isinstance(result, dict):
-        result = {"reward": result}
-    if not result:
+    *inputs, rows = (column[part.start : part.stop] for column in samples)
+    result = source.function(*inputs, rows=rows) if source.takes_rows else source.function(*inputs)
+    columns = result if isinstance(result, dict) else {"reward": result}
+    if not columns:
         raise RewardError("no components, expected at least one")
-    return {name: read_numbers(name, values, part) for name, values in result.items()}
+    return {name: read_numbers(name, values, part) for name, values in columns.items()}
 
 
 def read_numbers(name: str, values: Any, part: range) -> list[float]:
     """A list of n finite numbers, also of numpy or torch, as floats. Raises RewardError."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    if not isinstance(values, (list, tuple)) or len(values) != len(part):
-        raise RewardError(f"{name} must be a list of {len(part)} numbers, got {values!r:.200}")
-    numbers = []
-    for i, value in zip(part, values):
-        value = value.tolist() if hasattr(value, "tolist") else value
-        # NaN is not at most anything.
-        if not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-            raise RewardError(f"{name} is {value!r}, not a finite number", sample=i)
-        numbers.append(float(value))
-    return numbers
+    try:
+        numbers = torch.as_tensor(values, dtype=torch.float64)
+        problem = "" if numbers.shape == (len(part),) else f"got {values!r:.200}"
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        problem = f"got {values!r:.200} ({error})"
+    if problem:
+        raise RewardError(f"{name} must be a list of {len(part)} numbers, {problem}")
+    bad = (~numbers.isfinite()).nonzero()
+    if len(bad):
+        i = int(bad[0])
+        raise RewardError(f"{name} is {float(numbers[i])}, not a finite number", sample=part[i])
+    return numbers.tolist()
 
 
 def failure(source: Source, samples: Samples, part: range, error: BaseException) -> RewardError:
     """What went wrong with a part of the samples, with the text of the first that is known."""
-    i, problem = part.start, f"{len(part)} samples raised {describe(error, __file__)}"
+    i, problem = part.start, f"{len(part)} samples raised {describe(error)}"
     if isinstance(error, RewardError):
         i, problem = error.sample or i, str(error)
     names = ("prompt", "response", "reference", "label")
-    shown = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples)]
+    texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples)]
     return RewardError(
         f"--reward {source.spec}: {problem}; sample {i} of {len(samples.responses)} (the last 500"
-        f" characters of each):{''.join(shown)}"
+        f" characters of each):{''.join(texts)}"
     )

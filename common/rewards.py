@@ -288,7 +288,7 @@ class RewardMix:
                 try:
                     values = [float(value) for value in self.combiner(given)]
                 except (Exception, SystemExit) as error:  # the user's own code
-                    raise ValueError(describe(error, __file__)) from error
+                    raise ValueError(describe(error)) from error
                 if len(values) != count:
                     raise ValueError(f"{len(values)} values for {count} samples")
         return torch.tensor(distributed.from_main(values), dtype=torch.float64)

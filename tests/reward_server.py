@@ -9,7 +9,6 @@ It is the example to copy: replace `score`. The other paths misbehave, for the t
     /fail/N          answers 503 to the first N requests
     /status/CODE     answers CODE, always
     /drop            closes the connection without an answer, always
-    /drip            sends its answer byte by byte, 20 per second
     /lie/KIND        answers something else, see LIES
 """
 
@@ -39,7 +38,6 @@ LIES = {
     "both": lambda rewards: {"rewards": rewards, "reward": rewards},
     "text": lambda rewards: "<html>busy</html>",
     "empty": lambda rewards: "",
-    "deep": lambda rewards: "[" * 100_000,
 }
 
 
@@ -77,8 +75,6 @@ class Handler(BaseHTTPRequestHandler):
                 self.answer(int(argument), "that is how it is")
             elif mode == "length":      # says more, or less, than it sends
                 self.answer(200, json.dumps(score(batch)), length=int(argument))
-            elif mode == "drip":
-                self.answer(200, json.dumps(score(batch)), pause=0.05)
             elif mode == "lie":
                 lie = LIES[argument](score(batch)["rewards"])
                 self.answer(200, lie if isinstance(lie, str) else json.dumps(lie))
@@ -89,14 +85,12 @@ class Handler(BaseHTTPRequestHandler):
         except (BrokenPipeError, ConnectionResetError):  # a client whose patience ended is part of the tests
             self.close_connection = True
 
-    def answer(self, status: int, text: str, length: int | None = None, pause: float = 0.0) -> None:
+    def answer(self, status: int, text: str, length: int | None = None) -> None:
         body = text.encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(body) if length is None else length))
         self.end_headers()
-        for start in range(0, len(body), 1 if pause else max(1, len(body))):
-            self.wfile.write(body[start:start + 1] if pause else body)
-            time.sleep(pause)
+        self.wfile.write(body)
 
     def log_message(self, *_) -> None:
         if self.server.verbose:
