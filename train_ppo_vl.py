@@ -58,12 +58,14 @@ from common import (
     transcripts,
 )
 from common.buffers import Batch, Row
-from common.dialogue import Dialogue, Response
+from common.conversations import check_failures, describe_failures
+from common.dialogue import Episode, EnvRollout, Response
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
 from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, self_check, weights
+from common.vlm import attention, data, replies, self_check, weights
 from common.vlm import model as vlm
+from common.vlm.replies import Resumed
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -75,12 +77,12 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
     reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
-    envs = environments.load(args.env, args.data.max_prompt_tokens)
+    environment = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
-    check_rows(rows, reward, envs)
+    check_rows(rows, reward, environment)
     models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
     models |= build_reward_models(args, reward, rows, models["actor"])
     fit_memory(args, models, rows, ranks)
@@ -95,7 +97,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return checkpoints.export_now(roles["actor"], rows.processor)
     fsdp.put_away(roles)
     log = open_log(args, rows, state.step)
-    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environments=envs)
+    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # which has nothing to save
         catch_signals()
 
@@ -708,20 +710,19 @@ def load_rows(args: Args) -> Rows:
 
 
 def check_rows(
-    rows: Rows, reward: rewards.RewardMix, envs: environments.Environments | None
+    rows: Rows, reward: rewards.RewardMix, environment: environments.Environment | None
 ) -> None:
     """Raises UserError: rows that cannot be scored, or an environment that does not work with this
     model."""
     everything = rows.train + rows.held_out
     reward.check_rows(everything)
     kinds = {source.kind for source in reward.sources}
-    if envs is None and "env" in kinds:
+    if environment is None and "env" in kinds:
         raise UserError("--reward env needs an environment that gives rewards: --env file.py:Class")
-    if envs is not None and "rm" in kinds:
+    if environment is not None and "rm" in kinds:
         raise UserError("--reward rm: scalar models do not see conversations; use grm: with --env")
-    if envs is not None:
-        rewarded = [row for row in everything if reward.asks("env", row.label)]
-        envs.check_rows(everything, rewarded, rows.processor)
+    if environment is not None:
+        environment.check_model(rows.processor)
 
 
 def load_text(args: Args, processor: data.Processor) -> TextRows | None:
@@ -848,7 +849,7 @@ class Sampling:
     seed: int = 0
     stream: int = TRAIN
     greedy: bool = False
-    environments: Any = None  # what answers the policy; None: nothing, responses have one turn
+    environment: Any = None  # what answers the policy; None: nothing, responses have one turn
     slots: int = 0  # how many sequences decode together; 0: as many as fit
     cuda_graphs: str = "auto"
 
@@ -1278,20 +1279,20 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     The actor is unsharded once; then no collective runs, so ranks may finish at different times.
     """
     actor.eval()
-    own, dialogue = batch.own_groups(), None
-    if sampling.environments is not None:
-        dialogue = Dialogue(
-            sampling.environments,
+    own, envs = batch.own_groups(), None
+    if sampling.environment is not None:
+        envs = EnvRollout(
+            sampling.environment,
             actor.model,
             actor.processor,
             sampling.max_new_tokens,
             seed=(sampling.seed, sampling.stream),
         )
-        batch = dialogue.open(batch, own, samples_per_prompt)
+        batch = envs.open(batch, own, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt, dialogue)
-        failing = nullcontext() if dialogue is None else distributed.raise_on_all_ranks("--env ")
+        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt, envs)
+        failing = nullcontext() if envs is None else distributed.raise_on_all_ranks("--env ")
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with failing, torch.inference_mode(), bare:
             results = engine.generate()
@@ -1305,9 +1306,11 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
     local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
     local.sampling = sampling
-    if dialogue is not None:
-        dialogue.fill(local, samples)
-    return local.gathered()
+    if envs is not None:
+        envs.fill(local, samples)
+    batch = local.gathered()
+    check_failures(batch.conversations)
+    return batch
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1982,9 +1985,9 @@ def report(
     for record in records[:1]:
         said = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
         log.line(f"  {said}  reward {record['reward']:.3f}")
-    failed = [said.error for said in batch.conversations if said.error]
+    failed = describe_failures(batch.conversations)
     if failed:
-        log.line(f"warning: step {step}: {len(failed)} environments failed, the first: {failed[0]}")
+        log.line(f"warning: step {step}: {failed}")
     flat = metrics["rollout/groups_without_spread"]
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
     text = (
@@ -2082,25 +2085,25 @@ class RolloutEngine:
         sampling: Sampling,
         groups: list[int],
         samples_per_prompt: int,
-        dialogue: Dialogue | None = None,
+        envs: EnvRollout | None = None,
     ):
         self.actor, self.batch, self.sampling = actor, batch, sampling
-        self.groups, self.count, self.dialogue = groups, samples_per_prompt, dialogue
+        self.groups, self.count, self.envs = groups, samples_per_prompt, envs
         self.compute = actor.model.compute
         device = self.compute.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
         longest = max((batch.prompt_lengths[g] for g in groups), default=1)
         capacity = longest + sampling.max_new_tokens
-        if dialogue is not None:
-            capacity += dialogue.extra_tokens
+        if envs is not None:
+            capacity += envs.extra_tokens
         slots = self.slot_count(capacity, max(1, len(groups) * samples_per_prompt))
         self.cache = attention.SlotCache(
             actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
         )
 
         self.make_slots(slots)
-        if dialogue is not None and self.cache.linear is not None:
+        if envs is not None and self.cache.linear is not None:
             self.cache.linear.done = self.done
             if sampling.stop_strings:
                 self.poll = 1  # no state can be wound back to where a string has ended
@@ -2131,6 +2134,7 @@ class RolloutEngine:
         self.stored = [0] * slots  # upper bound of the cached tokens
         self.searched = [0] * slots  # tokens already searched for stop strings
         self.begun = [0] * slots  # response tokens before this turn
+        self.waiting: set[tuple[int, int]] = set()  # samples that wait for their environments
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
@@ -2158,8 +2162,8 @@ class RolloutEngine:
             self.bar.update(len(results) - self.bar.n)
             while self.admit(waiting):
                 pass
-            if self.dialogue is not None:
-                self.dialogue.listen(self, results)
+            if self.envs is not None:
+                self.collect_replies(results)
             self.harvest(results)  # turns of one token end with the prefill
             active = [slot for slot, owner in enumerate(self.owner) if owner]
             # compact when an eighth of the decoded slots is free
@@ -2171,14 +2175,13 @@ class RolloutEngine:
                     self.decode(max(active) + 1)
                 self.harvest(results)
         self.bar.close()
-        if self.dialogue is not None:
-            self.dialogue.finish()
+        if self.envs is not None:
+            self.envs.finish()
         return results
 
     def speaks(self, slot: int) -> bool:
         """Whether a slot holds a sample that is not waiting for its environment."""
-        owner = self.owner[slot]
-        return owner is not None and not (self.dialogue and self.dialogue.is_waiting(owner))
+        return self.owner[slot] is not None and self.owner[slot] not in self.waiting
 
     def admit(self, waiting: deque) -> bool:
         """Prefill as many waiting prompts as the free slots and a packed row hold. Returns whether
@@ -2207,7 +2210,7 @@ class RolloutEngine:
         size = 0
         for group, samples in members:
             length = batch.prompt_lengths[group]
-            following = int(vlm.positions_of(model, batch, group).max()) + 1
+            following = self.following(group)
             for slot, number in samples:
                 rows.append(torch.arange(size, size + length))
                 slots.append(torch.full((length,), slot))
@@ -2229,8 +2232,9 @@ class RolloutEngine:
             self.sampling.seed, self.sampling.stream, draws, numbers
         )
         self.sample(hidden[last_rows], own_slots)
-        if self.dialogue is not None:
-            self.dialogue.begin(self, started)
+        if self.envs is not None:
+            begun = [(slot, self.envs.episodes[self.owner[slot]]) for slot, *_ in started]
+            self.resume_all([(slot, episode) for slot, episode in begun if episode.reply])
 
     def restart(self, slot: Tensor, length: Tensor, following: Tensor, own: Tensor | int) -> None:
         """Let slots (b,) sample their token number ``own``, after so many cached tokens."""
@@ -2288,6 +2292,67 @@ class RolloutEngine:
         self.done[slots] = self.done[slots] | stopped | (step + 1 >= sampling.max_new_tokens)
         self.response_tokens[slots] += live
 
+    def collect_replies(self, results: dict[tuple[int, int], Response]) -> None:
+        """Go on with the samples whose environments have answered, and take those out of their
+        slots whose conversations have ended. If all samples wait, so does this."""
+        all_wait = 0 < len(self.waiting) == sum(owner is not None for owner in self.owner)
+        text = f"{len(self.waiting)} wait for environments"
+        self.bar.set_postfix_str(text, refresh=all_wait)
+        answered = {episode.key: episode for episode in self.envs.poll(wait=all_wait)}
+        self.waiting -= answered.keys()
+        going_on, freed = [], []
+        for slot, owner in enumerate(self.owner):
+            if owner not in answered:
+                continue
+            if answered[owner].reply is not None:
+                going_on.append((slot, answered[owner]))
+            else:
+                results[owner] = answered[owner].response
+                freed.append(slot)
+        self.release(freed)
+        self.resume_all(going_on)
+
+    def resume_all(self, replied: list[tuple[int, Episode]]) -> None:
+        """Continue samples with replies, as many at once as a packed row holds."""
+        batch: list[tuple[int, Episode]] = []
+        size = 0
+        for slot, episode in replied:
+            tokens = 1 + len(episode.reply.input_ids)
+            if batch and size + tokens > self.compute.max_tokens_per_pack:
+                self.resume(batch)
+                batch, size = [], 0
+            batch.append((slot, episode))
+            size += tokens
+        if batch:
+            self.resume(batch)
+
+    def resume(self, batch: list[tuple[int, Episode]]) -> None:
+        """Prefill replies after what their slots have cached, and sample the first token of the
+        next turns."""
+        model = self.actor.model
+        unread = [episode.reply for _, episode in batch]
+        replies.compute_features(model, unread)
+        features = [reply.features for reply in unread if reply.features is not None]
+        resumed, state = [], []
+        for slot, episode in batch:
+            group, _ = episode.key
+            following = self.following(group)
+            ids, positions = episode.read_reply()
+            length = self.batch.prompt_lengths[group] + episode.length
+            resumed.append(Resumed(slot, length - len(ids), ids, following + positions))
+            self.stored[slot] = length
+            self.searched[slot] = self.begun[slot] = episode.own
+            state.append((slot, length, following + episode.position, episode.own))
+        row = replies.reply_row(model, self.cache, resumed, features)
+        hidden = vlm.hidden_states(model, row)[row.predict]  # (b, H)
+        columns = torch.tensor(state, device=hidden.device).T  # (4, b)
+        self.restart(*columns)
+        self.sample(hidden, columns[0])
+
+    def following(self, group: int) -> int:
+        """The rotary position after a prompt."""
+        return int(vlm.positions_of(self.actor.model, self.batch, group).max()) + 1
+
     def harvest(self, results: dict[tuple[int, int], Response]) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the
         device."""
@@ -2309,7 +2374,8 @@ class RolloutEngine:
             truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
             response = Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
             owner = self.owner[slot]
-            if self.dialogue and self.dialogue.end_turn(owner, response, by_string=end is not None):
+            if self.envs and self.envs.on_turn_end(owner, response, by_string=end is not None):
+                self.waiting.add(owner)
                 self.done[slot] = True
                 continue
             results[owner] = response

@@ -1,18 +1,17 @@
-"""The conversations of a rollout, which the rollout engine consults.
+"""The conversations of a rollout: one episode with an environment for each sample.
 
-    open      environments are reset; first observations become part of the prompts
-    end_turn  a turn has ended: its environment is asked in a thread, the slot keeps its cache
-    listen    replies are prefilled after what their slots have cached; finished samples leave
-    fill      what was said, as a batch has it
+    open         environments are reset; first observations become part of the prompts
+    on_turn_end  a turn of the policy has ended: its environment is asked in a thread
+    poll         the episodes whose environments have answered
+    fill         the conversations, as a batch has them
 
-While an environment is running, its slot is marked done. Decoding still computes it, but leaves its
-tokens, and the states of linear attention, as they are, and changes only cache entries that the
-reply will overwrite.
+The rollout engine decodes the other samples in the meantime. It marks a slot whose sample waits as
+done: decoding still computes it, but leaves its tokens, and the states of linear attention, as they
+are, and changes only cache entries that the reply will overwrite.
 """
 
-import functools
 from dataclasses import dataclass, field, replace
-from typing import Any, Iterable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -21,74 +20,106 @@ from torch import Tensor
 from common import distributed
 from common.buffers import Batch
 from common.conversations import Conversation
-from common.environments import Call, Environment, Environments, Workers, env_row, read_step
+from common.deadlines import Call, LateError, Workers
+from common.environments import Environment, Step, env_row, read_step
 from common.process import describe
 from common.vlm import model as vlm
 from common.vlm import replies
 from common.vlm.data import Processor
-from common.vlm.replies import Pixels, Reply, Resumed
+from common.vlm.replies import Pixels, Reply
 from common.vlm.rows import Prompt
 
-Key = tuple[int, int]  # (group, sample number)
+Key = tuple[int, int]  # (index of the prompt, sample number)
 
 
 class Response(NamedTuple):
-    """One finished sample."""
+    """The policy's own tokens of one sample."""
 
     tokens: Tensor  # (n,)
     logprobs: Tensor  # (n,)
     truncated: bool  # ended by a limit
 
 
-@dataclass
-class Talk:
-    """A conversation in progress."""
+@dataclass(eq=False)
+class Episode:
+    """The conversation of one sample, in progress."""
 
+    key: Key
     source: str  # of its row, for messages
-    environment: Environment | None
-    said: Conversation
-    object: Any = None  # the environment, once it is made
-    is_busy: bool = False  # for good: a call of it was given up
-    call: Call | None = None  # while it is running
-    opening: Reply | None = None  # a first observation that comes after the prompt
+    conversation: Conversation
+    env: Any = None  # the user's object, once it is made
+    call: Call | None = None  # the last one
     response: Response | None = None  # the own tokens of all finished turns
-    # turns and replies after the prompt: ids (n,), which are own (n,), rotary positions from the
-    # prompt's end (n, 3)
+    # what the policy reads next: the first observation, unless it stands in the prompt, or a reply
+    reply: Reply | None = None
+    reply_tokens: int = 0  # of all replies, without a first observation
+    # What follows the prompt, turns and what the policy has read: token ids (n,), which are its own
+    # (n,), rotary positions from the prompt's end on (n, 3).
     stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    given: int = 0  # tokens of the prompt and of all replies
-    replied: int = 0  # tokens of all replies, without a first observation
-    origin: int = 0  # rotary position after the prompt
-    following: int = 0  # rotary position of the turn's first token
-    begun: int = 0  # own tokens before the turn
+    length: int = 0  # tokens of the stream
+    position: int = 0  # after its last token
+    own: int = 0  # own tokens in it
 
-    def add(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
-        """Add a turn or a reply (n,) with its rotary positions (n,) or (3, n) to the stream."""
-        places = (positions - self.origin).expand(3, -1).T
+    def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
+        """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
+        places = (self.position + positions).T
         self.stream.append((ids, torch.full((len(ids),), is_own), places))
+        self.length += len(ids)
+        self.position += int(positions.max()) + 1
 
     def add_turn(self, tokens: Tensor) -> None:
         """Add what is new of all own tokens (n,)."""
-        new = tokens[self.begun :]
-        self.add(new, self.following + torch.arange(len(new)), is_own=True)
+        turn = tokens[self.own :]
+        self.extend(turn, torch.arange(len(turn)).expand(3, -1), is_own=True)
+        self.own = len(tokens)
+
+    def read_reply(self) -> tuple[Tensor, Tensor]:
+        """Add the finished turn and the reply to it. Returns what is new to the model, token ids
+        (n,) and rotary positions from the prompt's end on (3, n): the reply, and before it the
+        turn's last token, which decoding has not cached."""
+        reply, conversation = self.reply, self.conversation
+        new = len(reply.input_ids)
+        if self.response is not None:
+            self.add_turn(self.response.tokens)
+            conversation.replies.append(reply.content)
+            conversation.tokens_before.append(self.own)
+            conversation.pictures += reply.pictures
+            self.reply_tokens += new
+            new += 1
+        self.extend(reply.input_ids, reply.positions, is_own=False)
+        conversation.add_images(reply.grids, reply.patches, reply.features)
+        self.reply = None
+        ids, _, places = map(torch.cat, zip(*self.stream[-2:]))
+        return ids[-new:], places[-new:].T
 
 
-class Dialogue:
-    """Conversations of this rank's samples, by (group, sample number)."""
+class EnvRollout:
+    """The episodes of this rank's samples."""
 
     def __init__(
         self,
-        environments: Environments,
+        environment: Environment,
         model: nn.Module,
         processor: Processor,
         max_new_tokens: int,
         seed: tuple[int, ...],
     ):
-        self.environments, self.args = environments, environments.args
+        self.environment, self.args = environment, environment.args
         self.model, self.processor = model, processor
         self.max_new_tokens, self.seed = max_new_tokens, seed
-        self.workers = Workers(self.args.env_workers, self.args.env_timeout)
-        self.talks: dict[Key, Talk] = {}
-        self.shared_pixels: dict[int, Pixels] = {}  # by group, with the prompt's own
+        threads = max(1, self.args.env_workers)
+        self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
+        self.episodes: dict[Key, Episode] = {}
+        self.asked: dict[Key, Episode] = {}  # whose environments have not answered yet
+        self.closing: list[Episode] = []
+        self.shared_pixels: dict[int, Pixels] = {}  # by prompt, with its own
+
+    def submit(self, episode: Episode, function: Callable, *args: Any) -> None:
+        """Call a user's program in a thread; with --env_workers 0 wait for it, so that calls never
+        overlap."""
+        episode.call = self.workers.submit(function, *args)
+        if self.args.env_workers == 0:
+            self.workers.wait_for_any([episode.call])
 
     # First observations
 
@@ -99,312 +130,216 @@ class Dialogue:
         One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
         have in common; the rest begins the stream of each sample. Raises UserError on every rank.
         """
-        changes: dict[int, dict] = {}
+        changed: dict[int, Prompt] = {}
         with distributed.raise_on_all_ranks("--env "):
             self.reset_all(batch, groups, count)
             for group in groups:
-                if any(self.talks[group, k].opening for k in range(count)):
-                    changes[group] = self.open_group(batch, group, count)
-        found = sum(distributed.gather_json(list(changes.items())), [])  # of all ranks
-        return self.with_prompts(batch, dict(found)) if found else batch
+                episodes = [self.episodes[group, number] for number in range(count)]
+                if any(episode.reply for episode in episodes):
+                    share = self.share_opening if self.environment.shared else self.split_openings
+                    changed[group] = share(batch, group, episodes)
+        prompts, features = list(batch.prompts), dict(batch.features)
+        for part in distributed.gather_objects(changed):
+            for group, prompt in part.items():
+                prompts[group] = prompt
+                features.pop(group, None)
+        patches = batch.patches | self.shared_pixels
+        return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
     def reset_all(self, batch: Batch, groups: list[int], count: int) -> None:
         for group in groups:
             row = batch.prompts[group]
-            environment = self.environments.of(row)
             for number in range(count):
-                talk = Talk(row.source, environment, Conversation())
-                self.talks[group, number] = talk
-                if environment is not None:
-                    talk.said.role = environment.role
-                    seen = env_row(row, (*self.seed, batch.draws[group]), number)
-                    work = functools.partial(self.reset, talk, row, seen)
-                    talk.call = self.workers.submit(work)
-        for talk in self.talks.values():
-            if talk.call is not None:
-                self.workers.wait([talk.call])
-                talk.opening = self.take_result(talk)
-                if talk.opening is not None:
-                    talk.said.opening = talk.opening.content
-                    talk.said.pictures += talk.opening.pictures
+                conversation = Conversation(role=self.environment.role)
+                episode = Episode((group, number), row.source, conversation)
+                self.episodes[episode.key] = episode
+                columns = env_row(row, (*self.seed, batch.draws[group]), number)
+                self.submit(episode, self.reset, episode, row, columns)
+        for episode in self.episodes.values():
+            episode.reply = self.wait_for(episode)
+            if episode.reply is not None:
+                episode.conversation.opening = episode.reply.content
+                episode.conversation.pictures += episode.reply.pictures
 
-    def reset(self, talk: Talk, prompt: Prompt, row: dict) -> Reply | None:
+    def reset(self, episode: Episode, prompt: Prompt, row: dict) -> Reply | None:
         """In a thread: make and reset an environment."""
-        talk.object = talk.environment.make()
-        said = talk.object.reset(row)
-        if said is None:
+        episode.env = self.environment.make()
+        observation = episode.env.reset(row)
+        if observation is None:
             return None
-        opening = self.read(talk, said)
-        limit = self.environments.max_prompt_tokens
-        replies.encode_opening(self.processor, prompt, opening, limit)  # or this sample fails
+        opening = self.read_parts(observation)
+        self.with_opening(prompt, opening)  # or this sample fails
         return opening
 
-    def read(self, talk: Talk, said: Any) -> Reply:
-        reply = replies.read_parts(said, self.processor)
-        if reply.pictures and not talk.environment.pictures:
+    def read_parts(self, parts: Any) -> Reply:
+        reply = replies.read_parts(parts, self.processor)
+        if reply.pictures and not self.environment.pictures:
             raise ValueError("a picture from a class that says pictures = False")
         return reply
 
-    def open_group(self, batch: Batch, group: int, count: int) -> dict[str, Any]:
-        """What changes in a prompt, JSON-ready: it ends with an observation that its samples share,
-        or where what they see differs."""
-        row, talks = batch.prompts[group], [self.talks[group, k] for k in range(count)]
-        if talks[0].environment.shared:
-            opening = next(talk.opening for talk in talks if talk.opening)
-            if opening.grids:
-                parts = [batch.patches[group]] if group in batch.patches else []
-                parts.append((opening.patches, torch.tensor(opening.grids)))
-                self.shared_pixels[group] = replies.join_pixels(parts)
-            for talk in talks:  # one whose reset failed sees it too: it is in its prompt
-                talk.opening = None
-                talk.said.opening, talk.said.pictures = opening.content, list(opening.pictures)
-            text, ids, image_tokens = self.encode_opening(row, opening)
-            return {
-                "text": text,
-                "input_ids": ids.tolist(),
-                "image_tokens": image_tokens,
-                "grids": opening.grids,
-            }
+    def share_opening(self, batch: Batch, group: int, episodes: list[Episode]) -> Prompt:
+        """The prompt with the first observation that all its samples share."""
+        opening = next(episode.reply for episode in episodes if episode.reply)
+        if opening.grids:
+            parts = [batch.patches[group]] if group in batch.patches else []
+            parts.append((opening.patches, torch.tensor(opening.grids)))
+            self.shared_pixels[group] = replies.join_pixels(parts)
+        for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
+            episode.reply = None
+            episode.conversation.opening = opening.content
+            episode.conversation.pictures = list(opening.pictures)
+        return self.with_opening(batch.prompts[group], opening)
+
+    def split_openings(self, batch: Batch, group: int, episodes: list[Episode]) -> Prompt:
+        """The prompt up to where the first observations of its samples differ; the rest is left to
+        the samples."""
+        prompt = batch.prompts[group]
         whole = []  # the prompt of each sample with its own observation
-        cut = len(row.input_ids)
-        for talk in talks:
-            talk.opening = talk.opening or Reply()
-            _, ids, _ = self.encode_opening(row, talk.opening)
-            whole.append(Reply(grids=row.grids + talk.opening.grids, input_ids=ids))
-            cut = min(cut, common_prefix(row.input_ids, ids))
+        cut = len(prompt.input_ids)
+        for episode in episodes:
+            episode.reply = episode.reply or Reply()
+            whole.append(self.with_opening(prompt, episode.reply))
+            cut = min(cut, common_prefix(prompt.input_ids, whole[-1].input_ids))
         image_ids = self.model.family.visual_token_ids()
-        if int(torch.isin(row.input_ids[:cut], image_ids).sum()) != row.image_tokens:
-            raise ValueError(f"{row.source}: the template puts the observation before a picture")
-        for talk, begin in zip(talks, whole):
+        if int(torch.isin(prompt.input_ids[:cut], image_ids).sum()) != prompt.image_tokens:
+            raise ValueError(f"{prompt.source}: the template puts the observation before a picture")
+        for episode, begin in zip(episodes, whole):
             positions = vlm.prompt_positions(self.model, begin)  # (3, P)
-            talk.opening.input_ids = begin.input_ids[cut:]
-            talk.opening.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
-        return {"input_ids": row.input_ids[:cut].tolist(), "grids": ()}
+            episode.reply.input_ids = begin.input_ids[cut:]
+            episode.reply.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
+        return replace(prompt, input_ids=prompt.input_ids[:cut])
 
-    def encode_opening(self, row, opening: Reply) -> tuple[str, Tensor, int]:
-        limit = self.environments.max_prompt_tokens
-        try:
-            return replies.encode_opening(self.processor, row, opening, limit)
-        except ValueError as error:
-            raise ValueError(f"{row.source}: {error}") from error
-
-    def with_prompts(self, batch: Batch, changes: dict[int, dict]) -> Batch:
-        """The batch with prompts as `open_group` has changed them, on all ranks."""
-        prompts, features = list(batch.prompts), dict(batch.features)
-        for group, changed in changes.items():
-            ids = torch.tensor(changed["input_ids"], dtype=torch.int64)
-            grids = prompts[group].grids + tuple(map(tuple, changed["grids"]))
-            known = changed | {"input_ids": ids, "grids": grids}
-            prompts[group] = replace(prompts[group], **known)
-            features.pop(group, None)
-        patches = batch.patches | self.shared_pixels
-        return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
+    def with_opening(self, prompt: Prompt, opening: Reply) -> Prompt:
+        """A prompt with a first observation at its end. Raises ValueError: too long."""
+        limit = self.environment.max_prompt_tokens
+        text, ids, image_tokens = replies.encode_opening(self.processor, prompt, opening, limit)
+        grids = prompt.grids + opening.grids
+        return replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
 
     @property
     def extra_tokens(self) -> int:
         """Most tokens of a sample that are neither the prompt's nor its own."""
-        openings = [len(talk.opening.input_ids) for talk in self.talks.values() if talk.opening]
+        openings = [len(episode.reply.input_ids) for episode in self.episodes.values() if episode.reply]
         return self.args.max_reply_tokens + max(openings, default=0)
 
-    # What the engine asks
+    # Turns
 
-    def begin(self, engine, state: Iterable[tuple[int, ...]]) -> None:
-        """Prompts were prefilled: (slot, their length, the following position, ...) of samples."""
-        waiting = []
-        for slot, length, following, *_ in state:
-            talk = self.talks[engine.owner[slot]]
-            talk.given, talk.origin, talk.following = length, following, following
-            if talk.opening is not None:
-                waiting.append((slot, talk, talk.opening))
-        self.resume_all(engine, waiting)
+    def on_turn_end(self, key: Key, response: Response, by_string: bool) -> bool:
+        """Ask the environment about the turn that ends a ``response``. False: the sample is
+        finished, by a limit of tokens or an environment that has failed before.
 
-    def is_waiting(self, key: Key) -> bool:
-        """Whether a sample waits for its environment."""
-        return self.talks[key].call is not None
-
-    def end_turn(self, key: Key, response: Response, by_string: bool) -> bool:
-        """A turn has ended: by a token limit, a stop string or an end token. Returns whether the
-        sample waits for its environment; else it is finished."""
-        talk = self.talks[key]
-        if talk.said.error or talk.environment is None or response.truncated:
-            ended = "token_limit" if response.truncated else "answered"
-            self.end(talk, "error" if talk.said.error else ended)
+        Args:
+            by_string: a stop string has ended it, not a token.
+        """
+        episode = self.episodes[key]
+        episode.response = response
+        if episode.conversation.error or response.truncated:
+            self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
-        talk.response = response
-        text = self.processor.decode([response.tokens[talk.begun :]])[0]
-        talk.call = self.workers.submit(functools.partial(self.step, talk, text, by_string))
+        (text,) = self.processor.decode([response.tokens[episode.own :]])
+        self.submit(episode, self.step, episode, text, by_string)
+        self.asked[key] = episode
         return True
 
-    def step(self, talk: Talk, text: str, by_string: bool) -> tuple[Reply | None, float]:
-        """In a thread: what an environment says to a turn; None: it is done."""
-        said, reward, done = read_step(talk.object.step(text))
-        if done:
-            return None, reward
-        reply = self.read(talk, said)
-        reply.input_ids = replies.encode_reply(self.processor, reply, talk.said.role, by_string)
+    def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
+        """In a thread: what an environment returns for a turn, and what the policy reads of it."""
+        step = read_step(episode.env.step(text))
+        if step.done:
+            return step, None
+        reply = self.read_parts(step.reply)
+        role = episode.conversation.role
+        reply.input_ids = replies.encode_reply(self.processor, reply, role, by_string)
         reply.positions = vlm.prompt_positions(self.model, reply)
-        return reply, reward
+        return step, reply
 
-    def listen(self, engine, results: dict[Key, Response]) -> None:
-        """Take what environments have answered. If all samples wait, so does this."""
-        taken = {slot: self.talks[owner] for slot, owner in enumerate(engine.owner) if owner}
-        waiting = {slot: talk for slot, talk in taken.items() if talk.call}
-        all_wait = bool(waiting) and len(waiting) == len(taken)
-        engine.bar.set_postfix_str(f"{len(waiting)} wait for environments", refresh=all_wait)
-        if all_wait:
-            self.workers.wait([talk.call for talk in waiting.values()])
-        going_on, freed = [], []
-        for slot, talk in waiting.items():
-            if not self.workers.has_ended(talk.call):
-                continue
-            reply = self.hear(talk)
-            if talk.said.ended:
-                is_cut = talk.said.ended.endswith("_limit")
-                results[engine.owner[slot]] = talk.response._replace(truncated=is_cut)
-                freed.append(slot)
-            else:
-                going_on.append((slot, talk, reply))
-        engine.release(freed)
-        self.resume_all(engine, going_on)
+    def poll(self, wait: bool) -> list[Episode]:
+        """The episodes whose environments have answered since the last call: with a reply that the
+        policy is to read, or without one and ended. ``wait`` until there is one."""
+        if wait:
+            self.workers.wait_for_any([episode.call for episode in self.asked.values()])
+        self.workers.give_up_late()
+        answered = [episode for episode in self.asked.values() if episode.call.done()]
+        for episode in answered:
+            del self.asked[episode.key]
+            self.take_reply(episode)
+        return answered
 
-    def hear(self, talk: Talk) -> Reply | None:
-        """The reply to the last turn. Sets how the sample ended, if it did."""
-        said, own = talk.said, len(talk.response.tokens)
-        result = self.take_result(talk)
-        if said.error:
-            self.end(talk, "error")
-            return None
-        reply, reward = result
-        said.rewards.append(reward)
-        said.ends.append(own)
+    def take_reply(self, episode: Episode) -> None:
+        """Set the reply to the last turn, or how the sample has ended."""
+        conversation, own = episode.conversation, len(episode.response.tokens)
+        result = self.wait_for(episode)
+        if result is None:
+            self.end(episode, "error")
+            return
+        step, reply = result
+        conversation.rewards.append(step.reward)
+        conversation.ends.append(own)
+        if step.accuracy is not None:
+            conversation.accuracy = step.accuracy
         if reply is None:
-            self.end(talk, "answered")
-        elif len(said.ends) >= self.args.max_turns:
-            self.end(talk, "turn_limit")
+            self.end(episode, "answered")
+        elif len(conversation.ends) >= self.args.max_turns:
+            self.end(episode, "turn_limit")
         elif (
             own >= self.max_new_tokens
-            or talk.replied + len(reply.input_ids) > self.args.max_reply_tokens
+            or episode.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
         ):
-            self.end(talk, "token_limit")
-        return reply
+            self.end(episode, "token_limit")
+        else:
+            episode.reply = reply
 
-    def take_result(self, talk: Talk) -> Any:
+    def wait_for(self, episode: Episode) -> Any:
         """What an environment has returned; None if it failed, which is then recorded, or raised
         with --on_env_error stop."""
-        call, talk.call = talk.call, None
-        talk.said.seconds += call.seconds
-        if call.error is None:
-            return call.result
-        problem = describe(call.error)
-        if call.late:
-            talk.is_busy, problem = True, str(call.error)
-        problem = f"{talk.environment.spec}: {talk.source}: {problem}"
+        call, conversation = episode.call, episode.conversation
+        self.workers.wait_for_any([call])
+        conversation.seconds += call.seconds
+        error = call.exception()
+        if error is None:
+            return call.result()
+        problem = str(error) if isinstance(error, LateError) else describe(error)
+        problem = f"{self.args.env}: {episode.source}: {problem}"
         if self.args.on_env_error == "stop":
             raise ValueError(problem)
-        talk.said.error = problem
-        talk.said.rewards = [0.0] * len(talk.said.rewards)
+        conversation.error = problem
+        conversation.rewards = [0.0] * len(conversation.rewards)
+        conversation.accuracy = None
         return None
 
-    def end(self, talk: Talk, ended: str) -> None:
-        """A sample is over: let its environment go."""
-        talk.said.ended = ended
-        close = getattr(talk.object, "close", None)
-        if callable(close) and not talk.is_busy:
-            talk.call = self.workers.submit(close)
+    def end(self, episode: Episode, ended: str) -> None:
+        """A sample is over: let its environment go, unless it is still busy with a late call."""
+        episode.conversation.ended = ended
+        episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
+        is_busy = isinstance(episode.call.exception(), LateError)
+        if callable(getattr(episode.env, "close", None)) and not is_busy:
+            self.submit(episode, episode.env.close)
+            self.closing.append(episode)
 
     def finish(self) -> None:
         """Wait until all environments are closed."""
-        for talk in self.talks.values():
-            if talk.call is not None:
-                self.workers.wait([talk.call])
-                self.take_result(talk)
-            if talk.said.error:
-                talk.said.ended = "error"
+        for episode in self.closing:
+            self.wait_for(episode)
+            if episode.conversation.error:
+                episode.conversation.ended = "error"
         self.workers.close()
 
-    # Prefill of replies
-
-    def resume_all(self, engine, waiting: list[tuple[int, Talk, Reply]]) -> None:
-        """Continue samples with replies, as many at once as a packed row holds."""
-        batch: list[tuple[int, Talk, Reply]] = []
-        size = 0
-        for part in waiting:
-            tokens = 1 + len(part[2].input_ids)
-            if batch and size + tokens > self.model.compute.max_tokens_per_pack:
-                self.resume(engine, batch)
-                batch, size = [], 0
-            batch.append(part)
-            size += tokens
-        if batch:
-            self.resume(engine, batch)
-
-    def resume(self, engine, batch: list[tuple[int, Talk, Reply]]) -> None:
-        """Prefill the last token of a turn, which may not be cached, and the reply, after what the
-        slot has cached; then sample the first token of the next turn."""
-        features = replies.reply_features(self.model, [reply for *_, reply in batch])
-        resumed, state = [], []
-        for (slot, talk, reply), shown in zip(batch, features):
-            resumed.append(self.add_reply(talk, slot, reply, shown))
-            engine.stored[slot] = talk.given + talk.begun
-            engine.searched[slot] = engine.begun[slot] = talk.begun
-            state.append((slot, engine.stored[slot], talk.following, talk.begun))
-        row = replies.reply_row(self.model, engine.cache, resumed, features)
-        hidden = vlm.hidden_states(self.model, row)[row.predict]  # (b, H)
-        columns = torch.tensor(state, device=hidden.device).T  # (4, b)
-        engine.restart(*columns)
-        engine.sample(hidden, columns[0])
-
-    def add_reply(self, talk: Talk, slot: int, reply: Reply, features: Tensor | None) -> Resumed:
-        """Add a reply to a conversation; returns what has to be prefilled."""
-        own = len(talk.response.tokens) if talk.response else 0
-        start = talk.following + own - talk.begun  # rotary position of the reply
-        positions = start + reply.positions  # (3, E)
-        ids, cached = reply.input_ids, talk.given + own
-        if own:
-            talk.add_turn(talk.response.tokens)
-            talk.said.replies.append(reply.content)
-            talk.said.tokens_before.append(own)
-            talk.said.pictures += reply.pictures
-            talk.replied += len(ids)
-        talk.add(ids, positions, is_own=False)
-        if reply.grids:
-            said = talk.said
-            said.grids += reply.grids
-            if self.model.trains_vision:
-                said.patches.append(reply.patches)
-            else:
-                joined = [features] if said.features is None else [said.features, features]
-                said.features = torch.cat(joined, dim=1)
-        talk.given += len(ids)
-        talk.begun, talk.following = own, int(positions.max()) + 1
-        if not own:
-            return Resumed(slot, cached, ids, positions)
-        return Resumed(
-            slot,
-            cached - 1,
-            torch.cat([talk.response.tokens[-1:], ids]),
-            torch.cat([torch.full((3, 1), start - 1), positions], dim=1),
-        )
-
-    # What was said
+    # Conversations
 
     def fill(self, batch: Batch, keys: list[Key]) -> None:
         """Add the conversations of the samples ``keys``, in the order of the batch."""
-        own = batch.split(batch.tokens)
-        talks = [self.talks[key] for key in keys]
+        episodes = [self.episodes[key] for key in keys]
         empty = torch.zeros(0, dtype=torch.int64)
         parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
-        for talk, tokens in zip(talks, own):
-            talk.add_turn(tokens)
-            parts += talk.stream
+        for episode, tokens in zip(episodes, batch.split(batch.tokens)):
+            episode.add_turn(tokens)
+            parts += episode.stream
         batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
-        sizes = [sum(len(ids) for ids, *_ in talk.stream) for talk in talks]
-        batch.spans = torch.tensor(sizes, dtype=torch.int64)
+        batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
+        batch.conversations = [episode.conversation for episode in episodes]
         batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
-        for start, talk in zip(batch.offsets.tolist(), talks):
-            for end, reward in zip(talk.said.ends, talk.said.rewards):
+        for start, conversation in zip(batch.offsets.tolist(), batch.conversations):
+            for end, reward in zip(conversation.ends, conversation.rewards):
                 batch.turn_rewards[start + end - 1] = reward
-        batch.conversations = [talk.said for talk in talks]
 
 
 def common_prefix(one: Tensor, other: Tensor) -> int:

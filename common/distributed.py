@@ -2,7 +2,7 @@
 
     start                          join the process group -> Ranks: where this process stands in it
     warm_up                        the first collectives, while memory is still free
-    gather_ragged, gather_json     what every rank has, on every rank
+    gather_ragged, gather_objects, gather_json     what every rank has, on every rank
     from_main                      what rank 0 has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
     stop_requested                 a signal to one rank stops all of them after the step in progress
@@ -135,6 +135,13 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded)
     return [part[: int(size)] for part, size in zip(gathered, sizes)]
+
+
+def gather_objects(value: Any) -> list:
+    """What every rank has. Pickle travels, but only between the ranks of one run."""
+    gathered = [None] * world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def gather_json(value: Any) -> list:

@@ -254,7 +254,7 @@ class RewardMix:
             return source.ask(batch, whole_texts(batch, texts), used)
         if source.kind == "env":
             earned = batch.per_sample_sum(batch.turn_rewards)[used]  # (n,)
-            return {"reward": earned, "accuracy": (earned >= 1).double()}, []
+            return {"reward": earned, "accuracy": env_accuracy(batch, earned, used)}, []
         return self.call_function(source, batch, texts, used), []
 
     def call_function(
@@ -310,6 +310,15 @@ def read_samples(batch: Batch, texts: list[list[str]], picks: list[int]) -> Samp
         images=[list(row.images) for row in rows],
         rows=columns,
     )
+
+
+def env_accuracy(batch: Batch, earned: Tensor, used: list[int]) -> Tensor:
+    """(n,) accuracies as the environment said them, 0 for samples that ended before it did. If it
+    said none at all: 1 where it gave 1 or more."""
+    accuracies = [batch.conversations[i].accuracy for i in used]
+    if all(accuracy is None for accuracy in accuracies):
+        return (earned >= 1).double()
+    return torch.tensor([accuracy or 0.0 for accuracy in accuracies], dtype=torch.float64)
 
 
 def check_finite(scores: Tensor, rewards: dict[str, Tensor]) -> Tensor:

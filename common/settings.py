@@ -177,8 +177,8 @@ class EnvArgs:
 
     env: str = flag(
         "",
-        "file.py:Class of an environment that answers the policy's turns (launch/README.md), or "
-        'JSON {label: file.py:Class}, "*" for every other label; empty: responses have one turn',
+        "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
+        "responses have one turn",
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(

@@ -124,3 +124,19 @@ class Endless(Words):
     def reset(self, row):
         super().reset(row)
         return "a very long board " * 300
+
+
+class Costly(Words):
+    """Every turn but the last costs something."""
+
+    def step(self, text):
+        reply, _, done = super().step(text)
+        return reply, 1.2 if done else -0.1, done
+
+
+class Right(Costly):
+    """Says its accuracy beside the reward."""
+
+    def step(self, text):
+        reply, reward, done = super().step(text)
+        return reply, {"reward": reward, "accuracy": 1.0} if done else reward, done

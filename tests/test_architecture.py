@@ -29,7 +29,8 @@ FLOORS = (
         "common.fused": (),
         "common.logprobs": ("common.fused",),
         "common.distributed": ("common.process",),
-        "common.conversations": ("common.distributed",),
+        "common.deadlines": (),
+        "common.conversations": ("common.process", "common.distributed"),
         "common.buffers": ("common.distributed", "common.conversations"),
         "common.logging": (
             "common.files", "common.process", "common.settings", "common.cards", "common.distributed",

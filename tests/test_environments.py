@@ -25,7 +25,7 @@ import toy
 import train_ppo_vl as ppo
 from common import dialogue, environments, graphs, judge as judgements, losses, process, rewards
 from common.conversations import Conversation
-from common.environments import Workers
+from common.deadlines import LateError, Workers
 from common.vlm import linear_attention
 from common.vlm.linear_attention import SlotStates
 from common.vlm import replies
@@ -42,7 +42,7 @@ def talk(env, name: str, count: int, batch=None, **changes):
         | {key: value for key, value in changes.items() if key in own})
     answering = environments.load(args, 512)
     sampling = dataclasses.replace(
-        env.sampling, environments=answering, **{key: value for key, value in changes.items() if key not in own})
+        env.sampling, environment=answering, **{key: value for key, value in changes.items() if key not in own})
     return ppo.rollout(env.actor, take(env) if batch is None else batch, sampling, count)
 
 
@@ -270,10 +270,10 @@ def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
 def test_environments_run_side_by_side(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]')
     batch = talk(env, "Slow", 3, env_workers=5)
-    assert 1 < batch.sampling.environments.by_label["*"].make.most <= 5
-    assert talk(env, "Slow", 3).sampling.environments.by_label["*"].make.most == 1
+    assert 1 < batch.sampling.environment.make.most <= 5
+    assert talk(env, "Slow", 3).sampling.environment.make.most == 1
     batch = talk(env, "Closing", 3, env_workers=2)
-    assert len(batch.sampling.environments.by_label["*"].make.closed) == len(batch) == 12
+    assert len(batch.sampling.environment.make.closed) == len(batch) == 12
 
 
 def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
@@ -320,35 +320,26 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
 
 
 def test_a_late_call_gives_its_place_to_another_thread():
-    workers = Workers(count=2, limit=0.2)
-    release = threading.Event()
+    """Also one that nobody waits for, such as a `close` that hangs; and what it returns later is ignored."""
+    workers, release = Workers(2, 0.2, "--limit"), threading.Event()
     late = [workers.submit(release.wait) for _ in range(2)]
-    quick = [workers.submit(lambda k=k: k) for k in range(5)]
-    for call in [*late, *quick]:
-        workers.wait([call])
-    assert [call.result for call in quick] == list(range(5)) and all(call.late for call in late)
+    quick = [workers.submit(int, k) for k in range(5)]
+    workers.wait_for_any(quick[-1:])
+    assert [call.result() for call in quick] == list(range(5))
+    assert all("took longer than 0.2 s (--limit)" in str(call.exception()) for call in late)
     release.set()
     time.sleep(0.05)
-    assert all(call.result is None for call in late)                      # too late: it does not come back to life
+    assert all(isinstance(call.exception(), LateError) and 0.2 < call.seconds < 5 for call in late)
     workers.close()
 
 
-def test_a_hung_close_keeps_no_thread_from_the_others():
-    """Nobody waits for it: it is given up while others are waited for."""
-    workers, release = Workers(count=2, limit=0.2), threading.Event()
-    closes = [workers.submit(release.wait) for _ in range(2)]
-    step = workers.submit(lambda: "answer")
-    workers.wait([step])
-    assert step.result == "answer" and any(call.late for call in closes)
-    release.set()
-    workers.close()
-
-
-def test_an_environment_that_is_late_is_not_closed(qwen25):
+def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
     """Even if its constructor was late: then it is still in `reset`."""
     log = []
 
-    class Slow:
+    class Hangs:
+        pictures = False
+
         def __init__(self):
             time.sleep(0.6)
 
@@ -360,17 +351,14 @@ def test_an_environment_that_is_late_is_not_closed(qwen25):
         def close(self):
             log.append("close")
 
-    talks = object.__new__(dialogue.Dialogue)
-    talks.workers, talks.args, talks.talks = Workers(2, 0.2), SimpleNamespace(on_env_error="zero"), {}
-    one = talks.talks[0, 0] = dialogue.Talk("row", environments.Environment("x", Slow, "user", False, False), Conversation())
-    one.call = talks.workers.submit(lambda: talks.reset(one, None, {}))
-    talks.workers.wait([one.call])
-    assert talks.take_result(one) is None and "longer than 0.2 s" in one.said.error
-    time.sleep(0.8)
-    talks.end(one, "error")
-    talks.finish()
-    time.sleep(0.6)
-    assert log == ["reset begins", "reset ends"] and one.said.ended == "error"
+    env = start(qwen25, picture_rows, "--max_new_tokens", "4")
+    args = dataclasses.replace(env.args.env, env="late", env_workers=8, env_timeout=0.2)
+    answering = environments.Environment(Hangs, "user", False, False, args, 512)
+    sampling = dataclasses.replace(env.sampling, environment=answering)
+    with pytest.raises(process.UserError, match="--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
+        ppo.rollout(env.actor, take(env), sampling, 1)
+    time.sleep(1.5)
+    assert log.count("reset ends") == 4 and "close" not in log
 
 
 def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):
@@ -388,13 +376,29 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 @pytest.mark.parametrize("rule", ["zero", "stop"])
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows, rule):
     env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
-    if rule == "stop":
-        with pytest.raises(process.UserError, match="Endless: rows.jsonl:1: .*too long with the first observation"):
-            talk(env, "Endless", 2, on_env_error=rule)
-        return
-    batch = talk(env, "Endless", 2)
-    assert all(said.ended == "error" and "too long" in said.error for said in batch.conversations)
-    assert [p.text for p in batch.prompts] == [p.text for p in env.prompts]
+    who = {"stop": "", "zero": "8 of 8 samples failed, the first: "}[rule]
+    with pytest.raises(process.UserError, match=f"{who}.*Endless: rows.jsonl:1: .*too long with the first observation"):
+        talk(env, "Endless", 2, on_env_error=rule)
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
+    """A right answer after a look that costs something: its reward is below 1, its accuracy is not. Without a name the rule
+    holds: 1 where it gave 1 or more."""
+    env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]', "--reward", "env")
+    batch = talk(env, "Right" if names else "Costly", 2)
+    rewards.load(env.args.reward).score(batch, env.processor)
+    answered = torch.tensor([said.ended == "answered" for said in batch.conversations])
+    assert answered.any() and torch.allclose(batch.scores[answered], torch.tensor(0.9))
+    assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
+
+
+@pytest.mark.parametrize("reward", [{"accuracy": 1.0}, {"reward": 1.0, "style": 0.5}, {"reward": 1, "accuracy": "yes"},
+                                    {"reward": math.nan}, "much", None])
+def test_what_is_no_reward_is_an_error(reward):
+    with pytest.raises(ValueError, match="step (must return a number|returned the (reward|accuracy) .*, not a finite)"):
+        environments.read_step((None, reward, True))
+    assert environments.read_step((None, {"reward": 1, "accuracy": 0}, True)) == (None, 1.0, 0.0, True)
 
 
 # ------------------------------------------------------------------------------------------------ rewards
@@ -515,8 +519,8 @@ def labelled(picture_rows, tmp_path) -> Path:
 
 
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_path):
-    """With a critic and a KL; another environment for each label; and what a run leaves of its conversations."""
-    env = json.dumps({"game": f"{PROGRAMS}:Talk", "*": f"{PROGRAMS}:Same"})
+    """With a critic and a KL; and what a run leaves of its conversations."""
+    env = f"{PROGRAMS}:Talk"
     more = ("--kl_coef", "0.1", "--eval_data", str(labelled), "--eval_every", "2", "--env", env)
     ppo.main(run_flags(qwen25, labelled, tmp_path / "whole", *more))
     ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every", "2", "--steps", "2"))
@@ -536,8 +540,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
         for ending in ("answered", "turn_limit", "token_limit", "error"):
             share = sum(row["ended"] == ending for row in own) / len(own)
             assert step[f"rollout/ended_{ending}/{label}"] == pytest.approx(share)
-    assert all(row["conversation"][0]["content"][0] == {"type": "text", "text": "the board"}
-               for row in samples if row["label"] == "quiz")
+    assert all(row["conversation"][0]["content"][0] == {"type": "text", "text": "seen first"}
+               for row in samples if row["sample"] % 2)
     for row in samples:
         assert sum(row["turn_rewards"]) == pytest.approx(row["reward"], abs=1e-6)
         said = [message["content"] for message in row["conversation"] if message["role"] == "assistant"]
@@ -550,7 +554,7 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
     assert json.loads((tmp_path / "whole" / "args.json").read_text())["env"] == env
 
 
-def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp_path):
+def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
     def refused(message: str, *more: str, template: str | None = None) -> None:
         folder = qwen25
         if template is not None:
@@ -563,26 +567,15 @@ def test_what_cannot_speak_is_refused_at_load_with_its_row(qwen25, labelled, tmp
             ppo.main(run_flags(folder, labelled, tmp_path / "refused", *more))
 
     text = toy.CHAT_TEMPLATE
-    refused("rows.jsonl:1: --env .*Tool does not work .*0 places for 1 pictures of role 'tool'; .*pictures = False",
+    refused("--env .*Tool does not work .*0 places for 1 pictures of role 'tool'; .*pictures = False",
             "--env", f"{PROGRAMS}:Tool", template=text.replace(
                 "{%- if part.type == 'image' -%}",
                 "{%- if part.type == 'image' and message.role == 'tool' -%}{%- elif part.type == 'image' -%}"))
-    refused("rows.jsonl:1: --env .*Tool does not work .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
+    refused("--env .*Tool does not work .*no tools", "--env", f"{PROGRAMS}:Tool", template=text.replace(
         "{%- for message in messages -%}",
         "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
-    refused("rows.jsonl:2: --reward env: label 'quiz' has no environment", "--env",
-            json.dumps({"game": f"{PROGRAMS}:Words"}))
     refused("--reward env needs an environment", "--env", "")
     refused("rm: scalar models", "--reward", "rm:somewhere")
     refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
     refused("has no method .reset.", "--env", f"{PROGRAMS}:picture")
     refused("--max_tokens_per_pack 100 must hold .*--max_reply_tokens", "--max_tokens_per_pack", "100")
-
-
-def test_a_row_without_environment_has_one_turn(qwen25, labelled, tmp_path):
-    recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
-    ppo.main(run_flags(qwen25, labelled, tmp_path / "run", "--env", json.dumps({"game": f"{PROGRAMS}:Words"}), "--steps", "1",
-                       "--reward_recipe", recipe, "--advantage", "grpo"))
-    samples = samples_of(tmp_path / "run", "step-000001")
-    assert all(len(row["conversation"]) == 1 and row["turns"] == 1 for row in samples if row["label"] == "quiz")
-    assert any(row["turns"] > 1 for row in samples if row["label"] == "game")

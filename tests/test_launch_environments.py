@@ -13,6 +13,7 @@ from PIL import Image
 
 import train_ppo_vl as ppo
 from common import environments
+from common.settings import EnvArgs
 
 FOLDER = ROOT / "launch" / "environments"
 
@@ -26,7 +27,7 @@ def program(name: str):
 
 @pytest.mark.parametrize("spec", ["grid_world.py:Game", "tools.py:Calculator", "zoom.py:Zoom", "hidden_picture.py:Look"])
 def test_examples_are_short_and_are_environments(spec):
-    found = environments.load_class(f"{FOLDER}/{spec}")
+    found = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert len((FOLDER / spec.partition(":")[0]).read_text().splitlines()) <= 60
     assert found.role == ("tool" if "tools" in spec else "user") and found.pictures == ("tools" not in spec)
 
@@ -122,12 +123,12 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     look.reset(row)
     (path, question), reward, done = look.step(" look\n")
     assert Path(path).exists() and question == row["prompt"] and (reward, done) == (0.0, False)
-    assert look.step("look") == (None, 0.0, True)
+    assert look.step("look") == (None, {"reward": 0.0, "accuracy": 0.0}, True)
     look.reset(row)
-    assert look.step(row["answer"]) == (None, 1.0, True)
+    assert look.step(row["answer"]) == (None, {"reward": 1.0, "accuracy": 1.0}, True)
     env = start(tmp_path / "look" / "model", tmp_path / "look" / "train.jsonl", "--env",
                 f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens", "40")
     answering = environments.load(env.args.env, 512)
-    answering.check_rows(env.prompts, env.prompts, env.processor)
-    batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environments=answering), 2)
+    answering.check_model(env.processor)
+    batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)
     assert [said.ended for said in batch.conversations].count("error") == 0

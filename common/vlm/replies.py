@@ -3,7 +3,7 @@
     parts  -> texts and pictures                                       read_parts
     reply  -> token ids that follow the assistant's end token          encode_reply
     first observation -> the end of the prompt                         encode_opening
-    waiting replies   -> features of their pictures, one packed row    reply_features, reply_row
+    waiting replies   -> features of their pictures, one packed row    compute_features, reply_row
 
 A reply is written by the chat template itself: in a conversation of a user, an assistant and the
 reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
@@ -43,6 +43,7 @@ class Reply:
     pictures: list[Image.Image] = field(default_factory=list)  # RGB
     patches: Tensor | None = None  # of all pictures, one after the other
     grids: tuple[tuple, ...] = ()
+    features: Tensor | None = None  # (K, M, H) of all pictures, on the CPU
     input_ids: Tensor | None = None  # (E,) int64
     positions: Tensor | None = None  # (3, E) rotary positions from the first token on
 
@@ -160,7 +161,7 @@ def encode_opening(
 
 
 class Resumed(NamedTuple):
-    """A conversation that goes on: a row that attends to what its slot has cached."""
+    """A conversation that goes on: a segment that attends to what its slot has cached."""
 
     slot: int
     cached: int  # tokens of the slot that stay
@@ -168,27 +169,33 @@ class Resumed(NamedTuple):
     positions: Tensor  # (3, n)
 
 
-def reply_features(model: nn.Module, replies: list[Reply]) -> list[Tensor | None]:
-    """The image features (K, M, H) of each reply, on the CPU, by one call of the vision tower."""
+def compute_features(model: nn.Module, replies: list[Reply]) -> None:
+    """The image features of the replies, by one call of the vision tower. Only a tower that is
+    trained sees the patches again."""
     shown = [reply for reply in replies if reply.grids]
     if not shown:
-        return [None] * len(replies)
+        return
     patches = torch.cat([reply.patches for reply in shown])
     grids = torch.tensor([grid for reply in shown for grid in reply.grids])
     with torch.inference_mode(False), torch.no_grad():  # they are trained on later
         features = image_features(model, patches, grids).cpu()
     image_ids = model.family.visual_token_ids()
-    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
-    return [
-        part if reply.grids else None for reply, part in zip(replies, features.split(counts, dim=1))
-    ]
+    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in shown]
+    for reply, part in zip(shown, features.split(counts, dim=1)):
+        reply.features = part
+        if not model.trains_vision:
+            reply.patches = None
 
 
 def reply_row(
-    model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor | None]
+    model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor]
 ) -> Row:
     """One packed row of conversations that go on, each after the keys and values of its slot; its
-    end predicts the next turn."""
+    end predicts the next turn.
+
+    Args:
+        features: of their images, (K, M, H) each.
+    """
     compute = model.compute
     slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
     counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
@@ -202,12 +209,11 @@ def reply_row(
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
     image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    shown = [part for part in features if part is not None]
     return Row(
         input_ids=ids[None].to(compute.device),
         positions=positions[:, None].to(compute.device),
         image_rows=image_rows.to(compute.device),
-        features=torch.cat(shown, dim=1).to(compute.device) if shown else None,
+        features=torch.cat(features, dim=1).to(compute.device) if features else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
         predict=ends.to(compute.device) - 1,
     )

@@ -19,4 +19,5 @@ class Look:
         if text.strip() == "look" and not self.looked:
             self.looked = True
             return [Path(self.row["folder"], self.row["hidden"]), self.row["prompt"]], 0.0, False
-        return None, float(text.strip() == self.row["answer"]), True
+        right = float(text.strip() == self.row["answer"])
+        return None, {"reward": right, "accuracy": right}, True

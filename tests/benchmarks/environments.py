@@ -53,7 +53,7 @@ def give_turns(table: torch.Tensor) -> None:
         for group, samples in members:
             for slot, number in samples:
                 ends = table[group, number].cumsum(0)
-                engine.ends[slot] = ends if engine.dialogue else ends[-1]
+                engine.ends[slot] = ends if engine.envs else ends[-1]
         prefill(engine, members)
 
     def sample_to_end(engine, hidden, slots):
@@ -88,8 +88,8 @@ def main() -> None:
     # banned: turns end by the table alone
     sampling = ppo.Sampling.of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True
-    answering = dataclasses.replace(sampling, environments=environments.load(args.env, args.data.max_prompt_tokens))
-    asks = answering.environments.by_label["*"].make
+    answering = dataclasses.replace(sampling, environment=environments.load(args.env, args.data.max_prompt_tokens))
+    asks = answering.environment.make
     lengths = np.random.default_rng(1).lognormal(2.7, 0.7, (prompts, SAMPLES, TURNS)).clip(1, LONGEST).astype(int)
     give_turns(torch.from_numpy(lengths))
     pixels = [data.load_pixels(row, loaded.processor) for row in loaded.train]
