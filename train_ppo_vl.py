@@ -65,7 +65,6 @@ from common.process import UserError, catch_signals, run_main
 from common.records import sample_pictures, sample_records, summarise
 from common.vlm import attention, data, replies, self_check, weights
 from common.vlm import model as vlm
-from common.vlm.replies import Resumed
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -2068,6 +2067,17 @@ def performance(
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
+@dataclass
+class Sample:
+    """A sample in its slot, as the host knows it."""
+
+    key: tuple[int, int]  # (index of the prompt, sample number)
+    stored: int  # upper bound of its cached tokens
+    begun: int = 0  # response tokens before this turn
+    searched: int = 0  # response tokens that were searched for stop strings
+    waits: bool = False  # for its environment
+
+
 class RolloutEngine:
     """Continuous batching over KV slots, with the model's own layers.
 
@@ -2101,7 +2111,6 @@ class RolloutEngine:
         self.cache = attention.SlotCache(
             actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
         )
-
         self.make_slots(slots)
         if envs is not None and self.cache.linear is not None:
             self.cache.linear.done = self.done
@@ -2116,6 +2125,7 @@ class RolloutEngine:
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""
         device, longest = self.compute.device, self.sampling.max_new_tokens
+        self.slots: list[Sample | None] = [None] * slots  # None: free
         self.rows = torch.arange(slots, device=device)
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # cached tokens, next position, response tokens
@@ -2129,12 +2139,6 @@ class RolloutEngine:
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
         names = ("length", "rope", "response_tokens", "last", "keys", "done")
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
-        # On the host: (group, sample number), None where the slot is free.
-        self.owner: list[tuple[int, int] | None] = [None] * slots
-        self.stored = [0] * slots  # upper bound of the cached tokens
-        self.searched = [0] * slots  # tokens already searched for stop strings
-        self.begun = [0] * slots  # response tokens before this turn
-        self.waiting: set[tuple[int, int]] = set()  # samples that wait for their environments
 
     def slot_count(self, capacity: int, wanted: int) -> int:
         """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
@@ -2150,103 +2154,89 @@ class RolloutEngine:
         return max(1, min(wanted, int(room // slot)))
 
     def generate(self) -> dict[tuple[int, int], Response]:
-        """All samples, by (group, sample number)."""
-        # (group, sample numbers): at most as many as there are slots
+        """All samples, by (index of the prompt, sample number)."""
+        # (prompt, sample numbers): at most as many as there are slots
         waiting: deque[tuple[int, range]] = deque()
         for group in self.groups:
             for first in range(0, self.count, self.cache.slots):
                 waiting.append((group, range(first, min(first + self.cache.slots, self.count))))
-        results: dict[tuple[int, int], Response] = {}
+        self.results: dict[tuple[int, int], Response] = {}
         self.bar = logging.progress(range(len(self.groups) * self.count), "own samples")
-        while waiting or any(self.owner):
-            self.bar.update(len(results) - self.bar.n)
-            while self.admit(waiting):
-                pass
+        while waiting or any(self.slots):
+            self.bar.update(len(self.results) - self.bar.n)
+            self.admit(waiting)
             if self.envs is not None:
-                self.collect_replies(results)
-            self.harvest(results)  # turns of one token end with the prefill
-            active = [slot for slot, owner in enumerate(self.owner) if owner]
-            # compact when an eighth of the decoded slots is free
-            if not waiting and len(active) <= 0.875 * (max(active, default=-1) + 1):
-                active = self.compact(active)
-            active = [slot for slot in active if self.speaks(slot)]
-            if active:
+                self.collect_replies()
+            self.harvest()  # turns of one token end with the prefill
+            if not waiting:
+                self.compact()
+            speaking = self.speaking()
+            if speaking:
                 for _ in range(self.poll):
-                    self.decode(max(active) + 1)
-                self.harvest(results)
+                    self.decode(speaking[-1] + 1)
+                self.harvest()
         self.bar.close()
         if self.envs is not None:
             self.envs.finish()
-        return results
+        return self.results
 
-    def speaks(self, slot: int) -> bool:
-        """Whether a slot holds a sample that is not waiting for its environment."""
-        return self.owner[slot] is not None and self.owner[slot] not in self.waiting
+    def speaking(self) -> list[int]:
+        """The slots whose samples are not waiting for their environments."""
+        return [slot for slot, sample in enumerate(self.slots) if sample and not sample.waits]
 
-    def admit(self, waiting: deque) -> bool:
-        """Prefill as many waiting prompts as the free slots and a packed row hold. Returns whether
-        more may fit."""
-        free = deque(slot for slot, owner in enumerate(self.owner) if owner is None)
-        # (group, [(slot, sample number), ...])
+    def admit(self, waiting: deque) -> None:
+        """Prefill as many waiting prompts as there are free slots for their samples."""
+        free = deque(slot for slot, sample in enumerate(self.slots) if sample is None)
+        # (prompt, [(slot, sample number), ...])
         members: list[tuple[int, list[tuple[int, int]]]] = []
-        tokens = 0
         while waiting and len(free) >= len(waiting[0][1]):
-            group, numbers = waiting[0]
-            tokens += self.batch.prompt_lengths[group]
-            if members and tokens > self.compute.max_tokens_per_pack:
-                break
-            waiting.popleft()
+            group, numbers = waiting.popleft()
             members.append((group, [(free.popleft(), number) for number in numbers]))
-        if members:
-            self.prefill(members)
-        return bool(members) and bool(waiting)
+        sizes = [self.batch.prompt_lengths[group] for group, _ in members]
+        for part in fill_rows(members, sizes, self.compute.max_tokens_per_pack):
+            self.prefill(part)
 
     def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        """Run the prompts of (group, [(slot, number), ...]) in one packed row and sample every
-        sample's first token."""
-        model, batch, device = self.actor.model, self.batch, self.compute.device
-        rows, slots, places = [], [], []  # where each slot's keys and values come from and go to
-        last_rows, started = [], []
-        size = 0
+        """Run the prompts of (prompt, [(slot, sample number), ...]) in one packed row and sample
+        every sample's first token."""
+        model, batch, sampling = self.actor.model, self.batch, self.sampling
+        started = []
         for group, samples in members:
-            length = batch.prompt_lengths[group]
-            following = self.following(group)
+            length, following = batch.prompt_lengths[group], self.following(group)
             for slot, number in samples:
-                rows.append(torch.arange(size, size + length))
-                slots.append(torch.full((length,), slot))
-                places.append(torch.arange(length))
-                last_rows.append(size + length - 1)
-                started.append((slot, length, following, batch.draws[group], number))
-                self.owner[slot] = group, number
-                self.stored[slot] = length
-                self.searched[slot] = self.begun[slot] = 0
-            size += length
-        plan = tuple(torch.cat(parts).to(device) for parts in (rows, slots, places))
-        row = vlm.prompt_row(model, batch, [group for group, _ in members], self.cache, plan)
-        hidden = vlm.hidden_states(model, row)  # (L, H)
-
-        columns = torch.tensor(started, device=device).T  # (5, b)
-        own_slots, lengths, positions, draws, numbers = columns
-        self.restart(own_slots, lengths, positions, 0)
-        self.keys[own_slots] = logprobs.sequence_keys(
-            self.sampling.seed, self.sampling.stream, draws, numbers
-        )
-        self.sample(hidden[last_rows], own_slots)
+                started.append((slot, length, following, 0, batch.draws[group], number))
+                self.slots[slot] = Sample((group, number), stored=length)
+        slots_of = {group: [slot for slot, _ in samples] for group, samples in members}
+        row = vlm.prompt_row(model, batch, slots_of, self.cache)
+        hidden = vlm.hidden_states(model, row)[row.predict]  # (b, H)
+        *state, draws, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
+        keys = logprobs.sequence_keys(sampling.seed, sampling.stream, draws, numbers)
+        self.keys[state[0]] = keys
+        self.begin(hidden, *state)
         if self.envs is not None:
-            begun = [(slot, self.envs.episodes[self.owner[slot]]) for slot, *_ in started]
-            self.resume_all([(slot, episode) for slot, episode in begun if episode.reply])
+            self.read_replies([slot for slot, *_ in started])
 
-    def restart(self, slot: Tensor, length: Tensor, following: Tensor, own: Tensor | int) -> None:
-        """Let slots (b,) sample their token number ``own``, after so many cached tokens."""
-        self.length[slot], self.rope[slot], self.response_tokens[slot] = length, following, own
-        self.done[slot] = False
+    def following(self, group: int) -> int:
+        """The rotary position after a prompt."""
+        return int(vlm.positions_of(self.actor.model, self.batch, group).max()) + 1
+
+    def begin(
+        self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, own: Tensor
+    ) -> None:
+        """Let slots (b,) sample their token number ``own`` from hidden states (b, H), after so many
+        cached tokens and at the ``following`` position."""
+        self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, own
+        self.done[slots] = False
+        self.sample(hidden, slots)
 
     def decode(self, size: int) -> None:
         """One token for each of the slots 0..size-1. Finished slots compute too, but what they
         have sampled does not change."""
         capacity = self.cache.capacity
-        longest = min(max(self.stored[:size]) + 1, capacity)
-        self.stored[:size] = [min(n + 1, capacity - 1) for n in self.stored[:size]]
+        busy = [sample for sample in self.slots[:size] if sample]
+        longest = min(max(sample.stored for sample in busy) + 1, capacity)
+        for sample in busy:
+            sample.stored = min(sample.stored + 1, capacity - 1)
         if self.graphs is None:
             self.step(size, longest)
             return
@@ -2292,105 +2282,88 @@ class RolloutEngine:
         self.done[slots] = self.done[slots] | stopped | (step + 1 >= sampling.max_new_tokens)
         self.response_tokens[slots] += live
 
-    def collect_replies(self, results: dict[tuple[int, int], Response]) -> None:
-        """Go on with the samples whose environments have answered, and take those out of their
-        slots whose conversations have ended. If all samples wait, so does this."""
-        all_wait = 0 < len(self.waiting) == sum(owner is not None for owner in self.owner)
-        text = f"{len(self.waiting)} wait for environments"
-        self.bar.set_postfix_str(text, refresh=all_wait)
-        answered = {episode.key: episode for episode in self.envs.poll(wait=all_wait)}
-        self.waiting -= answered.keys()
-        going_on, freed = [], []
-        for slot, owner in enumerate(self.owner):
-            if owner not in answered:
-                continue
-            if answered[owner].reply is not None:
-                going_on.append((slot, answered[owner]))
-            else:
-                results[owner] = answered[owner].response
-                freed.append(slot)
-        self.release(freed)
-        self.resume_all(going_on)
-
-    def resume_all(self, replied: list[tuple[int, Episode]]) -> None:
-        """Continue samples with replies, as many at once as a packed row holds."""
-        batch: list[tuple[int, Episode]] = []
-        size = 0
-        for slot, episode in replied:
-            tokens = 1 + len(episode.reply.input_ids)
-            if batch and size + tokens > self.compute.max_tokens_per_pack:
-                self.resume(batch)
-                batch, size = [], 0
-            batch.append((slot, episode))
-            size += tokens
-        if batch:
-            self.resume(batch)
-
-    def resume(self, batch: list[tuple[int, Episode]]) -> None:
-        """Prefill replies after what their slots have cached, and sample the first token of the
-        next turns."""
-        model = self.actor.model
-        unread = [episode.reply for _, episode in batch]
-        replies.compute_features(model, unread)
-        features = [reply.features for reply in unread if reply.features is not None]
-        resumed, state = [], []
-        for slot, episode in batch:
-            group, _ = episode.key
-            following = self.following(group)
-            ids, positions = episode.read_reply()
-            length = self.batch.prompt_lengths[group] + episode.length
-            resumed.append(Resumed(slot, length - len(ids), ids, following + positions))
-            self.stored[slot] = length
-            self.searched[slot] = self.begun[slot] = episode.own
-            state.append((slot, length, following + episode.position, episode.own))
-        row = replies.reply_row(model, self.cache, resumed, features)
-        hidden = vlm.hidden_states(model, row)[row.predict]  # (b, H)
-        columns = torch.tensor(state, device=hidden.device).T  # (4, b)
-        self.restart(*columns)
-        self.sample(hidden, columns[0])
-
-    def following(self, group: int) -> int:
-        """The rotary position after a prompt."""
-        return int(vlm.positions_of(self.actor.model, self.batch, group).max()) + 1
-
-    def harvest(self, results: dict[tuple[int, int], Response]) -> None:
+    def harvest(self) -> None:
         """Take finished sequences out of their slots. The one place where the host waits for the
         device."""
-        active = [slot for slot in range(len(self.owner)) if self.speaks(slot)]
-        done = self.done.tolist() if active else []
-        ready = [slot for slot in active if done[slot] or self.sampling.stop_strings]
+        speaking = self.speaking()
+        done = self.done.tolist() if speaking else []
+        ready = [slot for slot in speaking if done[slot] or self.sampling.stop_strings]
         if not ready:
             return
         counts = self.response_tokens[ready].tolist()
         tokens = self.out_tokens[ready, : max(counts)].cpu()
         logps = self.out_logprobs[ready, : max(counts)].cpu()
         stop_ids = set(self.sampling.stop_ids.tolist())
-        freed = []
         for k, slot in enumerate(ready):
-            end = self.stop_string_end(slot, tokens[k, : counts[k]])
+            end = self.stop_string_end(self.slots[slot], tokens[k, : counts[k]])
             if end is None and not done[slot]:
                 continue
             n = end or counts[k]
             truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
             response = Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
-            owner = self.owner[slot]
-            if self.envs and self.envs.on_turn_end(owner, response, by_string=end is not None):
-                self.waiting.add(owner)
-                self.done[slot] = True
-                continue
-            results[owner] = response
-            freed.append(slot)
-        self.release(freed)
+            self.end_turn(slot, response, by_string=end is not None)
 
-    def release(self, freed: list[int]) -> None:
-        """Free the slots of finished samples."""
-        for slot in freed:
-            self.owner[slot], self.stored[slot] = None, 0
-        self.done[freed] = True
+    def end_turn(self, slot: int, response: Response, by_string: bool) -> None:
+        """Free a slot, unless its sample goes on once its environment has answered."""
+        sample = self.slots[slot]
+        self.done[slot] = True
+        if self.envs is not None:
+            sample.waits = self.envs.on_turn_end(sample.key, response, by_string)
+        if not sample.waits:
+            self.release(slot, response)
+
+    def release(self, slot: int, response: Response) -> None:
+        """Take a finished sample out of its slot."""
+        self.results[self.slots[slot].key] = response
+        self.slots[slot] = None
         # a free slot still decodes; with length 0 it does not read its old sequence
-        self.length[freed] = 0
+        self.length[slot] = 0
 
-    def stop_string_end(self, slot: int, tokens: Tensor) -> int | None:
+    def collect_replies(self) -> None:
+        """Go on with the samples whose environments have answered, and take those out of their
+        slots whose conversations have ended. If all samples wait, so does this."""
+        waiting = sum(sample.waits for sample in self.slots if sample)
+        all_wait = waiting > 0 and not self.speaking()
+        self.bar.set_postfix_str(f"{waiting} wait for environments", refresh=all_wait)
+        answered = {episode.key: episode for episode in self.envs.poll(wait=all_wait)}
+        going_on = []
+        for slot, sample in enumerate(self.slots):
+            if sample is None or sample.key not in answered:
+                continue
+            episode = answered[sample.key]
+            if episode.reply is None:
+                self.release(slot, episode.response)
+            else:
+                sample.waits = False
+                going_on.append(slot)
+        self.read_replies(going_on)
+
+    def read_replies(self, slots: list[int]) -> None:
+        """Continue samples that have something to read, as many at once as a packed row holds."""
+        episodes = [(slot, self.envs.episodes[self.slots[slot].key]) for slot in slots]
+        unread = [(slot, episode) for slot, episode in episodes if episode.reply is not None]
+        sizes = [1 + len(episode.reply.input_ids) for _, episode in unread]
+        for part in fill_rows(unread, sizes, self.compute.max_tokens_per_pack):
+            self.resume(part)
+
+    def resume(self, episodes: list[tuple[int, Episode]]) -> None:
+        """Prefill the replies to the episodes of some slots after what these have cached, and sample
+        the first token of their next turns."""
+        features = replies.compute_features(self.actor.model, [e.reply for _, e in episodes])
+        resumed, state = [], []
+        for slot, episode in episodes:
+            group, _ = episode.key
+            following = self.following(group)
+            ids, positions = episode.read_reply()
+            length = self.batch.prompt_lengths[group] + episode.length
+            resumed.append(replies.Resumed(slot, length - len(ids), ids, following + positions))
+            self.slots[slot] = Sample(episode.key, length, episode.own, episode.own)
+            state.append((slot, length, following + episode.position, episode.own))
+        row = replies.reply_row(self.actor.model, self.cache, resumed, features)
+        hidden = vlm.hidden_states(self.actor.model, row)[row.predict]  # (b, H)
+        self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
+
+    def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
         """Number of tokens up to the one that completes a stop string, but at least
         --min_new_tokens; None without a stop string."""
         strings, shortest = self.sampling.stop_strings, self.sampling.min_new_tokens
@@ -2398,13 +2371,13 @@ class RolloutEngine:
             return None
         # tokens that surely hold a stop string: each holds at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
-        first = max(self.begun[slot], self.searched[slot] + 1 - window)
+        first = max(sample.begun, sample.searched + 1 - window)
         recent = tokens[first:].tolist()  # not all of them at every look
         if self.shows_stop_string(recent):
-            for n in range(self.searched[slot] + 1, len(tokens) + 1):
+            for n in range(sample.searched + 1, len(tokens) + 1):
                 if self.shows_stop_string(recent[max(0, n - window - first) : n - first]):
                     return max(n, shortest)
-        self.searched[slot] = len(tokens)
+        sample.searched = len(tokens)
         return None
 
     def shows_stop_string(self, tokens: list[int]) -> bool:
@@ -2414,21 +2387,35 @@ class RolloutEngine:
         )
         return any(stop in text for stop in self.sampling.stop_strings)
 
-    def compact(self, active: list[int]) -> list[int]:
-        """Move busy slots to the front once no prompt waits, so that the tail of a rollout decodes
-        in small batches."""
-        target = [slot for slot in range(len(active)) if self.owner[slot] is None]
-        source = [slot for slot in active if slot >= len(active)]
-        if source:
-            self.cache.move(source, target, max(self.stored[slot] for slot in source))
-            for state in self.state.values():
-                state[target] = state[source]
-            for s, t in zip(source, target):
-                self.owner[t], self.owner[s] = self.owner[s], None
-                self.stored[t] = self.stored[s]
-                self.searched[t], self.begun[t] = self.searched[s], self.begun[s]
-            self.done[source] = True
-        return list(range(len(active)))
+    def compact(self) -> None:
+        """Move busy slots to the front, if an eighth of those that decode is free. Once no prompt
+        waits, the tail of a rollout decodes in small batches."""
+        busy = [slot for slot, sample in enumerate(self.slots) if sample]
+        if len(busy) > 0.875 * (max(busy, default=-1) + 1):
+            return
+        target = [slot for slot in range(len(busy)) if self.slots[slot] is None]
+        source = [slot for slot in busy if slot >= len(busy)]
+        if not source:
+            return
+        self.cache.move(source, target, max(self.slots[slot].stored for slot in source))
+        for state in self.state.values():
+            state[target] = state[source]
+        for old, new in zip(source, target):
+            self.slots[new], self.slots[old] = self.slots[old], None
+        self.done[source] = True
+
+
+def fill_rows(items: list, sizes: list[int], most: int) -> Iterator[list]:
+    """The items in order, as many together as have at most so many tokens; one may have more."""
+    part, total = [], 0
+    for item, size in zip(items, sizes):
+        if part and total + size > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size
+    if part:
+        yield part
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from common.buffers import (
     make_blocks,
     make_packs,
     of_sample,
+    ragged_index,
 )
 from common.logging import progress
 from common.vlm.attention import ATTENTION_NAME, VISION_ATTENTION_NAME, PackedAttention, SlotCache
@@ -415,20 +416,28 @@ def with_grids(model: nn.Module, row: Row, grids: list[tuple]) -> Row:
 
 
 def prompt_row(
-    model: nn.Module, batch: Batch, groups: list[int], cache: SlotCache, plan: tuple[Tensor, ...]
+    model: nn.Module, batch: Batch, slots: dict[int, list[int]], cache: SlotCache
 ) -> Row:
-    """The prompts ``groups`` in one row, to be prefilled into the slots of ``cache`` that ``plan``
-    names."""
+    """Prompts in one row, each to be prefilled into ``slots`` of the cache, by the prompt's index.
+    ``predict`` (b,) is, for every slot in order, the end of its prompt."""
     compute = model.compute
-    ids = torch.cat([batch.prompts[group].input_ids for group in groups])  # (L,)
+    lengths = torch.tensor([batch.prompt_lengths[group] for group in slots])
+    counts = torch.tensor([len(own) for own in slots.values()])
+    ends = lengths.cumsum(0)
+    bounds = torch.stack([ends - lengths, ends], dim=1)
+    starts, of_slots = (ends - lengths).repeat_interleave(counts), lengths.repeat_interleave(counts)
+    # where each slot's keys and values come from and go to
+    plan = (
+        ragged_index(starts, of_slots),
+        torch.tensor([slot for own in slots.values() for slot in own]).repeat_interleave(of_slots),
+        ragged_index(torch.zeros_like(starts), of_slots),
+    )
+    plan = tuple(part.to(compute.device) for part in plan)
+    ids = torch.cat([batch.prompts[group].input_ids for group in slots])  # (L,)
     image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    positions = torch.cat([positions_of(model, batch, group) for group in groups], dim=1)  # (3, L)
-    features = [batch.features[group] for group in groups if group in batch.features]
-    segments, start = [], 0
-    for group in groups:
-        end = start + batch.prompt_lengths[group]
-        segments.append((start, end, start, start))
-        start = end
+    positions = torch.cat([positions_of(model, batch, group) for group in slots], dim=1)  # (3, L)
+    features = [batch.features[group] for group in slots if group in batch.features]
+    segments = [(start, end, start, start) for start, end in bounds.tolist()]
     segments = model.family.attention_segments(segments, image_rows)
     return Row(
         input_ids=ids[None].to(compute.device),
@@ -436,6 +445,7 @@ def prompt_row(
         image_rows=image_rows.to(compute.device),
         features=torch.cat(features, dim=1).to(compute.device) if features else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan),
+        predict=(starts + of_slots).to(compute.device) - 1,
     )
 
 

@@ -169,12 +169,12 @@ class Resumed(NamedTuple):
     positions: Tensor  # (3, n)
 
 
-def compute_features(model: nn.Module, replies: list[Reply]) -> None:
-    """The image features of the replies, by one call of the vision tower. Only a tower that is
-    trained sees the patches again."""
+def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
+    """Fill the image features of the replies, by one call of the vision tower, and return those
+    there are. Only a tower that is trained needs the patches again."""
     shown = [reply for reply in replies if reply.grids]
     if not shown:
-        return
+        return []
     patches = torch.cat([reply.patches for reply in shown])
     grids = torch.tensor([grid for reply in shown for grid in reply.grids])
     with torch.inference_mode(False), torch.no_grad():  # they are trained on later
@@ -185,6 +185,7 @@ def compute_features(model: nn.Module, replies: list[Reply]) -> None:
         reply.features = part
         if not model.trains_vision:
             reply.patches = None
+    return [reply.features for reply in shown]
 
 
 def reply_row(

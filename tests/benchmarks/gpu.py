@@ -147,7 +147,7 @@ def decoding_seconds(sampling, model, batch: int, context: int, graphs: str, ste
     with torch.inference_mode(), bare_forwards(vlm.decoder(model)):
         engine = ppo.RolloutEngine(actor, prompts, sampling, list(range(batch)), 1)
         engine.length[:], engine.rope[:], engine.done[:] = context, context, False
-        engine.stored = [context] * batch
+        engine.slots = [ppo.Sample((k, 0), stored=context) for k in range(batch)]
         timed(lambda: engine.decode(batch), 3)                                           # set up, captured
         return timed(lambda: engine.decode(batch), steps)
 
