@@ -83,6 +83,13 @@ def run(function: Callable, *arguments: Any, codes: list[int] | None = None, **h
     return life.told()
 
 
+def in_turn(*runs: tuple) -> None:
+    """Functions with their arguments, one after the other in one process group, as
+    ``ranks.run(ranks.in_turn, (ppo.main, argv), (grm.main, other), world=2)``."""
+    for function, *arguments in runs:
+        function(*arguments)
+
+
 def start(function: Callable, *arguments: Any, world: int = 1, patches: list[tuple] = (), **environment: str) -> Life:
     """Start ``world`` ranks of a function."""
     handle, output = tempfile.mkstemp(dir=OUTPUTS.name, suffix=".log")

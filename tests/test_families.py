@@ -380,8 +380,7 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
     for kind in kinds:
         write_family(kind, tmp_path / kind, picture_rows)
         plan.append(ppo_flags(kind, tmp_path / kind, tmp_path / "two"))
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    launch(2, tmp_path / "plan.json")
+    launch(2, *plan)
     for kind in kinds:
         ppo.main(ppo_flags(kind, tmp_path / kind, tmp_path / "one"))
         assert_same_run(tmp_path / "one" / kind, tmp_path / "two" / kind)

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +14,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks
 import torch
-from conftest import ROOT, with_flags
+from conftest import with_flags
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
@@ -611,20 +610,11 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
         ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict", "--out", str(tmp_path / "rl")])
 
 
-def two_processes(argv: list[str], **environment: str) -> subprocess.CompletedProcess:
-    """The script under torchrun."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               str(ROOT / "train_grm_vl.py"), *argv]
-    return subprocess.run(command, env=clean | environment, cwd=ROOT, timeout=300, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def two_ranks(qwen25, task, tmp_path_factory) -> Path:
     """The run of ``one_rank`` on two."""
     out = tmp_path_factory.mktemp("two") / "run"
-    result = two_processes(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "0"))
-    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    ranks.run(grm.main, flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "0"), world=2)
     return out
 
 
@@ -660,9 +650,9 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
     argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
-    assert two_processes(argv, KILL_AT="before-rotation").returncode != 0
+    assert ranks.start(grm.main, argv, world=2, KILL_AT="before-rotation").wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
-    assert two_processes(argv).returncode == 0
+    ranks.run(grm.main, argv, world=2)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(two_ranks)))
     ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, two_ranks))
     assert ours.read_bytes() == theirs.read_bytes()

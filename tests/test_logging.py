@@ -6,14 +6,13 @@ import json
 import math
 import os
 import resource
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from figures import plot_curves
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -25,8 +24,6 @@ from common.logging import (Largest, Mean, MetricSums, RunLogger, StageTimer, du
                             read_records)
 from common.process import UserError, run_main
 from common.settings import RunArgs
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def open_log(out, first_step: int = 0, **flags) -> RunLogger:
@@ -72,29 +69,22 @@ def test_what_is_due(every, at, evaluated):
     assert all(evaluation_due(step, alone, 7, 4, 0) for step in range(8))
 
 
-RANK_PROGRAM = """
-import sys, torch, torch.distributed as dist
-from common.logging import MetricSums
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-sums = MetricSums()
-for name in ["b", "a"] if rank else ["a", "b"]:     # the order of the calls may differ
-    sums.add(name, torch.tensor(rank + 1.0), 1 + 2 * rank)
-if rank:                                            # and so may the names
-    sums.add("one rank", 6.0, 2)
-sums.max("top", [float("-inf"), -3.0][rank])
-sums.max("bad", [float("nan"), 5.0][rank])
-assert str(sums.reduce()) == "{'a': 0.75, 'b': 0.75, 'one rank': 3.0, 'bad': nan, 'top': -3.0}", sums.reduce()
-dist.destroy_process_group()
-"""
+def add_as_a_rank() -> None:
+    """Called in other orders and with other names on the two ranks."""
+    distributed.start(60.0, 0)
+    rank = dist.get_rank()
+    sums = MetricSums()
+    for name in ["b", "a"] if rank else ["a", "b"]:
+        sums.add(name, torch.tensor(rank + 1.0), 1 + 2 * rank)
+    if rank:
+        sums.add("one rank", 6.0, 2)
+    sums.max("top", [float("-inf"), -3.0][rank])
+    sums.max("bad", [float("nan"), 5.0][rank])
+    assert str(sums.reduce()) == "{'a': 0.75, 'b': 0.75, 'one rank': 3.0, 'bad': nan, 'top': -3.0}", sums.reduce()
 
 
-def test_two_ranks(tmp_path):
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK_PROGRAM, str(rank), str(tmp_path / "store")], env=environ,
-                              stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    errors = [rank.communicate(timeout=200)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+def test_two_ranks():
+    ranks.run(add_as_a_rank, world=2)
 
 
 def test_stage_timer():

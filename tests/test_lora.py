@@ -256,8 +256,7 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
                       "--prompts_per_step", "3", "--minibatches", "1", "--gradient_checkpointing", "--lora_rank", "1")}
     for ranks in (1, 2):
         runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
-        (tmp_path / "plan.json").write_text(json.dumps(runs))
-        launch(2, tmp_path / "plan.json") if ranks == 2 else [ppo.main(run) for run in runs]
+        launch(2, *runs) if ranks == 2 else [ppo.main(run) for run in runs]
     for name in lines:
         one, two = (tmp_path / f"{name}-{ranks}" for ranks in (1, 2))
         assert_same_run(one, two)

@@ -1,21 +1,14 @@
 """What a run keeps beside the weights in training, and where: the running average of the actor's
 weights (--ema_beta), and host memory (--offload).
-
-Run as a program under torchrun (`torchrun ... test_memory.py RUNS`), this file calls the script's
-`main` for every list of flags in the JSON file RUNS, from the second on as if the host's memory
-were another one than the device's (`apart`).
 """
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
+import ranks
 import torch
-import torch.distributed as dist
 from conftest import computing, start
 from safetensors.torch import save_file
 from test_training import (
@@ -236,18 +229,15 @@ def apart(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return DTensor(new, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else new
 
 
-def program(plan: Path) -> None:
-    samples_of_every_step()
-    for line in json.loads(plan.read_text()):
+def run_apart(lines: list[list[str]]) -> None:
+    """Whole runs, from the second on as if host and device had memory of their own."""
+    for line in lines:
         ppo.main(line)
         fsdp.to_device = apart
-    (plan.parent / f"moved-{dist.get_rank()}.json").write_text(
-        json.dumps([len(MOVED), sum(size for size, _ in MOVED)])
-    )
-    dist.destroy_process_group()
+    print(f"{len(MOVED)} tensors moved", flush=True)
 
 
-def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=3):
+def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     """Reference, judge, scalar reward model, critic and average; two steps without moves, and one
     and one with them. Three ranks: uneven shards, some of them empty."""
     judge = judgements.judge_settings({})
@@ -298,24 +288,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=
         line = flags(qwen25, task, tmp_path / name, *more, *extra)
         del line[line.index("--reward") : line.index("--reward") + 2]
         lines.append(line)
-    (tmp_path / "plan.json").write_text(json.dumps(lines))
-    clean = {
-        key: value
-        for key, value in os.environ.items()
-        if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(ranks),
-        __file__,
-        str(tmp_path / "plan.json"),
-    ]
-    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    told = ranks.run(run_apart, lines, world=3, patches=[(samples_of_every_step,)])
     plain, moved = (
         tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved")
     )
@@ -323,8 +296,8 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path, ranks=
     assert any(name.startswith("reference.model") for name in moved)  # saved, copied and read there
     for name in ("step-000001", "step-000002", "eval-000002"):
         assert samples_of(tmp_path / "plain", name) == samples_of(tmp_path / "moved", name)
-    told = [json.loads((tmp_path / f"moved-{rank}.json").read_text()) for rank in range(ranks)]
-    assert all(count > 500 for count, _ in told)
+    moves = re.findall(r"(\d+) tensors moved", told)
+    assert len(moves) == 3 and all(int(count) > 500 for count in moves)
 
 
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
@@ -382,7 +355,3 @@ def test_a_gpu_is_relieved(qwen25, picture_rows):
         move(env.ranks.device)
         assert all(fsdp.shard_of(t).is_cuda for t in env.reference.parameters())
     assert torch.equal(score(env.reference, batch), expected)
-
-
-if __name__ == "__main__":
-    program(Path(sys.argv[1]))

@@ -1,8 +1,5 @@
 """Updates and whole runs: gradients against a naive oracle and against themselves under other packings, 1 rank against
-2 and 8, export, schedules, and what a run does when something goes wrong.
-
-Run as a program under torchrun (`torchrun ... test_training.py RUNS`), this file calls the script's `main` for every
-list of flags in the JSON file RUNS, one after the other in one process group: a launch costs more than the runs.
+2 and more, export, schedules, and what a run does when something goes wrong.
 """
 
 import dataclasses
@@ -11,17 +8,15 @@ import gc
 import itertools
 import json
 import math
-import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from conftest import computing, rounding, start, take, with_flags, write_checkpoint
@@ -33,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common import buffers, fsdp, logging, losses, process, settings
+from common import buffers, distributed, fsdp, logging, losses, process, settings
 from common import judge as judgements
 from common.buffers import Batch, exchange_features
 from common.cards import sample_card
@@ -1073,7 +1068,7 @@ def test_tied_weights_stay_one_parameter(qwen25, picture_rows, tmp_path):
 # ------------------------------------------------------------------------------------------------ several ranks
 TALKING = '--max_new_tokens 24 --max_reply_tokens 200 --max_tokens_per_pack 900 --stop_strings ["a","e","r"] --env_workers 3'
 RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
-    "gae": ("qwen2_5_vl", "--steps 5 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
+    "gae": ("qwen2_5_vl", "--steps 3 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
             "--eval_every 2 --lr_schedule linear --warmup_steps 1"),
     "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
              "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
@@ -1094,10 +1089,10 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
                 "--grm_question correct --eval_data alike.jsonl " + TALKING),
     "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env --eval_samples 2 " + TALKING),
 }
-FAILURES = {
-    "picture": ("qwen2_5_vl", "--data bad.jsonl"),
-    "reward": ("qwen2_5_vl", "--reward reward.py:fails --prompts_per_step 8"),
-    "gap": ("qwen2_5_vl", "--sampler_gap_limit 1e-12 --advantage grpo --steps 2"),
+FAILURES = {  # name -> flags, what is said
+    "picture": ("--data bad.jsonl", "bad.jsonl:2.*damaged.png"),
+    "reward": ("--reward reward.py:fails --prompts_per_step 8", "the reward of row 2.*response"),
+    "gap": ("--sampler_gap_limit 1e-12 --advantage grpo --steps 2", "step 1: train/sampler_gap .* is above 1e-12"),
 }
 
 
@@ -1111,21 +1106,17 @@ def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], ta
     return line
 
 
-def launch(ranks: int, plan: Path, file: str = __file__) -> None:
-    """Run a test file as a program on so many ranks."""
-    clean = {key: value for key, value in os.environ.items()
-             if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), file,
-               str(plan)]
-    result = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+def launch(world: int, *lines: list[str]) -> None:
+    """Whole runs on so many ranks, one after the other."""
+    runs = [(ppo.main, line) for line in lines]
+    ranks.run(ranks.in_turn, *runs, world=world, patches=[(samples_of_every_step,)])
 
 
 @pytest.fixture(scope="module")
-def two_ranks(qwen25, task, picture_rows, tmp_path_factory):
-    """Every run above on one and on two ranks: folders of the outputs."""
+def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
+    """The models of RUNS; beside the task's files a judge, of another family with a tower of its own, and rows."""
     checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
-    shutil.copytree(checkpoints["qwen3_vl"], task / "judge")                                    # of another family: its own tower
+    shutil.copytree(checkpoints["qwen3_vl"], task / "judge")
     judge = judgements.judge_settings({})
     judgements.count_judgements(judge, [("correct", "yes", True)])
     (task / "judge" / "judge.json").write_text(json.dumps(judge))
@@ -1139,14 +1130,22 @@ def two_ranks(qwen25, task, picture_rows, tmp_path_factory):
     (task / "alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))      # whose pictures can be swapped
     rows = [{"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)]
     (task / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return checkpoints
+
+
+@pytest.fixture(scope="module")
+def both(checkpoints, task, tmp_path_factory):
+    """both(name): the folders of that run on one rank and on two."""
     one, two = (tmp_path_factory.mktemp(name) for name in ("one", "two"))
-    plan = [run_flags(name, spec, checkpoints, task, two) for name, spec in (RUNS | FAILURES).items()]
-    (two / "plan.json").write_text(json.dumps(plan))
-    (two / "hand.json").write_text(json.dumps([str(qwen25), picture_rows]))
-    launch(2, two / "plan.json")
-    for name, spec in RUNS.items():
-        ppo.main(run_flags(name, spec, checkpoints, task, one))
-    return one, two
+
+    def run(name: str) -> tuple[Path, Path]:
+        if not (one / name).exists():
+            first, second = (run_flags(name, RUNS[name], checkpoints, task, out) for out in (one, two))
+            launch(2, second)
+            ppo.main(first)
+        return one / name, two / name
+
+    return run
 
 
 def assert_same_run(one: Path, other: Path) -> None:
@@ -1168,19 +1167,33 @@ def assert_same_run(one: Path, other: Path) -> None:
                 assert theirs[name] == pytest.approx(value, abs=1e-4, rel=1e-4), (ours["step"], name)
 
 
-@pytest.mark.parametrize("part", ["actor", "critic"])
-def test_gradient_of_two_ranks_is_that_of_one(env, two_ranks, part):
+def save_gradients(model: str, rows: str, out: str) -> None:
+    """Those of the hand-made samples in small packs, on this rank."""
+    env, found = hand_env(model, rows), {}
+    for part in ("actor", "critic"):
+        module = getattr(env, part)
+        with computing(module, max_tokens_per_pack=110):
+            gradients, _ = gradient(env.args, module, env.batch)
+        found |= {f"{part}.{name}": value for name, value in gradients.items()}
+    save_file(found, f"{out}/gradients-{dist.get_rank()}.safetensors")
+
+
+def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_path):
     """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
-    both = load_file(two_ranks[1] / "gradients-1.safetensors")
-    found = {name.removeprefix(f"{part}."): value for name, value in both.items() if name.startswith(part)}
-    expected, packs = gradient(env.args, getattr(env, part), env.batch)
-    assert packs == 1 and distance(found, expected) < rounding(len(env.batch.tokens))
+    ranks.run(save_gradients, str(qwen25), picture_rows, str(tmp_path), world=2)
+    both = load_file(tmp_path / "gradients-1.safetensors")
+    for part in ("actor", "critic"):
+        found = {name.removeprefix(f"{part}."): value for name, value in both.items() if name.startswith(part)}
+        expected, packs = gradient(env.args, getattr(env, part), env.batch)
+        assert packs == 1 and distance(found, expected) < rounding(len(env.batch.tokens)), part
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_one_rank_equals_two_ranks(two_ranks, name):
-    one, two = (folder / name for folder in two_ranks)
+def test_one_rank_equals_two_ranks(both, name):
+    one, two = both(name)
     assert_same_run(one, two)
+    gaps = [record["train/sampler_gap"] for record in records(one) + records(two) if "train/sampler_gap" in record]
+    assert gaps and max(gaps) < 1e-5                                   # sampled is trained, before any update of a step
     steps = int(RUNS[name][1].split("--steps ")[1].split()[0])
     assert len([record for record in records(two) if "rollout/reward" in record]) == steps
     for place in ("export", "export_ema") if "--ema_beta" in RUNS[name][1] else ("export",):
@@ -1190,75 +1203,74 @@ def test_one_rank_equals_two_ranks(two_ranks, name):
             assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
 
 
-def test_one_and_two_ranks_agree_as_the_readme_says(two_ranks):
+def test_one_and_two_ranks_agree_as_the_readme_says(both):
     """In step 1, with a KL in the reward and with one in the loss; later, rounding may have grown."""
     readme = " ".join(Path(__file__).with_name("README.md").read_text(encoding="utf-8").split())
     bound = re.search(r"Between 1 and 2 ranks half of the metrics were equal in every bit, and none differed by more than (\S+) in", readme)
     for name in ("gae", "grpo"):
-        one, two = ({record["step"]: record for record in records(folder / name)}[1] for folder in two_ranks)
+        one, two = ({record["step"]: record for record in records(folder)}[1] for folder in both(name))
         gaps = [abs(two[key] - value) / max(1, abs(value)) for key, value in one.items()
                 if not key.startswith("perf/") and not key.endswith("seconds")]
         assert max(gaps) <= float(bound[1]) and np.median(gaps) <= 1e-6, name
 
 
-def test_a_judge_learns_from_verdicts(two_ranks):
+def test_a_judge_learns_from_verdicts(both):
     """Judgement rows as prompts: pairs in both orders with their verdict as reference; the export can be asked as a judge."""
-    rows = samples_of(two_ranks[1] / "judging", "eval-000002")
+    _, out = both("judging")
+    rows = samples_of(out, "eval-000002")
     assert [(row["label"], row["reference"], row["question"][-60:] != "") for row in rows] == [
         ("correct", "yes", True), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
         ("answers", "tie", True)]
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                          # own noise for each order
-    judge = vlm_data.Processor(two_ranks[1] / "judging" / "export" / "step-2").files["judge"]
+    judge = vlm_data.Processor(out / "export" / "step-2").files["judge"]
     assert judgements.judge_question(judge, "auto") == "correct" and judge["kinds"]["pictures"]["examples"] == 2
-    *_, trained, evaluated = records(two_ranks[1] / "judging")
+    *_, trained, evaluated = records(out)
     assert {"rollout/accuracy_reward", "rollout/format_reward"} <= trained.keys()
     assert {"eval/accuracy_reward_mean", "eval/format_reward_mean"} <= evaluated.keys()
 
 
-def test_every_held_out_row_is_answered_once(two_ranks):
-    files = sorted(path.stem for path in (two_ranks[1] / "gae" / "samples").glob("eval-*.jsonl"))
-    assert files == [f"eval-{step:06d}" for step in (0, 2, 4, 5)]
+def test_every_held_out_row_is_answered_once(both):
+    _, out = both("gae")
+    files = sorted(path.stem for path in (out / "samples").glob("eval-*.jsonl"))
+    assert files == [f"eval-{step:06d}" for step in (0, 2, 3)]
     for file in files:
-        assert [row["index"] for row in samples_of(two_ranks[1] / "gae", file)] == list(range(7))
-    pairs = [(row["index"], row["sample"]) for row in samples_of(two_ranks[1] / "reinforce++", "eval-000000")]
+        assert [row["index"] for row in samples_of(out, file)] == list(range(7))
+    pairs = [(row["index"], row["sample"]) for row in samples_of(both("reinforce++")[1], "eval-000000")]
     assert pairs == [(i, k) for i in range(7) for k in range(2)]
 
 
-def test_sampled_is_trained(two_ranks):
-    """Before any update of a step the trained policy gives the samples the probabilities they were drawn with."""
-    for folder in two_ranks:
-        for name in RUNS:
-            gaps = [record["train/sampler_gap"] for record in records(folder / name) if "train/sampler_gap" in record]
-            assert gaps and max(gaps) < 1e-5, name
+@pytest.mark.parametrize("name", FAILURES)
+def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, name):
+    more, said = FAILURES[name]
+    line = run_flags(name, ("qwen2_5_vl", more), checkpoints, task, tmp_path)
+    told = ranks.run(ppo.main, line, world=2, codes=[2, 2])
+    assert told.count("error: ") == 1 and re.search(f"error: .*{said}", told, re.DOTALL) and "Traceback" not in told
+    if name == "gap":
+        assert [record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record] == [1]
 
 
-def test_failures_are_told_on_every_rank(two_ranks):
-    told = [json.loads((two_ranks[1] / f"errors-{rank}.json").read_text()) for rank in range(2)]
-    assert told[0] == told[1] and len(told[0]) == 3
-    assert "bad.jsonl:2" in told[0][0] and "damaged.png" in told[0][0]
-    assert "the reward of row 2" in told[0][1] and "response" in told[0][1]
-    assert "step 1: train/sampler_gap" in told[0][2] and "is above 1e-12" in told[0][2]
-    assert [record["step"] for record in records(two_ranks[1] / "gap") if "train/policy_loss" in record] == [1]
-
-
-def test_dropped_prompts_are_counted_on_two_ranks(two_ranks):
-    assert [record["rollout/dropped_prompts"] for record in records(two_ranks[1] / "skip")] == [1, 2]
+def test_dropped_prompts_are_counted_on_two_ranks(both):
+    assert [record["rollout/dropped_prompts"] for record in records(both("skip")[1])] == [1, 2]
 
 
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    eight, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--critic_lr", "1e-3",
-                         "--eval_every", "1", "--eval_data", str(task / "eval-3.jsonl"), "--self_check", "on")
-                  for name in ("eight", "one"))
-    (tmp_path / "plan.json").write_text(json.dumps([eight]))
-    launch(8, tmp_path / "plan.json")
+    four, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--prompts_per_step", "2",
+                       "--critic_lr", "1e-3", "--eval_every", "1", "--eval_data", str(task / "eval-3.jsonl"))
+                 for name in ("four", "one"))
+    launch(4, four)
     ppo.main(one)
-    assert_same_run(tmp_path / "one", tmp_path / "eight")
+    assert_same_run(tmp_path / "one", tmp_path / "four")
+
+
+def test_what_ranks_tell_each_other():
+    ranks.run(check_exchange, world=3)
 
 
 def check_exchange() -> None:
     """Features and ragged tensors arrive where they are needed, bit by bit; failures and decisions are everyone's."""
+    distributed.start(60.0, 0)
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = np.random.default_rng(0)
     for dtype in (torch.float32, torch.bfloat16):
@@ -1280,29 +1292,3 @@ def check_exchange() -> None:
         assert str(error.value) == told
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none
     assert ppo.exceeds(rows, 0.9 / world) and not ppo.exceeds(rows, 1.1 / world)
-
-
-def program(plan: Path) -> None:
-    samples_of_every_step()
-    errors = []
-    for line in json.loads(plan.read_text()):
-        try:
-            ppo.main(line)
-        except process.UserError as error:
-            errors.append(str(error))
-    check_exchange()
-    if (hand := plan.with_name("hand.json")).exists():
-        env = hand_env(*json.loads(hand.read_text()))
-        found = {}
-        for part in ("actor", "critic"):
-            module = getattr(env, part)
-            with computing(module, max_tokens_per_pack=110):
-                gradients, _ = gradient(env.args, module, env.batch)
-            found |= {f"{part}.{name}": value for name, value in gradients.items()}
-        save_file(found, plan.with_name(f"gradients-{dist.get_rank()}.safetensors"))
-    (plan.parent / f"errors-{dist.get_rank()}.json").write_text(json.dumps(errors))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    program(Path(sys.argv[1]))

@@ -233,8 +233,7 @@ def seen(prompts, responses, references, labels, images):
              "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward_recipe",
              json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
              "--video_frames", "5", "--out"]
-    (tmp_path / "plan.json").write_text(json.dumps([[*flags, str(tmp_path / "two" / "run")]]))
-    launch(2, tmp_path / "plan.json")
+    launch(2, [*flags, str(tmp_path / "two" / "run")])
     ppo.main([*flags, str(tmp_path / "one" / "run")])
     assert_same_run(tmp_path / "one" / "run", tmp_path / "two" / "run")
     sheet = tmp_path / "one" / "run" / "samples"

@@ -1,22 +1,17 @@
 """A vision tower that is trained: gradients of one Hugging Face forward and backward per sample, the same step on one and
 two ranks where some rows hold no picture, a reference that keeps the tower it began with.
-
-Run as a program under torchrun (`torchrun ... test_vision.py RUNS`), this file calls the scripts' `main` for every
-[script, flags] in the JSON file RUNS.
 """
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
+import ranks
 import test_grm
 import test_training
 import torch
-import torch.distributed as dist
 from conftest import computing, our_name, start, take, with_flags, write_checkpoint
 from test_families import write_family
-from test_training import assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors
+from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, score, tensors
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
@@ -173,20 +168,19 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
     judge = test_grm.flags(qwen25, judgements, Path("judge"), "--train_vision", "--steps", "3", "--eval_every", "-1")
     plans = []
-    for ranks in (1, 2):
-        out = tmp_path / str(ranks)
-        plans.append([["ppo", flags(qwen25, task, out / "gae", *RUN, "--steps", "3", "--prompts_per_step", "4", "--eval_data",
-                                    str(task / "eval.jsonl"), "--eval_every", "2",
-                                    "--max_tokens_per_pack", "524")],
-                      ["ppo", flags(other, task, out / "full", "--train_vision", "--advantage", "grpo", "--steps", "2",
-                                    "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "full",
-                                    "--gradient_checkpointing", "--dynamic_sampling", "2", "--max_tokens_per_pack", "524")],
-                      ["grm", [str(out / "judge") if word == "judge" else word for word in judge]]])
-    (tmp_path / "plan.json").write_text(json.dumps(plans[1]))
-    launch(2, tmp_path / "plan.json", __file__)
-    run_all(plans[0])
+    for world in (1, 2):
+        out = tmp_path / str(world)
+        plans.append([(ppo.main, flags(qwen25, task, out / "gae", *RUN, "--steps", "3", "--prompts_per_step", "4", "--eval_data",
+                                      str(task / "eval.jsonl"), "--eval_every", "2",
+                                      "--max_tokens_per_pack", "524")),
+                      (ppo.main, flags(other, task, out / "full", "--train_vision", "--advantage", "grpo", "--steps", "2",
+                                      "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "full",
+                                      "--gradient_checkpointing", "--dynamic_sampling", "2", "--max_tokens_per_pack", "524")),
+                      (grm.main, [str(out / "judge") if word == "judge" else word for word in judge])])
+    ranks.run(ranks.in_turn, *plans[1], world=2, patches=[(test_training.samples_of_every_step,)])
+    ranks.in_turn(*plans[0])
     for name, step in (("gae", 3), ("full", 2), ("judge", 3)):
-        one, two = (tmp_path / ranks / name for ranks in "12")
+        one, two = (tmp_path / world / name for world in "12")
         if name == "judge":
             first, second = ([test_grm.reproducible(record) for record in records(out)] for out in (one, two))
             assert len(first) == len(second) >= 4
@@ -210,14 +204,3 @@ def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     folders = [tmp_path / name / "evaluation-step-0" for name in "01"]
     texts = [[record["generated_text"] for record in test_grm.evaluation(folder, 0)["records"]] for folder in folders]
     assert texts[0] == texts[1]
-
-
-def run_all(plan: list) -> None:
-    test_training.samples_of_every_step()
-    for script, line in plan:
-        {"ppo": ppo, "grm": grm}[script].main(line)
-
-
-if __name__ == "__main__":
-    run_all(json.loads(Path(sys.argv[1]).read_text()))
-    dist.destroy_process_group()
