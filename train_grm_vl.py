@@ -676,7 +676,7 @@ def generate(
             length = inputs["input_ids"].shape[1]
             tokens = model.generate(**inputs, **options)[:, length:]
             texts += zip(groups, processor.decode(list(tokens)))
-    return dict(itertools.chain(*distributed.gather_json(texts)))
+    return dict(itertools.chain(*distributed.gather_objects(texts)))
 
 
 def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, Any]:

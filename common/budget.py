@@ -316,7 +316,7 @@ def check(plan: Plan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
     distributed.warm_up(ranks, layer)
     memory.release()
     free, _ = torch.cuda.mem_get_info()
-    gib = min(distributed.gather_json(free)) / GIB
+    gib = min(distributed.gather_objects(free)) / GIB
     fit = decide(plan, args, gib)
     if fit.problem:
         raise UserError(f"memory of the GPUs: {fit.problem}")

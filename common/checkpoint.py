@@ -27,7 +27,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from common import flags
-from common.distributed import from_main, gather_json, is_main, raise_on_all_ranks
+from common.distributed import from_main, gather_objects, is_main, raise_on_all_ranks
 from common.files import (
     kill_point,
     never_through_links,
@@ -88,7 +88,7 @@ class Checkpoints:
         self.staging = Staging()
         self.damaged: list[Path] = []  # found by resume()
         self.group = self.new_group()
-        self.hosts = gather_json(socket.gethostname())  # of the ranks
+        self.hosts = gather_objects(socket.gethostname())  # of the ranks
         mark = out / from_main(f".tmp-seen-{time.time_ns()}")  # a name that no cache can know
         with raise_on_all_ranks(f"--out {out}"):
             if is_main():
@@ -356,7 +356,7 @@ class Checkpoints:
 
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
-        if self.pending is not None and all(gather_json(self.pending.done.done())):
+        if self.pending is not None and all(gather_objects(self.pending.done.done())):
             self.finish()
 
     def finish(self) -> None:
@@ -369,11 +369,11 @@ class Checkpoints:
             save.done.result()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
             problem = describe_failure(error, self.hosts)
-        problem = next(filter(None, gather_json(problem)), None)
+        problem = next(filter(None, gather_objects(problem)), None)
         if problem:
             self.group = self.new_group()  # one that has timed out is of no use to any later save
         digests: dict[str, str] = {}
-        for part in gather_json(save.writer.digests):
+        for part in gather_objects(save.writer.digests):
             digests |= part
         if is_main() and not problem:
             try:
@@ -581,7 +581,7 @@ def first_not_finite(module: nn.Module) -> str | None:
         if not weights.is_finite(shard_of(parameter)):
             own = name
             break
-    return next(filter(None, gather_json(own)), None)
+    return next(filter(None, gather_objects(own)), None)
 
 
 def count_skipped(counts: dict[str, int], metrics: dict[str, float]) -> dict[str, int]:

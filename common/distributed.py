@@ -2,7 +2,7 @@
 
     start                          join the process group -> Ranks: where this process stands in it
     warm_up                        the first collectives, while memory is still free
-    gather_ragged, gather_objects, gather_json     what every rank has, on every rank
+    gather_ragged, gather_objects     what every rank has, on every rank
     from_main                      what rank 0 has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
     stop_requested                 a signal to one rank stops all of them after the step in progress
@@ -10,12 +10,12 @@
 CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with whatever it has.
 """
 
-import json
 import os
 import socket
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,8 +47,6 @@ def start(timeout: float, hsdp: int) -> Ranks:
     Raises:
         UserError: more processes on this machine than GPUs, or ranks that hsdp does not divide.
     """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # busy ranks on the same cores slow each other tenfold
     for name, value in ONE_PROCESS.items():
         os.environ.setdefault(name, value)
     world = int(os.environ["WORLD_SIZE"])
@@ -66,19 +64,16 @@ def start(timeout: float, hsdp: int) -> Ranks:
             # splitting the communicators of both back-ends, which not every version can.
             options["device_id"] = None if hsdp else device
         dist.init_process_group(**options, timeout=timedelta(seconds=timeout))
-    if is_main() and restarts_would_fail():
-        print(
-            "warning: restarted workers cannot connect through torchrun's own store; for "
-            "--max_restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in front of torchrun",
-            flush=True,
-        )
     return Ranks(world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
 
 def choose_device() -> torch.device:
-    """This process's GPU, or the CPU where torch sees none. Raises UserError: not enough GPUs."""
+    """This process's GPU, or the CPU of a machine without GPUs. Raises UserError: torch cannot use
+    the GPUs, or there are too few."""
     if not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        refuse_idle_gpus()
+        # busy ranks on the same cores slow each other tenfold
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
         return torch.device("cpu")
     processes, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if processes > gpus:
@@ -89,6 +84,21 @@ def choose_device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def refuse_idle_gpus() -> None:
+    """Raises UserError: the machine has GPUs that torch cannot use, and nobody has hidden them."""
+    present = torch.cuda.device_count() > 0 or Path("/dev/nvidia0").exists()
+    if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return
+    version = Path("/proc/driver/nvidia/version")
+    words = version.read_text().split() if version.exists() else []
+    driver = next((word for word in words if word.replace(".", "").isdigit()), "unknown")
+    raise UserError(
+        f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use this machine's "
+        f"GPUs (driver {driver}): install a newer driver, or a build of torch for an older CUDA, as "
+        "pytorch.org lists them; CUDA_VISIBLE_DEVICES= (empty) runs on CPUs"
+    )
 
 
 def warm_up(ranks: Ranks, size: int) -> None:
@@ -105,12 +115,6 @@ def warm_up(ranks: Ranks, size: int) -> None:
         dist.all_gather_into_tensor(whole, shard, group=group)
         dist.reduce_scatter_tensor(shard, whole, group=group)
         dist.all_reduce(shard, group=group)
-
-
-def restarts_would_fail() -> bool:
-    """Whether torchrun restarts workers and shares its store with them."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
-    return restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def world_size() -> int:
@@ -138,21 +142,17 @@ def gather_ragged(tensor: Tensor) -> list[Tensor]:
 
 
 def gather_objects(value: Any) -> list:
-    """What every rank has. Pickle travels, but only between the ranks of one run."""
+    """Gather one small value from every rank."""
+    if world_size() == 1:
+        return [value]
     gathered = [None] * world_size()
     dist.all_gather_object(gathered, value)
     return gathered
 
 
-def gather_json(value: Any) -> list:
-    """Gather one small JSON value from every rank; no pickle travels."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    return [json.loads(bytes(part.numpy())) for part in gather_ragged(data)]
-
-
 def from_main(value: Any) -> Any:
-    """The JSON value of rank 0, on every rank."""
-    return gather_json(value)[0]
+    """The value of rank 0, on every rank."""
+    return gather_objects(value)[0]
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def raise_on_all_ranks(prefix: str = ""):
         yield
     except (OSError, ValueError) as error:
         problem = f"{prefix}{error}"
-    problems = [found for found in gather_json(problem) if found]
+    problems = [found for found in gather_objects(problem) if found]
     if problems:
         raise UserError("\n".join(dict.fromkeys(problems)))
 
@@ -172,7 +172,7 @@ def raise_on_all_ranks(prefix: str = ""):
 def check_same_flags(flags: dict[str, Any]) -> None:
     """Raises UserError on every rank if two ranks were started with different flags, as by hand on
     several nodes."""
-    (host, first), *others = gather_json([socket.gethostname(), flags])
+    (host, first), *others = gather_objects([socket.gethostname(), flags])
     for there, other in others:
         different = [
             f"--{name} {first[name]!r} and {other[name]!r}"
@@ -188,4 +188,4 @@ def check_same_flags(flags: dict[str, Any]) -> None:
 
 def stop_requested() -> bool:
     """Whether any rank was asked to stop: the same answer on all of them."""
-    return any(gather_json(bool(process.STOP_SIGNALS)))
+    return any(gather_objects(bool(process.STOP_SIGNALS)))

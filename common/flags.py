@@ -288,7 +288,7 @@ FOREIGN_NAMES = {
     "lora_rank": "lora_r use_peft target_modules lora_target_modules lora_targets",
     "train_vision": "freeze_vision_tower",
     # data
-    "data": "dataset_name train_files prompt_data prompt_data_probs dataset train_data",
+    "data": "dataset_name train_files train_file prompt_data prompt_data_probs dataset train_data",
     "eval_data": "val_files eval_dataset",
     "columns": "input_key prompt_key image_key label_key answer_key prompt_column images_column "
     "reference_column",
@@ -361,7 +361,7 @@ FOREIGN_NAMES = {
     "keep_last": "save_total_limit max_ckpt_num",
     "keep_gb": "max_ckpt_mem",
     "resume": "resume_from_checkpoint load_checkpoint resume_mode resume_changed_args",
-    "out": "output_dir save_path ckpt_path default_local_dir",
+    "out": "output_dir save_path ckpt_path default_local_dir report_to",
     "log_samples": "log_completions num_completions_to_print log_samples_every",
 }
 

@@ -107,7 +107,7 @@ class MetricSums:
         }
         own_maxima = {name: float(value) for name, value in self._maxima.items()}
         # Not as vectors: names may differ between ranks, and vectors of unequal length would hang.
-        sums, maxima = zip(*distributed.gather_json([own_sums, own_maxima]))
+        sums, maxima = zip(*distributed.gather_objects([own_sums, own_maxima]))
         reduced = {}
         for name in sorted(set().union(*sums)):
             total, count = np.sum([part[name] for part in sums if name in part], axis=0)

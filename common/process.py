@@ -1,23 +1,25 @@
 """How a process of a run starts and ends: the launcher's death, signals, exit codes.
 
-Imports no torch: --help and refused flags need none.
-
     UserError        a mistake of the user: one message, exit code 2
     run_main         runs a script's main and turns what it raises into messages and exit codes
-    catch_signals    SIGTERM, SIGUSR1 and Ctrl-C ask for a stop after the step in progress
+    catch_signals    SIGTERM, SIGHUP, SIGUSR1 and Ctrl-C ask for a stop after the step in progress
 
 Exit codes: 0 done, 2 a user error, 75 stopped by a signal with everything saved, 1 anything else. A
 process that a signal ended at once has the code of the signal.
 """
 
 import ctypes
+import json
 import os
 import signal
 import sys
 import time
 import traceback
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, TextIO
+
+import torch.distributed as dist
 
 from common.files import printable
 
@@ -72,12 +74,11 @@ def default_interrupt() -> None:
 
 
 def catch_signals() -> None:
-    """SIGTERM (a cancelled job), SIGUSR1 (SLURM's warning) and Ctrl-C ask for a stop after the step
-    in progress; a second Ctrl-C ends the process at once."""
-    signal.signal(signal.SIGTERM, request_stop)
-    signal.signal(signal.SIGUSR1, request_stop)
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, request_stop)
+    """SIGTERM (a cancelled job), SIGHUP (a closed terminal), SIGUSR1 (SLURM's warning) and Ctrl-C
+    ask for a stop after the step in progress; a second Ctrl-C ends the process at once."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
+            signal.signal(number, request_stop)
 
 
 def request_stop(number: int, _frame: Any) -> None:
@@ -94,7 +95,35 @@ def request_stop(number: int, _frame: Any) -> None:
             "Ctrl-C: saving after the step in progress; a second Ctrl-C stops at once without "
             "saving"
         )
-        os.write(1, f"\n{message}\n".encode())  # a print could interrupt another print
+        with suppress(BrokenPipeError):  # of a `| tee log` that the same Ctrl-C has ended
+            os.write(2, f"\n{message}\n".encode())  # a print could interrupt another print
+
+
+class Output:
+    """A stream whose reader may die, as `| tee log` does of the Ctrl-C that the run survives: what
+    can no longer be written is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with self.without_reader():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.without_reader():
+            self.stream.flush()
+
+    @contextmanager
+    def without_reader(self):
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -106,74 +135,41 @@ def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code."""
     die_with_torchrun()
     default_interrupt()
-    try:
-        program()
-    except UserError as error:
-        # torchrun ends the others as soon as one has exited
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if int(os.environ.get("RANK", 0)) == 0:
+    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
+        try:
+            program()
+        except UserError as error:
+            # torchrun ends the others as soon as one has exited
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             # Lines after the first are indented: what a file or a server said must not pass for a
             # message of its own.
-            message = printable(str(error), keep="\n\t").replace("\n", "\n  ")
-            print(f"error: {message}", file=sys.stderr, flush=True)
-        leave_group()
-        let_rank_0_speak()
-        raise Exit(EXIT_USER_ERROR) from None
-    except Exit:
-        raise
-    except SystemExit as error:
-        rank = os.environ.get("RANK", 0)
-        print(
-            f"error: rank {rank}: {describe(error)}: user code must not end the process",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(EXIT_USER_ERROR)  # this rank alone: no destructor may wait for the others
-    except RuntimeError as error:
-        if not is_lost_contact(error):
+            message = "error: " + printable(str(error), keep="\n\t").replace("\n", "\n  ")
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(message, file=sys.stderr, flush=True)
+            tell_torchrun(message)
+            leave_group()
+            raise Exit(EXIT_USER_ERROR) from None
+        except Exit:
             raise
-        # The failed ranks have printed their own reasons; this one only lost contact with them. In
-        # NCCL's message the reason is the last line.
-        rank = os.environ.get("RANK", 0)
-        reason = " ".join(str(error).partition("Exception raised from")[0].split())
-        print(
-            f"error: rank {rank} lost contact with another rank, which died or did not answer "
-            f"within --timeout, or could not reach it: {reason}",
-            file=sys.stderr,
-            flush=True,
-        )
-        os._exit(1)  # no destructor may wait for the lost rank
+        except (Exception, SystemExit):  # a SystemExit of user code, whatever its code, is an error
+            traceback.print_exc()
+            tell_torchrun(traceback.format_exc())
+            os._exit(1)  # no destructor may wait for the other ranks
     leave_group()
+
+
+def tell_torchrun(message: str) -> None:
+    """Leave a message for the summary that torchrun prints last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}))
 
 
 def leave_group() -> None:
     """Leave the process group if this process has joined one."""
-    dist = sys.modules.get("torch.distributed")
-    if dist and dist.is_initialized():
+    if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def is_lost_contact(error: RuntimeError) -> bool:
-    """Whether a collective failed, rather than this rank itself."""
-    dist = sys.modules.get("torch.distributed")
-    of_torch = dist is not None and isinstance(error, dist.DistError)
-    return of_torch or "gloo" in str(error)
-
-
-def let_rank_0_speak() -> None:
-    """Outlive rank 0 if it runs on this machine: torchrun ends all workers of a machine as soon as
-    one has exited, and a slower rank 0 may not have printed the message yet. The signal that
-    torchrun then sends ends the wait."""
-    of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if not of_torchrun or os.environ["RANK"] == "0" or os.environ["GROUP_RANK"] != "0":
-        return
-
-    def leave(_number: int, _frame: Any) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Exit(EXIT_USER_ERROR)
-
-    signal.signal(signal.SIGTERM, leave)
-    time.sleep(60)
 
 
 def describe(error: BaseException) -> str:

@@ -268,7 +268,7 @@ class RewardMix:
             if own:  # a rank may have no samples
                 given = read_samples(batch, texts, [used[k] for k in own])
                 columns = score_samples(source, given, self.args)
-        parts = [(k, part) for k, part in distributed.gather_json([own, columns]) if k]
+        parts = [(k, part) for k, part in distributed.gather_objects([own, columns]) if k]
         names = [sorted(part) for _, part in parts]
         if any(part != names[0] for part in names):
             raise UserError(f"--reward {source.spec}: components differ between calls: {names}")

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from common.buffers import balanced_partition
-from common.distributed import from_main, gather_json, is_main, raise_on_all_ranks
+from common.distributed import from_main, gather_objects, is_main, raise_on_all_ranks
 from common.files import read_json
 from common.fsdp import Trained
 from common.process import UserError
@@ -267,7 +267,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], str]:
     shares = balanced_partition([size for _, size in files], dist.get_world_size())
     names = [files[i][0] for i in sorted(shares[dist.get_rank()])]
     own = [find_damage(path / name, committed["sha256"][name]) for name in names]
-    problems = [problem for part in gather_json(own) for problem in part if problem]
+    problems = [problem for part in gather_objects(own) for problem in part if problem]
     if problems:
         return {}, "; ".join(problems)
     with raise_on_all_ranks():

@@ -105,7 +105,7 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
         if batch.owners[int(batch.group[i])] == dist.get_rank():
             own[i] = list(map(as_png, batch.conversations[i].pictures))
     found = {}
-    for part in distributed.gather_json(own):
+    for part in distributed.gather_objects(own):
         found |= {int(i): list(map(from_png, coded)) for i, coded in part.items()}
     return [found[i] for i in picks]
 

@@ -284,7 +284,7 @@ def test_all_ranks_decide_alike(gpu_model, monkeypatch, capsys):
                  for name, error, bound, _ in value]
         return [value, worse]
 
-    monkeypatch.setattr(self_check.distributed, "gather_json", gather)
+    monkeypatch.setattr(self_check.distributed, "gather_objects", gather)
     for wanted, expected in (("off", "varlen"), ("on", "varlen")):
         model.compute = replace(model.compute, backend="flash_attn")
         other["backend"] = "varlen"

@@ -32,7 +32,7 @@ from common import buffers, distributed, fsdp, logging, losses, process, setting
 from common import judge as judgements
 from common.buffers import Batch, exchange_features
 from common.cards import sample_card
-from common.distributed import gather_json, gather_ragged, raise_on_all_ranks
+from common.distributed import gather_objects, gather_ragged, raise_on_all_ranks
 from common.vlm import data as vlm_data
 from common.vlm import model as vlm
 from common.vlm import weights as vlm_weights
@@ -1285,7 +1285,7 @@ def check_exchange() -> None:
             assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
     parts = gather_ragged(torch.arange(6 * rank).view(-1, 3) + rank)
     assert [part.tolist() for part in parts] == [(torch.arange(6 * r).view(-1, 3) + r).tolist() for r in range(world)]
-    assert gather_json({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
+    assert gather_objects({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
     for text, told in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
         with pytest.raises(process.UserError) as error, raise_on_all_ranks("what: "):
             raise ValueError(text)

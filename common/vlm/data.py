@@ -480,7 +480,7 @@ class PromptLoader:
             if pixels is not None:
                 patches[i] = pixels
         problems: dict[int, str] = {}
-        for part in distributed.gather_json(bad):
+        for part in distributed.gather_objects(bad):
             problems |= {int(i): message for i, message in part.items()}
         if problems and self.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))

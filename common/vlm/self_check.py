@@ -82,7 +82,7 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
         UserError: on every rank alike: a part fails, and there is no other back-end.
     """
     model = models[0]
-    held = distributed.gather_json(model.compute.backend)
+    held = distributed.gather_objects(model.compute.backend)
     first = max(map(BACKENDS.index, held))  # a node may lack a package
     backends = list(BACKENDS[first:])
     if args.attention != "auto":
@@ -107,7 +107,7 @@ def settle(models: list[nn.Module], args: ModelArgs) -> None:
 def run_check(check: "SelfCheck", backend: str) -> list[str]:
     """What fails with a back-end, on any rank; the main rank prints a table of all parts, each as
     it is where it is worst. All ranks must call."""
-    gathered = distributed.gather_json(check.parts(backend))
+    gathered = distributed.gather_objects(check.parts(backend))
     found = [Part(*part) for own in gathered for part in own]
     failing = []
     say(f"self-check with attention {backend}: relative errors, and what rounding explains at most")
