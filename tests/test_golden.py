@@ -57,11 +57,13 @@ def write(tmp_path, capfd):
 
     def write(folder: str, only: str = "gae", resumes: bool = True, drift: float = 0.0, pause: float = 0.05):
         checkout, toy = tmp_path / "checkout", tmp_path / "toy"
-        checkout.mkdir(exist_ok=True)
-        toy.mkdir(exist_ok=True)
+        for path in (checkout, toy, tmp_path / "toy-hidden", tmp_path / "toy-hybrid"):
+            path.mkdir(exist_ok=True)
+        (toy / "train.jsonl").touch()
         values = {"FLAGS": sorted(flags), "RESUMES": resumes, "DRIFT": drift, "PAUSE": pause}
         settings = "".join(f"{name} = {value!r}\n" for name, value in values.items())
-        (checkout / "train_ppo_vl.py").write_text(settings + TRAINER)
+        for script in set(golden.SCRIPTS.values()):
+            (checkout / script).write_text(settings + TRAINER)
         command = ["write", tmp_path / folder, "--checkout", checkout, "--toy", toy, "--only", only]
         return golden.main([str(word) for word in command]), *capfd.readouterr()
 
@@ -155,9 +157,9 @@ def test_records_of_a_step_are_one_but_none_is_said_twice(tmp_path):
 
 def test_flags_go_by_the_names_that_a_checkout_knows(monkeypatch):
     monkeypatch.setattr(golden, "RENAMED", {"old": "new", "gone": None})
-    flags = {"old": 1, "gone": 2, "data": "{toy}/rows.jsonl"}
-    words = golden.command_line(flags, Path("/t"), {"new", "data"})
-    assert words == ["--new", "1", "--data", "/t/rows.jsonl"]
-    assert golden.command_line({"old": 1}, Path("/t"), {"old"}) == ["--old", "1"]
+    monkeypatch.setattr(golden, "FLAGS", {"run": {"old": 1, "gone": 2, "data": "{toy}/rows.jsonl"}, "older": {"old": 1}})
+    places = {"toy": Path("/t")}
+    assert golden.command_line("run", places, {"new", "data"}) == ["--new", "1", "--data", "/t/rows.jsonl"]
+    assert golden.command_line("older", places, {"old"}) == ["--old", "1"]
     with pytest.raises(golden.GoldenError, match="has no flag --data"):
-        golden.command_line(flags, Path("/t"), {"new"})
+        golden.command_line("run", places, {"new"})

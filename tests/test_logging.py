@@ -391,17 +391,3 @@ def test_a_curve_of_explained_variance_ends_at_minus_one(tmp_path):
         plot_curves(tmp_path / "metrics.jsonl", ["eval/explained_variance"], tmp_path / "curve.png")
         drawn.append((tmp_path / "curve.png").read_bytes())
     assert drawn[0] == drawn[1]
-
-
-def test_a_failure_of_nccl_says_its_reason(monkeypatch, capsys):
-    """The reason stands in its message's last line; of a store's only what stands before the stack of C++."""
-    def fail():
-        raise torch.distributed.DistBackendError("NCCL error in: NCCLUtils.cpp:93, unhandled system error\nLast error:\n"
-                                                 "Error while creating shared memory segment /dev/shm/nccl-x (size 9)\n"
-                                                 "Exception raised from check at x.cpp:7 (most recent call first):\nframe 0")
-
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    with pytest.raises(SystemExit, match="1"):
-        run_main(fail)
-    said = capsys.readouterr().err
-    assert said.endswith("system error Last error: Error while creating shared memory segment /dev/shm/nccl-x (size 9)\n")

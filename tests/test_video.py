@@ -241,7 +241,7 @@ def seen(prompts, responses, references, labels, images):
     clips = {record["index"]: record["images"] for record in records}
     assert len(clips[2]) == 3 and isinstance(clips[2][0], str) and [len(item) for item in clips[2][1:]] == [3, 1]
     assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))
-    assert remote.encode_picture(tuple(clips[2][1])) == [remote.encode_picture(path) for path in clips[2][1]]
+    assert remote.encode_image(tuple(clips[2][1])) == [remote.encode_image(path) for path in clips[2][1]]
 
 
 @pytest.fixture
