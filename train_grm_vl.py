@@ -8,7 +8,7 @@ do (SFT; its export is a --model of train_ppo_vl.py).
 
 One step, as `main` names it:
 
-    prompts + images + targets -> packed rows -> update by next-token loss on targets -> report
+    prompts + images + targets -> packs -> update by next-token loss on targets -> report
 
 A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file.
 "source" is optional in every kind, "videos" in every kind but pictures, which takes none. A response
@@ -28,7 +28,7 @@ Pairs are shown in both orders (--orders); {A} and {B} in a critique become the 
 order. A template turns a row into a question. The judge.json of an exported folder holds all
 templates, so that a judge is always asked as it was trained.
 
-Shapes: N tokens of all targets of the step, L tokens of a packed row, T target tokens of that row,
+Shapes: N tokens of all targets of the step, L tokens of a pack, T target tokens of that pack,
 H hidden size.
 
 Invariants, each with a test: labels are the target's tokens and its first end token, nothing else;
@@ -65,7 +65,7 @@ from common import (
     settings,
 )
 from common import judge as judgements
-from common.buffers import Batch, Row
+from common.buffers import Batch, Pack
 from common.cards import sample_card
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     args = count_steps(args, len(rows.train))
     judge = build_judge(args, rows, ranks)
 
-    trained = fsdp.Trained(judge, args.optim, args.update.lr)
+    trained = fsdp.Trainable(judge, args.optim, args.update.lr)
     roles = {"judge": trained}
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
@@ -291,7 +291,7 @@ class Example:
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt, and its examples: their targets share one copy of the prompt in a packed row."""
+    """A prompt, and its examples: their targets share one copy of the prompt in a pack."""
 
     prompt: data.Prompt
     examples: list[Example]
@@ -452,18 +452,18 @@ def advance(
 
 
 class Judge(nn.Module):
-    """A packed row in, log-probs of its target tokens out. Full logits never exist."""
+    """A pack in, log-probs of its target tokens out. Full logits never exist."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, row: Row) -> Tensor:
+    def forward(self, pack: Pack) -> Tensor:
         """Returns logp (T,) float32."""
-        hidden = vlm.hidden_states(self.model, row)[row.predict]  # (T, H)
+        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
         chunk = self.model.compute.head_chunk
         return logprobs.linear_logprobs(
-            hidden, self.model.lm_head.weight, row.targets, chunk=chunk
+            hidden, self.model.lm_head.weight, pack.targets, chunk=chunk
         )[0]
 
 
@@ -527,19 +527,19 @@ def shard(judge: Judge, ranks: distributed.Ranks) -> Judge:
 # -------------------------------------------------------------------------------------------------
 
 
-def update(trained: fsdp.Trained, batch: Batch, step: int) -> tuple[dict[str, float], Tensor]:
+def update(trained: fsdp.Trainable, batch: Batch, step: int) -> tuple[dict[str, float], Tensor]:
     """One optimizer update, of 1-based ``step``, on the mean of -log p over all target tokens of
     all ranks. Also returns log p (N,)."""
     judge, tokens = trained.module, len(batch.tokens)
     judge.train()
     compute_features(judge, batch)
     done = []
-    for row in vlm.packed_rows(judge.model, batch):
-        logp = judge(row)  # (T,)
+    for pack in vlm.packs(judge.model, batch):
+        logp = judge(pack)  # (T,)
         # FSDP averages gradients over ranks.
         (-logp.sum() * (dist.get_world_size() / tokens)).backward()
-        done.append((row.flat, logp.detach()))
-    target_logprobs = vlm.join_rows(done, tokens)
+        done.append((pack.flat, logp.detach()))
+    target_logprobs = vlm.join_packs(done, tokens)
     norm, applied = trained.update(step)
     metrics = {
         "train/lr": trained.learning_rate(step),
@@ -665,7 +665,7 @@ def generate(
 ) -> dict[int, str]:
     """Judgements in words, by prompt: each rank's own prompts by Hugging Face's `generate`, in
     batches padded on the left, and then those of all ranks."""
-    model, own = judge.model, batch.own_groups()
+    model, own = judge.model, batch.own_prompts()
     options = generation_options(processor, args)
     texts: list[tuple[int, str]] = []
     judge.eval()
@@ -740,23 +740,23 @@ def score_verdicts(
     if not len(batch):
         return {}  # no picture decodes
     compute_features(judge, batch)
-    totals = batch.per_sample_sum(score_tokens(judge, batch).double())  # (S,)
+    totals = batch.per_sample_sum(compute_logprobs(judge, batch).double())  # (S,)
     scores = {}
-    for group in set(batch.group.tolist()):
-        own = totals[batch.group == group]  # of the target, and of each verdict
+    for index in set(batch.prompt_index.tolist()):
+        own = totals[batch.prompt_index == index]  # of the target, and of each verdict
         chances = own[1:].softmax(dim=0).tolist()
-        probabilities = dict(zip(verdicts[examples[group].kind], chances))
-        scores[group] = {"loss": -float(own[0]), "probabilities": probabilities}
+        probabilities = dict(zip(verdicts[examples[index].kind], chances))
+        scores[index] = {"loss": -float(own[0]), "probabilities": probabilities}
     return scores
 
 
 @torch.no_grad()
-def score_tokens(judge: Judge, batch: Batch) -> Tensor:
+def compute_logprobs(judge: Judge, batch: Batch) -> Tensor:
     """(N,) log-probs of all targets, on every rank."""
     judge.eval()
-    done = [(row.flat, judge(row)) for row in vlm.packed_rows(judge.model, batch)]
+    done = [(pack.flat, judge(pack)) for pack in vlm.packs(judge.model, batch)]
     fsdp.rest_after_scoring(judge)
-    return vlm.join_rows(done, len(batch.tokens))
+    return vlm.join_packs(done, len(batch.tokens))
 
 
 def judgement_record(judge_json: dict, index: int, example: Example, text: str) -> dict:
@@ -868,7 +868,7 @@ def report(
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
     """One JSON-ready record per target of the step, with its likelihood."""
     records = []
-    parts = zip(batch.group.tolist(), batch.number.tolist(), batch.split(target_logprobs))
+    parts = zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.split(target_logprobs))
     for group, number, logp in parts:
         record = example_record(questions[group].examples[number])
         records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})

@@ -9,15 +9,15 @@ One step, as `main` names it:
     prompts + images -> rollout -> rewards -> score (reference, values) -> advantages
                      -> update critic, update actor -> report
 
-Shapes: G prompts and S samples of the step, N response tokens of all samples, L tokens of a packed
-row, T response tokens of that row, M image tokens, P prompt tokens, H hidden size, V vocabulary, B
+Shapes: G prompts and S samples of the step, N response tokens of all samples, L tokens of a pack, T
+response tokens of that pack, M image tokens, P prompt tokens, H hidden size, V vocabulary, B
 slots that decode together.
 
 Invariants, each with a test:
 * Every rank holds the text of all samples, so advantages and their statistics need no all-reduce.
   Pictures and image features stay on one rank and move only to where they are trained.
 * A loss is a weighted sum over response tokens; the weights are global. Packing, the number of
-  ranks and the order of rows affect only rounding.
+  ranks and the order of packs affect only rounding.
 * The policy that samples is the policy that trains: same weights, same positions, same `Sampling`.
 * Noise and data order are functions of (seed, counters); there is no generator state.
 * No condition that could differ between ranks decides whether a collective runs.
@@ -57,7 +57,7 @@ from common import (
     settings,
     transcripts,
 )
-from common.buffers import Batch, Row
+from common.buffers import Batch, Pack
 from common.conversations import check_failures, describe_failures
 from common.dialogue import Episode, EnvRollout, Response
 from common.flags import flag
@@ -88,13 +88,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     actor, critic, reference = load_models(args, models, ranks)
     load_reward_models(args, reward, models, ranks)
 
-    roles = make_roles(args, actor, critic, reference)
+    trainables = make_trainables(args, actor, critic, reference)
     state = TrainState.fresh(args)
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
+    checkpoints.resume(state, trainables, run_flags(args, rows), args, read_only=read_only)
     if args.run.export_only:
-        return checkpoints.export_now(roles["actor"], rows.processor)
-    fsdp.put_away(roles)
+        return checkpoints.export_now(trainables["actor"], rows.processor)
+    fsdp.put_away(trainables)
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # which has nothing to save
@@ -106,14 +106,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
-            checkpoints.save_if_due(step, last, state, roles, now=stopping)
+            checkpoints.save_if_due(step, last, state, trainables, now=stopping)
             if stopping and step < last:
                 break
             if evaluates_after(step, args, rows) and not log.has_evaluation(step):
-                metrics, records, pictures = evaluate(roles, reward, rows, sampling, state, args)
+                metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, pictures, state)
                 checkpoints.check_keep_best(metrics)
-            checkpoints.export_if_due(step, last, roles["actor"], rows.processor)
+            checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
                 break
 
@@ -125,22 +125,22 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 checkpoints.commit_if_written()
                 with logging.timer("score"):
                     # old and reference log-probs, values
-                    score(batch, actor, critic, reference, args)
+                    fill_logprobs_and_values(batch, actor, critic, reference, args)
                 with logging.timer("advantages"):
                     metrics |= compute_advantages(batch, state, args)
                 if critic is not None:
                     with logging.timer("update_critic"):
-                        metrics |= update_critic(roles["critic"], batch, step + 1, args)
+                        metrics |= update_critic(trainables["critic"], batch, step + 1, args)
                 if step >= args.update.critic_warmup_steps:
                     with logging.timer("update_actor"):
                         metrics |= update_actor(
-                            roles["actor"], reference, batch, step + 1, rows.text, args
+                            trainables["actor"], reference, batch, step + 1, rows.text, args
                         )
             move_reference(step + 1, actor, reference, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, actor, checkpoints, args)  # recorded before it is saved
-            checkpoints.check_skipped(state, roles, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(state, trainables, args.optim.max_skipped_steps)
             check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
@@ -155,7 +155,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 class Estimator(NamedTuple):
     """Where advantages come from."""
 
-    estimate: Callable  # of `losses.Earned` -> (N,) advantages before whitening, (N,) returns
+    # of `losses.AdvantageInputs` -> (N,) advantages before whitening, (N,) returns
+    estimate: Callable
     # what must have at least two samples to compare: each "prompt", or the "step"; "": neither
     compares: str = ""
     whiten: bool = False  # over the step, unless --advantages_norm says otherwise
@@ -164,7 +165,8 @@ class Estimator(NamedTuple):
 class PolicyLoss(NamedTuple):
     """What the actor minimises."""
 
-    compute: Callable  # of `losses.Ratios`, clip_low, clip_high -> `losses.Terms`
+    # of `losses.PolicyLossInputs`, clip_low, clip_high -> `losses.PolicyLossOutput`
+    compute: Callable
     clip: tuple[float, float]  # how far the ratio may go below and above 1 (gmpo: in log space)
     aggregation: str = "token-mean"  # as in the paper
 
@@ -885,7 +887,7 @@ class Sampling:
 
 
 class Policy(nn.Module):
-    """Actor or reference: a packed row in, log-probs of its response tokens out. The full logits
+    """Actor or reference: a pack in, log-probs of its response tokens out. The full logits
     are never materialized."""
 
     def __init__(self, model: nn.Module, processor: data.Processor):
@@ -894,7 +896,7 @@ class Policy(nn.Module):
 
     def forward(
         self,
-        row: Row,
+        pack: Pack,
         sampling: Sampling | None,
         entropy: bool = False,
         reference: tuple[Tensor, Tensor] | None = None,
@@ -909,15 +911,15 @@ class Policy(nn.Module):
             hidden_only: return the hidden states (T, H) that predict the responses, and nothing
                 else. (A flag, not a method: FSDP gathers weights only in `forward`.)
         """
-        hidden = vlm.hidden_states(self.model, row)[row.predict]  # (T, H)
+        hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
         if hidden_only:
             return hidden
         options = {"chunk": self.model.compute.head_chunk}
         if sampling is not None:
-            options |= sampling.logits_options(row.step)
+            options |= sampling.logits_options(pack.step)
         weight = self.model.lm_head.weight  # (V, H)
         logp, entropies = logprobs.linear_logprobs(
-            hidden, weight, row.targets, entropy=entropy, **options
+            hidden, weight, pack.targets, entropy=entropy, **options
         )
         kl = None
         if reference is not None:
@@ -935,10 +937,10 @@ class Critic(nn.Module):
         self.model = model
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
 
-    def forward(self, row: Row) -> Tensor:
+    def forward(self, pack: Pack) -> Tensor:
         """Returns values (T,) of the head's type: float32."""
-        hidden = vlm.hidden_states(self.model, row)  # (L, H)
-        states = hidden[row.predict].to(self.value_head.weight.dtype)  # (T, H)
+        hidden = vlm.hidden_states(self.model, pack)  # (L, H)
+        states = hidden[pack.predict].to(self.value_head.weight.dtype)  # (T, H)
         # sum, not squeeze: FSDP2 hooks the output, which must not be a view
         return self.value_head(states).sum(dim=-1)
 
@@ -1032,7 +1034,7 @@ def make_reward_model(
         "data": args.data,
     }
     if source.kind == "rm":
-        return reward_models.ScalarModel(**shared, values=functools.partial(score_tokens, module))
+        return reward_models.ScalarModel(**shared, values=functools.partial(compute_values, module))
     sampling = Sampling(
         max_new_tokens=args.reward.grm_max_new_tokens,
         banned=processor.banned_mask().to(module.model.compute.device),
@@ -1046,7 +1048,7 @@ def make_reward_model(
     return reward_models.Judge(
         **shared,
         args=args.reward,
-        likelihoods=functools.partial(plain_logprobs, module),
+        likelihoods=functools.partial(compute_logprobs, module),
         write=functools.partial(rollout, module, sampling=sampling, samples_per_prompt=1),
     )
 
@@ -1169,13 +1171,13 @@ def load_reward_models(
         fsdp.offload(module, args.update.offload)
 
 
-def make_roles(
+def make_trainables(
     args: Args, actor: Policy, critic: Critic | None, reference: Policy | None
-) -> dict[str, fsdp.Trained | nn.Module]:
+) -> dict[str, fsdp.Trainable | nn.Module]:
     """What checkpoints hold, by role: models with their optimizers, and a reference that moves."""
     update = args.update
-    roles: dict[str, fsdp.Trained | nn.Module] = {}
-    roles["actor"] = fsdp.Trained(
+    trainables: dict[str, fsdp.Trainable | nn.Module] = {}
+    trainables["actor"] = fsdp.Trainable(
         actor,
         args.optim,
         update.actor_lr,
@@ -1184,10 +1186,10 @@ def make_roles(
         offload=update.offload,
     )
     if critic is not None:
-        roles["critic"] = fsdp.Trained(critic, args.optim, update.critic_lr, offload=update.offload)
+        trainables["critic"] = fsdp.Trainable(critic, args.optim, update.critic_lr, offload=update.offload)
     if args.algorithm.reference_every:
-        roles["reference"] = reference
-    return roles
+        trainables["reference"] = reference
+    return trainables
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1218,7 +1220,7 @@ def collect(
         part, tokens = sample_and_score(actor, loader, reward, sampling, args)
         parts.append(part)
         generated += tokens
-        useful += len(rewards.groups_with_spread(part))
+        useful += len(rewards.prompts_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -1229,9 +1231,9 @@ def collect(
         "rollout/generated_tokens": generated,
     }
     if args.algorithm.reward_norm:
-        state.moments.update(batch.scores)
-    with_spread = rewards.groups_with_spread(batch)
-    metrics["rollout/groups_without_spread"] = len(batch.group.unique()) - len(with_spread)
+        state.moments.update(batch.rewards)
+    with_spread = rewards.prompts_with_spread(batch)
+    metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
         without = sorted(
             set(range(len(batch.prompts))).difference(with_spread, batch.dropped), reverse=True
@@ -1240,7 +1242,7 @@ def collect(
         metrics["rollout/groups_not_replaced"] = missing
         fillers = (without + batch.dropped)[:missing]  # prompts that have no samples come last
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
-    prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.group]  # (S,)
+    prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
     metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
     return batch, metrics
 
@@ -1266,8 +1268,8 @@ def sample_and_score(
         if args.algorithm.advantage == "remax":
             reward.score(greedy, actor.processor)
             # the greedy response to each sample's prompt: one per prompt, in prompt order
-            own = torch.searchsorted(greedy.group, batch.group)
-            batch.greedy_scores, batch.greedy_lengths = greedy.scores[own], greedy.lengths[own]
+            own = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
+            batch.greedy_rewards, batch.greedy_lengths = greedy.rewards[own], greedy.lengths[own]
             generated += len(greedy.tokens)
     return batch, generated
 
@@ -1278,7 +1280,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     The actor is unsharded once; then no collective runs, so ranks may finish at different times.
     """
     actor.eval()
-    own, envs = batch.own_groups(), None
+    own, envs = batch.own_prompts(), None
     if sampling.environment is not None:
         envs = EnvRollout(
             sampling.environment,
@@ -1297,10 +1299,10 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
             results = engine.generate()
     del engine  # its slots and graphs
     memory.release()
-    samples = [(group, number) for group in own for number in range(samples_per_prompt)]
+    samples = [(index, number) for index in own for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
-    for group, number in samples:
-        responses[group].append(results[group, number].tokens)
+    for index, number in samples:
+        responses[index].append(results[index, number].tokens)
     local = batch.with_targets(responses)
     local.logprobs = torch.cat([torch.zeros(0), *(results[key].logprobs for key in samples)])
     local.truncated = torch.tensor([results[key].truncated for key in samples], dtype=torch.bool)
@@ -1318,27 +1320,27 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 
 
 @torch.no_grad()
-def score_tokens(module: nn.Module, batch: Batch, forward: Callable | None = None) -> Tensor:
-    """(N,) the value of every response token, on every rank; or (k, N). ``forward``: row -> (T,)
-    or (k, T); by default the module itself."""
+def run_forward(module: nn.Module, batch: Batch, forward: Callable) -> Tensor:
+    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
+    pack -> (k, T), (k, N)."""
     module.eval()
-    forward = forward or module
-    done = [(row.flat, forward(row)) for row in vlm.packed_rows(module.model, batch)]
+    done = [(pack.flat, forward(pack)) for pack in vlm.packs(module.model, batch)]
     fsdp.rest_after_scoring(module)
-    return vlm.join_rows(done, len(batch.tokens))
+    return vlm.join_packs(done, len(batch.tokens))
 
 
-def logprobs_as_drawn(policy: Policy, batch: Batch) -> Tensor:
-    """(N,) log-probs of samples as they were drawn."""
-    return score_tokens(policy, batch, lambda row: policy(row, batch.sampling)[0])
+def compute_logprobs(policy: Policy, batch: Batch) -> Tensor:
+    """(N,) log-probs of samples under the distribution that they were drawn from: its temperature,
+    its bans; of a batch that was not sampled, under the plain model."""
+    return run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
 
 
-def plain_logprobs(policy: Policy, batch: Batch) -> Tensor:
-    """(N,) log-probs under the model as it is: no temperature, nothing banned."""
-    return score_tokens(policy, batch, lambda row: policy(row, None)[0])
+def compute_values(critic: Critic, batch: Batch) -> Tensor:
+    """(N,) the critic's value before every response token."""
+    return run_forward(critic, batch, critic)
 
 
-def score(
+def fill_logprobs_and_values(
     batch: Batch, actor: Policy, critic: Critic | None, reference: Policy | None, args: Args
 ) -> None:
     """Fill those of old_logprobs, entropy, ref_logprobs, kl and values that the flags need."""
@@ -1347,8 +1349,8 @@ def score(
     # needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
-        logp, batch.entropy = score_tokens(
-            actor, batch, lambda row: torch.stack(actor(row, batch.sampling, entropy=True)[:2])
+        logp, batch.entropy = run_forward(
+            actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
         if algorithm.importance_cap:
             batch.old_logprobs = logp
@@ -1356,71 +1358,70 @@ def score(
         with fsdp.onloaded(reference, args.update.offload):
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
     if critic is not None:
-        batch.values = score_tokens(critic, batch)
+        batch.values = compute_values(critic, batch)
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless the KL is exact, ref_logprobs."""
     if estimator == "full":
-        batch.kl = score_tokens(
+        batch.kl = run_forward(
             actor,
             batch,
-            lambda row: actor(row, batch.sampling, reference=reference_outputs(reference, row))[2],
+            lambda pack: actor(pack, batch.sampling, reference=reference_outputs(reference, pack))[2],
         )
         fsdp.rest_after_scoring(reference)
         return
     with weights.without_adapters(reference.model):
-        batch.ref_logprobs = logprobs_as_drawn(reference, batch)
+        batch.ref_logprobs = compute_logprobs(reference, batch)
     batch.kl = losses.kl_penalty(estimator, batch.old_logprobs, batch.ref_logprobs)
 
 
 @torch.no_grad()
-def reference_outputs(reference: Policy, row: Row) -> tuple[Tensor, Tensor]:
+def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
     """Reference hidden states (T, H) and its LM head (V, H), still unsharded after the forward."""
     with weights.without_adapters(reference.model):
-        hidden = reference(row, None, hidden_only=True)
+        hidden = reference(pack, None, hidden_only=True)
     fsdp.forget_forwards(reference)
     return hidden, reference.model.lm_head.weight
 
 
-def shape_scores(scores: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
-    """(S,) scores as the estimator sees them: normalised, clipped, less the length penalty."""
+def shape_rewards(rewards: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
+    """(S,) rewards as the estimator sees them: normalised, clipped, less the length penalty."""
     algorithm = args.algorithm
     if algorithm.reward_norm:
-        scores = state.moments.normalize(scores)
+        rewards = state.moments.normalize(rewards)
     if algorithm.reward_clip:
-        scores = scores.clamp(-algorithm.reward_clip, algorithm.reward_clip)
+        rewards = rewards.clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if algorithm.overlong_buffer:
         limit = args.rollout.max_new_tokens
-        scores = scores + losses.overlong_penalty(
+        rewards = rewards + losses.overlong_penalty(
             lengths, limit, algorithm.overlong_buffer, algorithm.overlong_factor
         )
-    return scores
+    return rewards
 
 
-def early_scores(batch: Batch, state: TrainState, args: Args) -> Tensor | None:
-    """(N,) what was earned at the end of a turn, on the scale of `shape_scores`; the last token
-    earns whatever is left of the score."""
-    if batch.early_scores is None or not args.algorithm.reward_norm:
-        return batch.early_scores
-    return batch.early_scores / state.moments.std
-
-
-def earnings(batch: Batch, state: TrainState, args: Args) -> losses.Earned:
+def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.AdvantageInputs:
     """What the samples earned, on the scale of training, and what the critic expected."""
     algorithm = args.algorithm
     kl = torch.zeros(len(batch.tokens)) if batch.kl is None else batch.kl  # (N,)
-    return losses.Earned(
-        scores=shape_scores(batch.scores, batch.lengths, state, args),
+    inputs = losses.AdvantageInputs(
+        rewards=shape_rewards(batch.rewards, batch.lengths, state, args),
         kl=kl,
         kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
-        group=batch.group,
-        early=early_scores(batch, state, args),
+        prompt_index=batch.prompt_index,
+        turn_rewards=batch.turn_rewards,
         values=batch.values,
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
     )
+    if batch.turn_rewards is not None and algorithm.reward_norm:
+        inputs.turn_rewards = batch.turn_rewards / state.moments.std
+    if batch.greedy_rewards is not None:
+        inputs.greedy_rewards = shape_rewards(
+            batch.greedy_rewards, batch.greedy_lengths, state, args
+        )
+    return inputs
 
 
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
@@ -1429,20 +1430,18 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     algorithm = args.algorithm
     estimator = ESTIMATORS[algorithm.advantage]
     batch.kl_coef = state.kl.value
-    earned = earnings(batch, state, args)
-    if batch.greedy_scores is not None:
-        earned.greedy_scores = shape_scores(batch.greedy_scores, batch.greedy_lengths, state, args)
-    advantages, batch.returns = estimator.estimate(earned)
+    inputs = advantage_inputs(batch, state, args)
+    advantages, batch.returns = estimator.estimate(inputs)
     if args.whiten:
         advantages = losses.whiten(advantages)
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
-    metrics = batch_metrics(batch) | {"rollout/return": float(earned.scores_after_kl.mean())}
+    metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if batch.values is not None:
         # not GAE's returns, which contain the values themselves where lambda is below 1
-        explained = losses.explained_variance(batch.values, returns_to_explain(earned))
+        explained = losses.explained_variance(batch.values, returns_to_explain(inputs))
         metrics["train/explained_variance"] = float(explained)
     return metrics
 
@@ -1462,8 +1461,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     """What was sampled, what it earned, and the advantages."""
     lengths = batch.lengths.float()
     metrics = {
-        "rollout/reward": batch.scores.mean(),
-        "rollout/reward_std": batch.scores.std(correction=0),
+        "rollout/reward": batch.rewards.mean(),
+        "rollout/reward_std": batch.rewards.std(correction=0),
         "rollout/response_length": lengths.mean(),
         "rollout/response_length_max": lengths.max(),
         "rollout/truncated": batch.truncated.float().mean(),
@@ -1481,7 +1480,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         metrics["train/kl"] = batch.kl.mean()
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
-    labels = [batch.prompts[group].label for group in batch.group.tolist()]
+    labels = [batch.prompts[index].label for index in batch.prompt_index.tolist()]
     metrics |= transcripts.conversation_metrics(batch.conversations, labels, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
@@ -1494,7 +1493,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 class Minibatch(NamedTuple):
     """Prompts that share an optimizer update, and the global weights of their tokens."""
 
-    groups: Any  # indices of prompts
+    indices: Any  # indices of prompts
     weights: Tensor  # (N,) in the value, entropy and KL terms; 0 outside of the minibatch
     policy_weights: Tensor  # (N,) in the policy term, which may leave tokens out
     expert_load: Tensor | None  # (E,) how often each expert is chosen; only to balance MoE models
@@ -1507,25 +1506,25 @@ def minibatches_of(
     all_tokens = torch.ones_like(batch.in_policy_loss)
     for epoch in range(epochs):
         seed = (args.run.seed, step, epoch)
-        for groups in batch.minibatches(args.update.minibatches, seed):
+        for indices in batch.minibatches(args.update.minibatches, seed):
             yield Minibatch(
-                groups,
-                weights=minibatch_weights(batch, groups, all_tokens, args),
-                policy_weights=minibatch_weights(batch, groups, batch.in_policy_loss, args),
-                expert_load=count_experts(module, batch, groups, args),
+                indices,
+                weights=minibatch_weights(batch, indices, all_tokens, args),
+                policy_weights=minibatch_weights(batch, indices, batch.in_policy_loss, args),
+                expert_load=count_experts(module, batch, indices, args),
             )
 
 
-def minibatch_weights(batch: Batch, groups, kept: Tensor, args: Args) -> Tensor:
-    """(N,) loss weight of every token in the minibatch of the prompts ``groups``, from its counts
+def minibatch_weights(batch: Batch, indices, kept: Tensor, args: Args) -> Tensor:
+    """(N,) loss weight of every token in the minibatch of the prompts ``indices``, from its counts
     over all ranks; 0 elsewhere and where ``kept`` (N,) is false."""
-    in_minibatch = torch.isin(batch.group, torch.as_tensor(groups))  # (S,)
+    in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
     lengths = batch.per_sample_sum(kept) * in_minibatch
     per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.lengths) * kept  # (N,)
 
 
-def update_critic(trained: fsdp.Trained, batch: Batch, step: int, args: Args) -> dict[str, float]:
+def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> dict[str, float]:
     """Regress the values on the returns: all epochs and minibatches of 1-based ``step``."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
@@ -1534,29 +1533,29 @@ def update_critic(trained: fsdp.Trained, batch: Batch, step: int, args: Args) ->
             if not minibatch.weights.any():
                 continue
             stats = []
-            for row in vlm.packed_rows(critic.model, batch, minibatch.groups):
-                loss, row_stats = critic_loss(critic, row, batch, minibatch, args)
+            for pack in vlm.packs(critic.model, batch, minibatch.indices):
+                loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
                 backward(loss)
-                stats.append(row_stats)
+                stats.append(pack_stats)
             norm, applied = trained.update(step)
             sums.record_update("critic", norm, applied, stats)
     return sums.reduce() | {"train/critic_lr": trained.learning_rate(step)}
 
 
 def critic_loss(
-    critic: Critic, row: Row, batch: Batch, minibatch: Minibatch, args: Args
+    critic: Critic, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict]:
-    """This row's share of the loss of a minibatch, and its statistics."""
+    """This pack's share of the loss of a minibatch, and its statistics."""
     with vlm.router_logits(critic.model) as routed:
-        values = critic(row)  # (T,)
-    old, returns, weight = row.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
+        values = critic(pack)  # (T,)
+    old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
     stats = {"critic_loss": loss.detach()}
-    return loss + row_balance_loss(critic, row, routed, minibatch.expert_load, args), stats
+    return loss + pack_balance_loss(critic, pack, routed, minibatch.expert_load, args), stats
 
 
 def update_actor(
-    trained: fsdp.Trained,
+    trained: fsdp.Trainable,
     reference: Policy | None,
     batch: Batch,
     step: int,
@@ -1576,10 +1575,10 @@ def update_actor(
                 continue  # no token of the policy loss: nothing to learn from
             text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
             stats = []
-            for row in vlm.packed_rows(actor.model, batch, minibatch.groups):
-                loss, row_stats = actor_loss(actor, exact, row, batch, minibatch, args)
+            for pack in vlm.packs(actor.model, batch, minibatch.indices):
+                loss, pack_stats = actor_loss(actor, exact, pack, batch, minibatch, args)
                 backward(loss)
-                stats.append(row_stats)
+                stats.append(pack_stats)
             if exact is not None:
                 fsdp.rest_after_scoring(exact)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
@@ -1604,33 +1603,33 @@ def update_actor(
 
 
 def actor_loss(
-    actor: Policy, exact: Policy | None, row: Row, batch: Batch, minibatch: Minibatch, args: Args
+    actor: Policy, exact: Policy | None, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict[str, Any]]:
-    """This row's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
+    """This pack's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
     ``exact``: the reference, where the loss has the exact KL to it.
 
-    A statistic is a `Mean` (a sum over tokens of the row, and their number), a `Largest`, or a
-    plain number: the row's share of a loss of the minibatch, ``(weight * term).sum()``.
+    A statistic is a `Mean` (a sum over tokens of the pack, and their number), a `Largest`, or a
+    plain number: the pack's share of a loss of the minibatch, ``(weight * term).sum()``.
     """
     algorithm = args.algorithm
-    outputs = reference_outputs(exact, row) if exact is not None else None
+    outputs = reference_outputs(exact, pack) if exact is not None else None
     with vlm.router_logits(actor.model) as routed:
-        logp, entropy, kl = actor(row, batch.sampling, entropy=True, reference=outputs)  # (T,) each
+        logp, entropy, kl = actor(pack, batch.sampling, entropy=True, reference=outputs)  # (T,) each
     # (T,) each
-    old, sampled, advantages = row.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
-    weight, policy_weight = row.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
-    (kept,) = row.pick(batch.in_policy_loss)  # (T,) bool
+    old, sampled, advantages = pack.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
+    weight, policy_weight = pack.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
+    (kept,) = pack.pick(batch.in_policy_loss)  # (T,) bool
 
-    ratios = losses.Ratios(logp, old, advantages, row.sample, len(batch), kept)
+    inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), kept)
     clips = args.clip if algorithm.policy_loss != "ppo" else (*args.clip, algorithm.dual_clip)
-    found = POLICY_LOSSES[algorithm.policy_loss].compute(ratios, *clips)
-    terms = found.per_token
+    out = POLICY_LOSSES[algorithm.policy_loss].compute(inputs, *clips)
+    terms = out.per_token
     if algorithm.importance_cap:
         terms = terms * (old - sampled).exp().clamp(max=algorithm.importance_cap)
     loss = (policy_weight * terms).sum()
     # counted on the host: kept.sum() would wait for the device
-    n_kept = int(batch.in_policy_loss[row.flat].sum())
-    stats = policy_stats(ratios, found, n_kept) | sampler_stats(logp.detach(), sampled)
+    n_kept = int(batch.in_policy_loss[pack.flat].sum())
+    stats = policy_stats(inputs, out, n_kept) | sampler_stats(logp.detach(), sampled)
     stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
     stats["policy_loss"] = loss.detach()
 
@@ -1639,22 +1638,24 @@ def actor_loss(
     if algorithm.kl_in == "loss" and batch.kl is not None:
         if kl is None:
             # (T,)
-            kl = losses.kl_penalty(algorithm.kl_estimator, logp, *row.pick(batch.ref_logprobs))
+            kl = losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))
         kl_loss = (weight * kl).sum()
         loss = loss + batch.kl_coef * kl_loss
         stats["kl_loss"] = kl_loss.detach()
     if minibatch.expert_load is not None:
-        balance = row_balance_loss(actor, row, routed, minibatch.expert_load, args)
+        balance = pack_balance_loss(actor, pack, routed, minibatch.expert_load, args)
         loss = loss + balance
         stats["aux_loss"] = balance.detach()
     return loss, stats
 
 
-def policy_stats(ratios: losses.Ratios, found: losses.Terms, n_kept: int) -> dict[str, Any]:
+def policy_stats(
+    inputs: losses.PolicyLossInputs, out: losses.PolicyLossOutput, n_kept: int
+) -> dict[str, Any]:
     """Ratios and clipping, over the ``n_kept`` tokens of the policy loss."""
-    sums = losses.ratio_sums(ratios, found)
+    sums = losses.ratio_sums(inputs, out)
     stats: dict[str, Any] = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
-    stats["ratio_max"] = logging.Largest(losses.largest_ratio(ratios, found))
+    stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
     return stats
 
 
@@ -1675,7 +1676,7 @@ def backward(loss: Tensor) -> None:
 
 def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
-    moved = [row["approx_kl"] for row in stats]
+    moved = [part["approx_kl"] for part in stats]
     totals = torch.tensor(
         [sum(float(kl.total) for kl in moved), sum(kl.count for kl in moved)], dtype=torch.float64
     )
@@ -1694,31 +1695,31 @@ def move_reference(step: int, actor: Policy, reference: Policy | None, args: Arg
 
 
 @torch.no_grad()
-def count_experts(module: nn.Module, batch: Batch, groups, args: Args) -> Tensor | None:
+def count_experts(module: nn.Module, batch: Batch, indices, args: Args) -> Tensor | None:
     """(E,) how often each expert is chosen in a minibatch, over all ranks: the balance loss of a
-    row depends on all rows."""
+    pack depends on all packs."""
     if not args.update.aux_loss_coef:
         return None
     text = module.model.config.get_text_config()
     load = torch.zeros(text.num_experts, device=module.model.compute.device)
-    for row in vlm.packed_rows(module.model, batch, groups):
+    for pack in vlm.packs(module.model, batch, indices):
         with vlm.router_logits(module.model) as routed:
-            module(row, None) if isinstance(module, Policy) else module(row)
-        load += losses.expert_load(routed, row.copies.to(load.device), text.num_experts_per_tok)
+            module(pack, None) if isinstance(module, Policy) else module(pack)
+        load += losses.expert_load(routed, pack.copies.to(load.device), text.num_experts_per_tok)
     fsdp.forget_forwards(module)
     dist.all_reduce(load)
     return load
 
 
-def row_balance_loss(
-    module: nn.Module, row: Row, routed: list[Tensor], load: Tensor | None, args: Args
+def pack_balance_loss(
+    module: nn.Module, pack: Pack, routed: list[Tensor], load: Tensor | None, args: Args
 ) -> Tensor | float:
-    """This row's share of the load-balancing loss of a minibatch, weighted; 0 without one."""
+    """This pack's share of the load-balancing loss of a minibatch, weighted; 0 without one."""
     if load is None:
         return 0.0
     top_k = module.model.config.get_text_config().num_experts_per_tok
     return args.update.aux_loss_coef * losses.balance_loss(
-        routed, row.copies.to(load.device), load, top_k
+        routed, pack.copies.to(load.device), load, top_k
     )
 
 
@@ -1746,25 +1747,25 @@ def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> 
     al. 2022, equation 2), the mean over the label tokens of all ranks. Returns statistics as
     `actor_loss` does."""
     prompts = text.loader.collect(*pending)
-    batch = prompts.with_targets([[text.rows[k][1]] for k in prompts.draws])
+    batch = prompts.with_targets([[text.rows[k][1]] for k in prompts.prompt_ids])
     banned = actor.processor.banned_mask()
     count = len(batch.tokens)
     if args.rows.ptx_labels == "text":
         count = int((~banned[batch.tokens]).sum())
-        # the first token of a row is no label: nothing predicts it
-        for group in batch.group.tolist():
-            count += int((~banned[batch.prompts[group].input_ids[1:]]).sum())
+        # the first token of a text is no label: nothing predicts it
+        for index in batch.prompt_index.tolist():
+            count += int((~banned[batch.prompts[index].input_ids[1:]]).sum())
     if not actor.model.trains_vision:  # a trained tower computes them in each forward
         vlm.compute_features(actor.model, batch)
     load = count_experts(actor, batch, None, args)
     total = torch.zeros((), device=actor.model.compute.device)
-    for row in vlm.packed_rows(actor.model, batch):
+    for pack in vlm.packs(actor.model, batch):
         if args.rows.ptx_labels == "text":
-            row = row.label_text(banned.to(total.device))
+            pack = pack.label_text(banned.to(total.device))
         with vlm.router_logits(actor.model) as routed:
-            logp, *_ = actor(row, None)  # (T,)
+            logp, *_ = actor(pack, None)  # (T,)
         loss = -logp.sum() / count
-        backward(args.rows.ptx_coef * (loss + row_balance_loss(actor, row, routed, load, args)))
+        backward(args.rows.ptx_coef * (loss + pack_balance_loss(actor, pack, routed, load, args)))
         total += loss.detach()
     return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / dist.get_world_size()}
 
@@ -1782,7 +1783,7 @@ def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
 
 
 def evaluate(
-    roles: dict[str, fsdp.Trained],
+    trainables: dict[str, fsdp.Trainable],
     reward: rewards.RewardMix,
     rows: Rows,
     sampling: Sampling,
@@ -1791,7 +1792,7 @@ def evaluate(
 ) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
     """Answer every held-out prompt, spread over the ranks. Returns metrics, a record of each answer
     and, on rank 0, pictures of the first. With --ema_beta the averaged weights answer."""
-    actor, count = roles["actor"].module, args.rollout.eval_samples
+    actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
@@ -1800,14 +1801,14 @@ def evaluate(
     conversations, labels = [], []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
     gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
-    with roles["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
+    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
-            if "critic" in roles and len(batch):  # all its prompts may be dropped
+            if "critic" in trainables and len(batch):  # all its prompts may be dropped
                 judged.append(
-                    values_and_returns(roles["critic"].module, batch, reward, state, args)
+                    values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
             if args.rollout.vision_audit:
                 gaps.append(vision_gaps(actor, batch))
@@ -1816,7 +1817,7 @@ def evaluate(
             pictures += shown_samples(batch, found, picks)
             records += found
             conversations += batch.conversations
-            labels += [batch.prompts[group].label for group in batch.group.tolist()]
+            labels += [batch.prompts[index].label for index in batch.prompt_index.tolist()]
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = summarise(records, count)
@@ -1831,14 +1832,14 @@ def evaluate(
 
 
 def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
-    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; none in
-    a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
+    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; empty
+    for a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
     bfloat16."""
     seeing = looks.has_images(batch)
     if not seeing.any():
         return torch.zeros(0)
     blanked = looks.with_images(batch, policy.model, policy.processor, looks.blank)
-    gaps = logprobs_as_drawn(policy, batch).double() - logprobs_as_drawn(policy, blanked).double()
+    gaps = compute_logprobs(policy, batch).double() - compute_logprobs(policy, blanked).double()
     return batch.per_sample_sum(gaps)[seeing]
 
 
@@ -1848,16 +1849,16 @@ def values_and_returns(
     """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
     what they earned from it on; without a KL, which evaluations do not compute, and without rows
     that are measured and never rewarded."""
-    values = score_tokens(critic, batch)
-    returns = returns_to_explain(earnings(batch, state, args))
-    rewarded = [reward.pays(batch.prompts[group].label) for group in batch.group.tolist()]
+    values = compute_values(critic, batch)
+    returns = returns_to_explain(advantage_inputs(batch, state, args))
+    rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
     kept = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, kept]
 
 
-def returns_to_explain(earned: losses.Earned) -> Tensor:
+def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
     """(N,) the discounted sum of what was earned from each token on."""
-    return losses.rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
+    return losses.rewards_to_go(inputs.token_rewards, inputs.lengths, inputs.gamma)
 
 
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
@@ -1897,13 +1898,13 @@ def report_evaluation(
     log.samples(state.step, records, pictures, stem="eval")
     for name, value in metrics.items():
         if name.endswith("accuracy_reward_mean"):
-            text = f"no held-out answer is right: {name} is 0 in all {len(records)}; see {log.out}/samples"
+            text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
             warn(log, state, name, value == 0, text)
     gap = metrics.get("eval/vision_gap_logprob")
     if gap is not None:
         text = (
-            f"the model does not use what it sees: with blank images its answers are as likely as with "
-            f"their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
+            "the model does not use what it sees: with blank images its answers are as likely as "
+            f"with their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
         )
         warn(log, state, "vision", abs(gap) < BLIND, text)
     accuracies = [name for name in metrics if name.endswith("accuracy_reward_mean")]
@@ -1948,10 +1949,8 @@ def mode_of(args: Args) -> str:
     return f"{name}; {samples} samples per rollout, {updates} updates of {per_update} each"
 
 
-# what a step's line on the console shows: name -> metric
+# what a step's line on the console shows after reward and accuracy: name -> metric
 SHOWN = {
-    "reward": "rollout/reward",
-    "accuracy": "rollout/accuracy_reward",
     "length": "rollout/response_length",
     "kl": "train/kl",
     "entropy": "train/entropy",
@@ -1979,7 +1978,10 @@ def report(
         if distributed.is_main():
             records = sample_records(batch, actor.processor)
         log.samples(step, records, shown_samples(batch, records, picks))
-    shown = {name: f"{metrics[key]:.3f}" for name, key in SHOWN.items() if key in metrics}
+    accuracies = [key for key in metrics if key.endswith("accuracy_reward")]
+    names = {key.removeprefix("rollout/").removesuffix("_reward"): key for key in accuracies}
+    names = {"reward": "rollout/reward"} | names | SHOWN
+    shown = {name: f"{metrics[key]:.3f}" for name, key in names.items() if key in metrics}
     log.step(step, metrics | checkpoints.metrics(), shown)
     for record in records[:1]:
         said = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
@@ -1991,7 +1993,8 @@ def report(
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
     text = (
         f"step {step}: the samples of {flat} of {prompts} prompts earned the same, on average "
-        f"{metrics['rollout/reward']:.3f}; nothing tells better answers from worse. See {log.out}/samples"
+        f"{metrics['rollout/reward']:.3f}: nothing tells better answers from worse; see "
+        f"{log.out}/samples"
     )
     warn(log, state, "spread", flat > 0.9 * prompts, text)
     log.write_due(args.checkpoint.max_failed_saves)
@@ -2038,7 +2041,7 @@ def performance(
     ``metrics``."""
     found = logging.timer.metrics()
     prompts = [
-        length for group, length in enumerate(batch.prompt_lengths) if group not in batch.dropped
+        length for index, length in enumerate(batch.prompt_lengths) if index not in batch.dropped
     ]
     response = len(batch.tokens)
     both = int(batch.sizes.sum()) + sum(prompts)
@@ -2093,21 +2096,21 @@ class RolloutEngine:
         actor: Policy,
         batch: Batch,
         sampling: Sampling,
-        groups: list[int],
+        indices: list[int],
         samples_per_prompt: int,
         envs: EnvRollout | None = None,
     ):
         self.actor, self.batch, self.sampling = actor, batch, sampling
-        self.groups, self.count, self.envs = groups, samples_per_prompt, envs
+        self.indices, self.count, self.envs = indices, samples_per_prompt, envs
         self.compute = actor.model.compute
         device = self.compute.device
         # decoding steps between two checks by the host for finished slots
         self.poll = 8 if device.type == "cuda" else 1
-        longest = max((batch.prompt_lengths[g] for g in groups), default=1)
+        longest = max((batch.prompt_lengths[g] for g in indices), default=1)
         capacity = longest + sampling.max_new_tokens
         if envs is not None:
             capacity += envs.extra_tokens
-        slots = self.slot_count(capacity, max(1, len(groups) * samples_per_prompt))
+        slots = self.slot_count(capacity, max(1, len(indices) * samples_per_prompt))
         self.cache = attention.SlotCache(
             actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
         )
@@ -2157,11 +2160,11 @@ class RolloutEngine:
         """All samples, by (index of the prompt, sample number)."""
         # (prompt, sample numbers): at most as many as there are slots
         waiting: deque[tuple[int, range]] = deque()
-        for group in self.groups:
+        for index in self.indices:
             for first in range(0, self.count, self.cache.slots):
-                waiting.append((group, range(first, min(first + self.cache.slots, self.count))))
+                waiting.append((index, range(first, min(first + self.cache.slots, self.count))))
         self.results: dict[tuple[int, int], Response] = {}
-        self.bar = logging.progress(range(len(self.groups) * self.count), "own samples")
+        self.bar = logging.progress(range(len(self.indices) * self.count), "own samples")
         while waiting or any(self.slots):
             self.bar.update(len(self.results) - self.bar.n)
             self.admit(waiting)
@@ -2190,35 +2193,35 @@ class RolloutEngine:
         # (prompt, [(slot, sample number), ...])
         members: list[tuple[int, list[tuple[int, int]]]] = []
         while waiting and len(free) >= len(waiting[0][1]):
-            group, numbers = waiting.popleft()
-            members.append((group, [(free.popleft(), number) for number in numbers]))
-        sizes = [self.batch.prompt_lengths[group] for group, _ in members]
-        for part in fill_rows(members, sizes, self.compute.max_tokens_per_pack):
+            index, numbers = waiting.popleft()
+            members.append((index, [(free.popleft(), number) for number in numbers]))
+        sizes = [self.batch.prompt_lengths[index] for index, _ in members]
+        for part in fill_packs(members, sizes, self.compute.max_tokens_per_pack):
             self.prefill(part)
 
     def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        """Run the prompts of (prompt, [(slot, sample number), ...]) in one packed row and sample
+        """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack and sample
         every sample's first token."""
         model, batch, sampling = self.actor.model, self.batch, self.sampling
         started = []
-        for group, samples in members:
-            length, following = batch.prompt_lengths[group], self.following(group)
+        for index, samples in members:
+            length, following = batch.prompt_lengths[index], self.following(index)
             for slot, number in samples:
-                started.append((slot, length, following, 0, batch.draws[group], number))
-                self.slots[slot] = Sample((group, number), stored=length)
-        slots_of = {group: [slot for slot, _ in samples] for group, samples in members}
-        row = vlm.prompt_row(model, batch, slots_of, self.cache)
-        hidden = vlm.hidden_states(model, row)[row.predict]  # (b, H)
-        *state, draws, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
-        keys = logprobs.sequence_keys(sampling.seed, sampling.stream, draws, numbers)
+                started.append((slot, length, following, 0, batch.prompt_ids[index], number))
+                self.slots[slot] = Sample((index, number), stored=length)
+        slots_of = {index: [slot for slot, _ in samples] for index, samples in members}
+        pack = vlm.prompt_pack(model, batch, slots_of, self.cache)
+        hidden = vlm.hidden_states(model, pack)[pack.predict]  # (b, H)
+        *state, prompt_ids, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
+        keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
         self.keys[state[0]] = keys
         self.begin(hidden, *state)
         if self.envs is not None:
             self.read_replies([slot for slot, *_ in started])
 
-    def following(self, group: int) -> int:
+    def following(self, index: int) -> int:
         """The rotary position after a prompt."""
-        return int(vlm.positions_of(self.actor.model, self.batch, group).max()) + 1
+        return int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
 
     def begin(
         self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, own: Tensor
@@ -2247,14 +2250,14 @@ class RolloutEngine:
     def step(self, size: int, longest: int) -> None:
         """The device's part of `decode`; the host reads nothing back. ``longest`` bounds the
         cached tokens, the new one included."""
-        row = Row(
+        pack = Pack(
             input_ids=self.last[None, :size],
             positions=self.rope[:size].expand(3, 1, -1),
             attention=attention.DecodeAttention(
                 self.cache, self.length[:size], longest, self.compute.backend
             ),
         )
-        hidden = vlm.hidden_states(self.actor.model, row)  # (B, H)
+        hidden = vlm.hidden_states(self.actor.model, pack)  # (B, H)
         self.counters[:2, :size] += ~self.done[:size]
         self.sample(hidden, slice(0, size))
 
@@ -2339,11 +2342,11 @@ class RolloutEngine:
         self.read_replies(going_on)
 
     def read_replies(self, slots: list[int]) -> None:
-        """Continue samples that have something to read, as many at once as a packed row holds."""
+        """Continue samples that have something to read, as many at once as a pack holds."""
         episodes = [(slot, self.envs.episodes[self.slots[slot].key]) for slot in slots]
         unread = [(slot, episode) for slot, episode in episodes if episode.reply is not None]
         sizes = [1 + len(episode.reply.input_ids) for _, episode in unread]
-        for part in fill_rows(unread, sizes, self.compute.max_tokens_per_pack):
+        for part in fill_packs(unread, sizes, self.compute.max_tokens_per_pack):
             self.resume(part)
 
     def resume(self, episodes: list[tuple[int, Episode]]) -> None:
@@ -2359,8 +2362,8 @@ class RolloutEngine:
             resumed.append(replies.Resumed(slot, length - len(ids), ids, following + positions))
             self.slots[slot] = Sample(episode.key, length, episode.own, episode.own)
             state.append((slot, length, following + episode.position, episode.own))
-        row = replies.reply_row(self.actor.model, self.cache, resumed, features)
-        hidden = vlm.hidden_states(self.actor.model, row)[row.predict]  # (b, H)
+        pack = replies.reply_pack(self.actor.model, self.cache, resumed, features)
+        hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
@@ -2405,7 +2408,7 @@ class RolloutEngine:
         self.done[source] = True
 
 
-def fill_rows(items: list, sizes: list[int], most: int) -> Iterator[list]:
+def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
     """The items in order, as many together as have at most so many tokens; one may have more."""
     part, total = [], 0
     for item, size in zip(items, sizes):

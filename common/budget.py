@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     """What decides the memory that a run takes, but not its result."""
 
     checkpointing: bool
-    tokens: int  # of a packed row
+    tokens: int  # of a pack
     offload: str = "none"
 
 
@@ -50,7 +50,7 @@ class PolicyMemory:
     Attributes:
         shards: ranks that share one copy of the weights.
         longest: tokens of the longest prompt.
-        least_pack: tokens that a packed row must hold.
+        least_pack: tokens that a pack must hold.
         sequences: of a rollout, on one rank.
         slots: sequences that decode together; 0: as many as fit, at most 256.
         critique_tokens: that a judge may write; 0: it writes none.
@@ -159,7 +159,7 @@ class JudgeMemory:
 
     Attributes:
         longest: tokens of the longest prompt.
-        least_pack: tokens that a packed row must hold.
+        least_pack: tokens that a pack must hold.
         batch, new_tokens: of an evaluation; 0: there is none.
     """
 

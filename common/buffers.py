@@ -1,18 +1,18 @@
-"""The samples of a step, and the packed rows that they are trained in.
+"""The samples of a step, and the packs that they are trained in.
 
     Batch     prompts and their responses, flat and ragged, in prompt order: every rank holds the
               same copy of the text
     Block     one prompt and some of its responses: the unit that is balanced over ranks and packed
-    Row       one packed row of blocks as tensors: [prompt | r1 | r2 | prompt | r1 ...]
+    Pack      blocks side by side, as tensors: [prompt | r1 | r2 | prompt | r1 ...]
 
-Shape legend: G prompts, S samples, N response tokens of all samples, L tokens of a packed row, T
-response tokens of a row, I images, M image tokens, P prompt tokens. Pictures and their features
+Shape legend: G prompts, S samples, N response tokens of all samples, L tokens of a pack, T
+response tokens of a pack, I images, M image tokens, P prompt tokens. Pictures and their features
 stay on the rank that decoded them; they move only in `exchange_features`. Nothing here knows about
 losses or models.
 
 With an environment, a response is a stream: the policy's own tokens, with the environment's replies
 between them, R tokens of all samples. All tensors (N,) are about own tokens alone; only the layout
-of rows sees the replies.
+of packs sees the replies.
 """
 
 import functools
@@ -34,7 +34,7 @@ from common.conversations import Conversation
 from common.distributed import gather_ragged
 
 Block = tuple[int, tuple[int, ...]]  # (index of a prompt, indices of its samples)
-Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a row
+Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
 PerToken = Annotated[Tensor | None, "(N,)"]
 PerSample = Annotated[Tensor | None, "(S,)"]
 
@@ -59,7 +59,7 @@ class Batch:
 
     # Prompts. Each rank decodes, and computes features for, the pictures of its own prompts only.
     prompts: list  # (G,) rows of the data
-    draws: list[int]  # (G,) number of the draw in the run; keys the sampling noise
+    prompt_ids: list[int]  # (G,) number of the draw in the run; keys the sampling noise
     owners: list[int]  # (G,) rank that rolls the prompt out
     # prompts without samples: a picture does not decode
     dropped: list[int] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Batch:
     positions: dict[int, Tensor] = field(default_factory=dict)
 
     # Samples.
-    group: PerSample = field(default_factory=_integers)  # index of the sample's prompt
+    prompt_index: PerSample = field(default_factory=_integers)  # index of the sample's prompt
     number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
     # response tokens, a sampled end token included
     lengths: PerSample = field(default_factory=_integers)
@@ -84,14 +84,13 @@ class Batch:
     stream: Tensor | None = None  # (R,) the streams, one after the other
     is_own: Tensor | None = None  # (R,) bool: a token of the policy
     places: Tensor | None = None  # (R, 3) rotary positions, counted from the prompt's end
-    turn_rewards: PerToken = None  # the environment's, at the last own token of a turn
     conversations: list[Conversation] = field(default_factory=list)  # (S,)
 
     # Rewards.
-    scores: PerSample = None  # reward before KL and shaping
-    # the part of the scores that was earned at the end of a turn, where it stands
-    early_scores: PerToken = None
-    greedy_scores: PerSample = None  # of the prompt's greedy response (remax)
+    rewards: PerSample = None  # before KL and shaping
+    # the part of the rewards that an environment gave, at the last own token of each turn
+    turn_rewards: PerToken = None
+    greedy_rewards: PerSample = None  # of the prompt's greedy response (remax)
     greedy_lengths: PerSample = None  # and its number of tokens
     # (S,) each; NaN: the sample has none
     components: dict[str, Tensor] = field(default_factory=dict)
@@ -112,14 +111,14 @@ class Batch:
         """The number of samples."""
         return len(self.lengths)
 
-    @functools.cached_property  # read for every row
+    @functools.cached_property  # read for every pack
     def offsets(self) -> Tensor:
         """(S + 1,) where each sample starts in the flat tensors."""
         return F.pad(self.lengths.cumsum(0), (1, 0))
 
     @property
     def sizes(self) -> Tensor:
-        """(S,) tokens that each sample takes in a packed row."""
+        """(S,) tokens that each sample takes in a pack."""
         return self.lengths if self.spans is None else self.spans
 
     def flat_index(self, order: Tensor) -> Tensor:
@@ -131,23 +130,23 @@ class Batch:
         starts = self.spans.cumsum(0) - self.spans  # (S,)
         return ragged_index(starts[order], self.spans[order])
 
-    def in_row(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the samples ``order`` put into a row: token ids (R,), rotary positions counted from
+    def in_pack(self, order: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What the samples ``order`` put into a pack: token ids (R,), rotary positions counted from
         the prompt's end (R, 3), and which tokens are the policy's own (R,) bool."""
         lengths = self.lengths[order]
         if self.spans is None:
             flat = self.flat_index(order)
             step = ragged_index(torch.zeros_like(lengths), lengths)
             return self.tokens[flat], step[:, None].expand(-1, 3), torch.ones_like(step).bool()
-        rows = self.stream_index(order)
-        return self.stream[rows], self.places[rows], self.is_own[rows]
+        index = self.stream_index(order)
+        return self.stream[index], self.places[index], self.is_own[index]
 
     @functools.cached_property  # read for every prompt of thousands
     def prompt_lengths(self) -> list[int]:
         """(G,) prompt tokens."""
         return [len(prompt.input_ids) for prompt in self.prompts]
 
-    def own_groups(self) -> list[int]:
+    def own_prompts(self) -> list[int]:
         """The prompts that this rank answers."""
         rank = dist.get_rank()
         return [g for g, owner in enumerate(self.owners) if owner == rank and g not in self.dropped]
@@ -173,7 +172,7 @@ class Batch:
         prompts = {name: getattr(self, name) for name in (*PER_PROMPT, *BY_PROMPT, "dropped")}
         return Batch(
             **prompts,
-            group=torch.arange(len(targets)).repeat_interleave(counts),
+            prompt_index=torch.arange(len(targets)).repeat_interleave(counts),
             number=ragged_index(torch.zeros_like(counts), counts),
             lengths=torch.tensor([len(tokens) for tokens in responses], dtype=torch.int64),
             tokens=torch.cat([_integers(), *responses]),
@@ -188,7 +187,7 @@ class Batch:
         joined = replace(self, **samples)
         if self.spans is not None:
             joined.conversations = conversations.gather(self.conversations)
-        order = np.lexsort((joined.number.numpy(), joined.group.numpy()))
+        order = np.lexsort((joined.number.numpy(), joined.prompt_index.numpy()))
         return joined.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
@@ -205,19 +204,21 @@ class Batch:
         components = {name: values[order] for name, values in self.components.items()}
         return replace(self, **chosen, components=components)
 
-    def select_prompts(self, groups: list[int]) -> "Batch":
-        """The prompts ``groups``, ascending, with their samples."""
-        place = {group: k for k, group in enumerate(groups)}
-        kept = torch.isin(self.group, torch.tensor(groups, dtype=torch.int64))
+    def select_prompts(self, indices: list[int]) -> "Batch":
+        """The prompts ``indices``, ascending, with their samples."""
+        place = {index: k for k, index in enumerate(indices)}
+        kept = torch.isin(self.prompt_index, torch.tensor(indices, dtype=torch.int64))
         part = self.select(kept.nonzero()[:, 0])._renumbered(place)
-        prompts = {name: [getattr(self, name)[g] for g in groups] for name in PER_PROMPT}
+        prompts = {name: [getattr(self, name)[g] for g in indices] for name in PER_PROMPT}
         return replace(part, **prompts)
 
     def _renumbered(self, place: dict[int, int]) -> "Batch":
         """The batch with other indices of its prompts, without what is known of prompts that get
         none."""
         changes = {
-            "group": torch.tensor([place[g] for g in self.group.tolist()], dtype=torch.int64),
+            "prompt_index": torch.tensor(
+                [place[index] for index in self.prompt_index.tolist()], dtype=torch.int64
+            ),
             "dropped": [place[g] for g in self.dropped if g in place],
         }
         for name in BY_PROMPT:
@@ -255,7 +256,7 @@ class Batch:
 PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]
 PER_STREAM_TOKEN = ("stream", "is_own", "places")
 LISTS = ("judgements", "conversations")  # (S,)
-PER_PROMPT = ("prompts", "draws", "owners")  # (G,)
+PER_PROMPT = ("prompts", "prompt_ids", "owners")  # (G,)
 BY_PROMPT = ("patches", "features", "positions")  # of some prompts, by index
 
 
@@ -329,12 +330,12 @@ def of_sample(i: int) -> int:
 
 
 def make_blocks(
-    batch: Batch, max_tokens: int, groups: Iterable[int] | None = None, score_cost: float = 0.0
+    batch: Batch, max_tokens: int, indices: Iterable[int] | None = None, score_cost: float = 0.0
 ) -> list[Block]:
-    """Blocks of the given prompt groups (all by default), each at most ``max_tokens`` long.
+    """Blocks of the given prompts (all by default), each at most ``max_tokens`` long.
 
-    The responses of a prompt share one copy of it where that is cheaper; a group that is too long
-    is split and its prompt repeated.
+    The responses of a prompt share one copy of it where that is cheaper. Where they do not fit into
+    one block, the prompt is repeated.
 
     Args:
         score_cost: cost of one attention score, in tokens, if a response after a shared prompt is
@@ -344,32 +345,32 @@ def make_blocks(
     """
     lengths = batch.sizes.tolist()
     members: dict[int, list[int]] = {}
-    for i, group in enumerate(batch.group.tolist()):
-        members.setdefault(group, []).append(i)
+    for i, index in enumerate(batch.prompt_index.tolist()):
+        members.setdefault(index, []).append(i)
 
     blocks = []
-    for group in sorted(members if groups is None else map(int, groups)):
-        own = members.get(group, [])
-        prompt = batch.prompt_lengths[group]
+    for index in sorted(members if indices is None else map(int, indices)):
+        own = members.get(index, [])
+        prompt = batch.prompt_lengths[index]
         saved = (len(own) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
         spent = score_cost * sum(lengths[i] ** 2 for i in own) / 2  # masked halves of the responses
-        blocks += _blocks_of_prompt(group, own, lengths, prompt, max_tokens if saved > spent else 0)
+        blocks += _blocks_of_prompt(index, own, lengths, prompt, max_tokens if saved > spent else 0)
     return blocks
 
 
 def _blocks_of_prompt(
-    group: int, members: list[int], lengths: list[int], prompt: int, max_tokens: int
+    index: int, members: list[int], lengths: list[int], prompt: int, max_tokens: int
 ) -> Iterator[Block]:
     """Fill blocks of at most ``max_tokens`` tokens, or of one response."""
     current, size = [], prompt
     for i in members:
         if current and size + lengths[i] > max_tokens:
-            yield group, tuple(current)
+            yield index, tuple(current)
             current, size = [], prompt
         current.append(i)
         size += lengths[i]
     if current:
-        yield group, tuple(current)
+        yield index, tuple(current)
 
 
 def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
@@ -383,7 +384,7 @@ def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
     return [part for *_, part in heap]
 
 
-def make_packs(
+def assign_blocks(
     batch: Batch, blocks: list[Block], world: int, max_tokens: int, hidden_size: int
 ) -> list[list[list[Block]]]:
     """Partition blocks over ranks, and each rank's share into packs of at most ``max_tokens``
@@ -420,8 +421,8 @@ def _sizes_and_costs(
     operations of one token in one layer."""
     lengths = batch.sizes.tolist()
     sizes, costs = [], []
-    for group, members in blocks:
-        prompt = batch.prompt_lengths[group]
+    for index, members in blocks:
+        prompt = batch.prompt_lengths[index]
         own = [lengths[i] for i in members]
         size = prompt + sum(own)
         scores = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
@@ -436,18 +437,18 @@ def _largest_of_several(packs: list[list[int]], sizes: list[int]) -> int:
 
 
 # -------------------------------------------------------------------------------------------------
-# Rows
+# Packs
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Row:
+class Pack:
     """What the language model computes at once. Targets are response tokens; target t is predicted
-    by the hidden state of row ``predict[t]``. Prefill and decoding use rows without targets."""
+    by the hidden state at place ``predict[t]``. Prefill and decoding use packs without targets."""
 
     input_ids: Tensor  # (1, L)
     positions: Tensor  # (3, 1, L) rotary positions
-    image_rows: Tensor | None = None  # (M,) rows that hold image tokens
+    image_index: Tensor | None = None  # (M,) places of image tokens
     # (K, M, H), or None without images; with grids: (1, patches, size)
     features: Tensor | None = None
     grids: Tensor | None = None  # (I, 3) of its pictures, for a model that trains its vision tower
@@ -460,7 +461,7 @@ class Row:
     step: Tensor | None = None  # (T,) 0-based place among the sample's response tokens
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """The row's part (T,) of flat (N,) tensors of the batch, on the row's device."""
+        """The pack's part (T,) of flat (N,) tensors of the batch, on the pack's device."""
         return tuple(
             values[self.flat].to(self.targets.device, non_blocking=True) for values in flat
         )
@@ -471,15 +472,15 @@ class Row:
         its responses."""
         counts = torch.zeros(self.input_ids.shape[1])
         for start, end, p_start, p_end in self.segments:
-            # A shared prompt predicts by its last row alone, a sample with its prompt never by that.
+            # A shared prompt predicts by its last token alone, a sample with its prompt never by it.
             inside = (self.predict >= start) & (self.predict < end - 1)  # (T,)
             if p_end > p_start or inside.any():
                 counts[start:end] += 1
                 counts[p_start:p_end] += 1
         return counts
 
-    def label_text(self, skipped: Tensor) -> "Row":
-        """The row with every token as a target, except the first of each sample, which nothing
+    def label_text(self, skipped: Tensor) -> "Pack":
+        """The pack with every token as a target, except the first of each sample, which nothing
         predicts, and the ids ``skipped`` (V,) bool. Each sample must be alone with its prompt. Of
         the fields per target only ``predict`` and ``targets`` are valid then."""
         ids = self.input_ids[0]  # (L,)
@@ -488,8 +489,8 @@ class Row:
         places = labelled.nonzero()[:, 0]  # (T,)
         return replace(self, predict=places - 1, targets=ids[places])
 
-    def to(self, device: torch.device) -> "Row":
-        """The row on ``device``, but for ``flat``, which indexes CPU tensors."""
+    def to(self, device: torch.device) -> "Pack":
+        """The pack on ``device``, but for ``flat``, which indexes CPU tensors."""
         moved = {}
         for name, value in tensor_fields(self).items():
             if name != "flat":
@@ -498,51 +499,51 @@ class Row:
         return replace(self, **moved)
 
 
-def build_row(
+def build_pack(
     batch: Batch,
     blocks: list[Block],
     prompt_positions: dict[int, Tensor],
     features: dict[int, Tensor],
     image_token_ids: Tensor,
-) -> Row:
+) -> Pack:
     """Lay out blocks as [prompt | r1 | r2 | ...]; response positions start at ``max(prompt
     positions) + 1``.
 
-    The first token of a response is predicted by the row before it, the prompt's last one unless an
-    environment spoke first; so a response's last row predicts nothing. An environment's replies are
+    The first token of a response is predicted by the token before it, the prompt's last one unless an
+    environment spoke first; so a response's last token predicts nothing. An environment's replies are
     input alone. An empty pack becomes one token that predicts nothing: its rank takes part in the
     collectives, with gradient 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
     counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
-    segments, places, size = _lay_out(batch, blocks, prompt_positions)
-    starts, ends, following = torch.tensor(places, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
-    rows = ragged_index(starts, counts)  # (R,)
-    begins = rows == starts.repeat_interleave(counts)  # (R,)
-    said, offsets, is_own = batch.in_row(order)  # (R,), (R, 3), (R,)
+    segments, samples, size = _lay_out(batch, blocks, prompt_positions)
+    starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
+    places = ragged_index(starts, counts)  # (R,)
+    begins = places == starts.repeat_interleave(counts)  # (R,)
+    said, offsets, is_own = batch.in_pack(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
-    is_prompt = torch.ones(length).bool().index_fill_(0, rows, False)  # (L,)
+    is_prompt = torch.ones(length).bool().index_fill_(0, places, False)  # (L,)
     input_ids = torch.zeros(length, dtype=torch.int64)
     positions = torch.zeros(3, length, dtype=torch.int64)
     if blocks:
-        input_ids[is_prompt] = torch.cat([batch.prompts[group].input_ids for group, _ in blocks])
-        positions[:, is_prompt] = torch.cat([prompt_positions[group] for group, _ in blocks], dim=1)
-    input_ids[rows] = said
-    positions[:, rows] = following.repeat_interleave(counts) + offsets.T
+        input_ids[is_prompt] = torch.cat([batch.prompts[index].input_ids for index, _ in blocks])
+        positions[:, is_prompt] = torch.cat([prompt_positions[index] for index, _ in blocks], dim=1)
+    input_ids[places] = said
+    positions[:, places] = following.repeat_interleave(counts) + offsets.T
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
-    is_image[rows[is_own]] = False  # whatever the policy says
-    shown = [k for group, members in blocks for k in (group, *map(of_sample, members))]
+    is_image[places[is_own]] = False  # whatever the policy says
+    shown = [k for index, members in blocks for k in (index, *map(of_sample, members))]
     pieces = [features[k] for k in shown if k in features]
     flat = batch.flat_index(order)  # (T,)
-    return Row(
+    return Pack(
         input_ids=input_ids[None],
         positions=positions[:, None],
-        image_rows=is_image.nonzero()[:, 0],
+        image_index=is_image.nonzero()[:, 0],
         features=torch.cat(pieces, dim=1) if pieces else None,
         segments=segments or [(0, 1, 0, 0)],
-        predict=torch.where(begins, ends.repeat_interleave(counts), rows)[is_own] - 1,
+        predict=torch.where(begins, ends.repeat_interleave(counts), places)[is_own] - 1,
         targets=batch.tokens[flat],
         flat=flat,
         sample=order.repeat_interleave(lengths),
@@ -553,12 +554,12 @@ def build_row(
 def _lay_out(
     batch: Batch, blocks: list[Block], prompt_positions: dict[int, Tensor]
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
-    """Segments of a row; for every sample (first row, end of its prompt, first position); and the
-    row's length."""
-    segments, places, size = [], [], 0
-    for group, members in blocks:
-        start, end = size, size + batch.prompt_lengths[group]
-        following = int(prompt_positions[group].max()) + 1
+    """Segments of a pack; for every sample (first place, end of its prompt, first position); and
+    the pack's length."""
+    segments, samples, size = [], [], 0
+    for index, members in blocks:
+        start, end = size, size + batch.prompt_lengths[index]
+        following = int(prompt_positions[index].max()) + 1
         lengths = [int(batch.sizes[i]) for i in members]
         alone = len(members) == 1  # one causal segment, cheaper than a prompt and a response
         segments.append((start, end + lengths[0] if alone else end, start, start))
@@ -566,6 +567,6 @@ def _lay_out(
         for length in lengths:
             if length and not alone:
                 segments.append((size, size + length, start, end))
-            places.append((size, end, following))
+            samples.append((size, end, following))
             size += length
-    return segments, places, size
+    return segments, samples, size

@@ -36,7 +36,7 @@ from common.files import (
     write_durably,
     write_pointer,
 )
-from common.fsdp import Trained, shard_of
+from common.fsdp import Trainable, shard_of
 from common.logging import due, read_records
 from common.process import UserError
 from common.settings import CheckpointArgs
@@ -523,7 +523,7 @@ class Checkpoints:
     # Exports
     # ---------------------------------------------------------------------------------------------
 
-    def export_if_due(self, step: int, last: int, trained: Trained, processor) -> None:
+    def export_if_due(self, step: int, last: int, trained: Trainable, processor) -> None:
         """Export the weights after ``step`` steps if --export_every says so, unless the process
         before a resume has done it. Raises UserError if the last export fails; earlier ones only
         warn."""
@@ -538,7 +538,7 @@ class Checkpoints:
         if problem and is_main():
             print(f"warning: {problem}", flush=True)
 
-    def export_now(self, trained: Trained, processor) -> dict[str, float]:
+    def export_now(self, trained: Trainable, processor) -> dict[str, float]:
         """Export the weights of the checkpoint that was resumed from, for --export_only. Returns
         the metrics of its step. Raises UserError if that fails."""
         self.saved_at = time.time_ns()  # an export that is there already is written anew
@@ -550,7 +550,7 @@ class Checkpoints:
         self.close()
         return self.state.metrics
 
-    def export(self, step: int, trained: Trained, processor) -> str:
+    def export(self, step: int, trained: Trainable, processor) -> str:
         """Write <out>/export/step-N and, with an average of the weights, <out>/export_ema/step-N.
         Returns why that was not possible, "" if it was."""
         places = {"export": nullcontext()}

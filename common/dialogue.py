@@ -123,7 +123,7 @@ class EnvRollout:
 
     # First observations
 
-    def open(self, batch: Batch, groups: list[int], count: int) -> Batch:
+    def open(self, batch: Batch, indices: list[int], count: int) -> Batch:
         """Reset the environments of this rank's samples. Returns the batch with the first
         observations in its prompts, the same on every rank.
 
@@ -132,28 +132,28 @@ class EnvRollout:
         """
         changed: dict[int, Prompt] = {}
         with distributed.raise_on_all_ranks("--env "):
-            self.reset_all(batch, groups, count)
-            for group in groups:
-                episodes = [self.episodes[group, number] for number in range(count)]
+            self.reset_all(batch, indices, count)
+            for index in indices:
+                episodes = [self.episodes[index, number] for number in range(count)]
                 if any(episode.reply for episode in episodes):
                     share = self.share_opening if self.environment.shared else self.split_openings
-                    changed[group] = share(batch, group, episodes)
+                    changed[index] = share(batch, index, episodes)
         prompts, features = list(batch.prompts), dict(batch.features)
         for part in distributed.gather_objects(changed):
-            for group, prompt in part.items():
-                prompts[group] = prompt
-                features.pop(group, None)
+            for index, prompt in part.items():
+                prompts[index] = prompt
+                features.pop(index, None)
         patches = batch.patches | self.shared_pixels
         return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
 
-    def reset_all(self, batch: Batch, groups: list[int], count: int) -> None:
-        for group in groups:
-            row = batch.prompts[group]
+    def reset_all(self, batch: Batch, indices: list[int], count: int) -> None:
+        for index in indices:
+            row = batch.prompts[index]
             for number in range(count):
                 conversation = Conversation(role=self.environment.role)
-                episode = Episode((group, number), row.source, conversation)
+                episode = Episode((index, number), row.source, conversation)
                 self.episodes[episode.key] = episode
-                columns = env_row(row, (*self.seed, batch.draws[group]), number)
+                columns = env_row(row, (*self.seed, batch.prompt_ids[index]), number)
                 self.submit(episode, self.reset, episode, row, columns)
         for episode in self.episodes.values():
             episode.reply = self.wait_for(episode)
@@ -177,23 +177,23 @@ class EnvRollout:
             raise ValueError("a picture from a class that says pictures = False")
         return reply
 
-    def share_opening(self, batch: Batch, group: int, episodes: list[Episode]) -> Prompt:
+    def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
         opening = next(episode.reply for episode in episodes if episode.reply)
         if opening.grids:
-            parts = [batch.patches[group]] if group in batch.patches else []
+            parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
-            self.shared_pixels[group] = replies.join_pixels(parts)
+            self.shared_pixels[index] = replies.join_pixels(parts)
         for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
             episode.reply = None
             episode.conversation.opening = opening.content
             episode.conversation.pictures = list(opening.pictures)
-        return self.with_opening(batch.prompts[group], opening)
+        return self.with_opening(batch.prompts[index], opening)
 
-    def split_openings(self, batch: Batch, group: int, episodes: list[Episode]) -> Prompt:
+    def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt up to where the first observations of its samples differ; the rest is left to
         the samples."""
-        prompt = batch.prompts[group]
+        prompt = batch.prompts[index]
         whole = []  # the prompt of each sample with its own observation
         cut = len(prompt.input_ids)
         for episode in episodes:
@@ -336,10 +336,6 @@ class EnvRollout:
         batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
         batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
         batch.conversations = [episode.conversation for episode in episodes]
-        batch.turn_rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
-        for start, conversation in zip(batch.offsets.tolist(), batch.conversations):
-            for end, reward in zip(conversation.ends, conversation.rewards):
-                batch.turn_rewards[start + end - 1] = reward
 
 
 def common_prefix(one: Tensor, other: Tensor) -> int:

@@ -1,7 +1,7 @@
 """What FSDP2 leaves to its users: optimizers and learning rates, weights gathered for a rollout,
 host memory.
 
-    Trained                              a model in training, and what moves with it
+    Trainable                            a model in training, and what moves with it
     unsharded, bare_forwards             many forwards without a collective
     rest_after_scoring, forget_forwards  forwards without a backward
     onloaded, offload                    modules kept in host memory while not in use
@@ -28,7 +28,7 @@ HOST = torch.device("cpu")
 # -------------------------------------------------------------------------------------------------
 
 
-class Trained:
+class Trainable:
     """A model in training: its optimizer, its learning rate, the running average of its weights.
 
     Args:
@@ -136,10 +136,10 @@ class Trained:
         synchronize()
 
 
-def put_away(trained: dict[str, Trained | nn.Module]) -> None:
+def put_away(trained: dict[str, Trainable | nn.Module]) -> None:
     """Move the optimizers' state of all roles into host memory, if that is where it is kept."""
     for role in trained.values():
-        if isinstance(role, Trained):
+        if isinstance(role, Trainable):
             role.put_away()
 
 

@@ -1,5 +1,5 @@
-"""A second look at the same tokens: functions from a batch to a batch with the same samples and other
-images, which is scored like any other.
+"""A second look at the same tokens: functions from a batch to a batch with the same samples and
+other images, which is scored like any other.
 
     with_images   every image of the prompts and of environments changed
     blank         a change: the image in one colour
@@ -30,38 +30,37 @@ def blank(image: Image.Image) -> Image.Image:
 
 def has_images(batch: Batch) -> Tensor:
     """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
-    found = [bool(batch.prompts[group].grids) for group in batch.group.tolist()]
+    found = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
     for i, conversation in enumerate(batch.conversations):
         found[i] = found[i] or bool(conversation.grids)
     return torch.tensor(found, dtype=torch.bool)
 
 
-def with_images(
-    batch: Batch, model: nn.Module, processor: Processor, change: Callable[[Image.Image], Image.Image]
-) -> Batch:
-    """The batch with ``change`` of every image and of every frame of a clip, of the same sizes.
+def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Callable) -> Batch:
+    """The batch with ``change`` of every image (Pillow's) and of every frame of a clip, of the same
+    sizes.
 
     Raises ValueError: a file that has changed since it was read.
     """
     patches = {}
-    for group in batch.own_groups():
-        prompt = batch.prompts[group]
+    for index in batch.own_prompts():
+        prompt = batch.prompts[index]
         # a first observation that all samples of a prompt share has grids there, and no file
         files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
         pixels = load_pixels(files, processor, change)
         if pixels is not None:
-            patches[group] = pixels
+            patches[index] = pixels
     conversations = list(batch.conversations)
     for i, conversation in enumerate(conversations):
-        group = int(batch.group[i])
-        if batch.owners[group] != dist.get_rank() or not conversation.pictures:
+        index = int(batch.prompt_index[i])
+        if batch.owners[index] != dist.get_rank() or not conversation.pictures:
             continue
         pixels = [processor.family.patches(change(image)) for image in conversation.pictures]
-        in_prompt = len(batch.prompts[group].grids) - len(batch.prompts[group].images)
+        in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.number[i] == 0:
             own, grids = zip(*pixels[:in_prompt])
-            parts = [patches[group]] if group in patches else []
-            patches[group] = join_pixels([*parts, (torch.cat(own), torch.tensor(grids))])
+            parts = [patches[index]] if index in patches else []
+            patches[index] = join_pixels([*parts, (torch.cat(own), torch.tensor(grids))])
         later = [own for own, _ in pixels[in_prompt:]]
         conversations[i] = with_patches(model, conversation, later)
     changed = replace(batch, patches=patches, features={}, conversations=conversations)

@@ -1,16 +1,16 @@
 """Every formula of the two scripts, as pure functions of tensors: nothing here communicates or
 knows a model.
 
-    advantages    (N,) rewards and values, (S,) scores -> (N,) advantages and returns; the shaping
-                  of rewards; the weight of the KL
+    advantages    (S,) rewards, (N,) KL and values -> (N,) advantages and returns; the shaping of
+                  rewards; the weight of the KL
     losses        (N,) terms per token, and the weight of each token in the one sum of an update
 
-Shape legend: S sequences, N response tokens of all sequences, one after the other, G prompts
-(groups), E experts. A gap inside a response (tool output) is left out of the N tokens: every sum
+Shape legend: S sequences, N response tokens of all sequences, one after the other, G prompts, E
+experts. A gap inside a response (tool output) is left out of the N tokens: every sum
 skips it as if it took no time.
 
 A loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step, over
-all ranks and packed rows (`token_weights`). Nothing here takes a mean over the tokens it happens to
+all ranks and packs (`token_weights`). Nothing here takes a mean over the tokens it happens to
 be given.
 """
 
@@ -21,179 +21,187 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, are taken for none
+
 # -------------------------------------------------------------------------------------------------
-# Advantages: an estimator maps `Earned` to (N,) advantages before whitening, and (N,) returns
+# Advantages: an estimator maps `AdvantageInputs` to (N,) advantages before whitening, and (N,) returns
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Earned:
+class AdvantageInputs:
     """What the samples of a step earned: all that an estimator may look at."""
 
-    scores: Tensor  # (S,) shaped rewards
+    rewards: Tensor  # (S,) shaped
     kl: Tensor  # (N,) KL to the reference; zeros without one
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
-    group: Tensor  # (S,) int64, the prompt of a sample
-    # (N,) the part of the scores that was earned before the last token, where it was
-    early: Tensor | None = None
+    prompt_index: Tensor  # (S,) int64, the prompt of a sample
+    # (N,) the part of the rewards that was earned at the end of a turn, where it was
+    turn_rewards: Tensor | None = None
     values: Tensor | None = None  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
-    greedy_scores: Tensor | None = None
+    greedy_rewards: Tensor | None = None
     gamma: float = 1.0
     gae_lambda: float = 1.0
 
     @functools.cached_property
-    def rewards(self) -> Tensor:
-        """(N,) reward of each token: minus the weighted KL, plus the score on the last token of a
-        sample, but for what was earned early."""
-        if self.early is None:
-            return token_rewards(self.scores, self.kl, self.lengths, self.kl_coef)
-        before = torch.stack([part.sum() for part in self.early.split(self.lengths.tolist())])
-        late = (self.scores.double() - before).to(self.scores.dtype)
-        return self.early.to(late.dtype) + token_rewards(late, self.kl, self.lengths, self.kl_coef)
+    def token_rewards(self) -> Tensor:
+        """(N,) what each token earns: minus the weighted KL, plus the reward of its turn; the last
+        token of a sample earns what is left of the sample's reward."""
+        if self.turn_rewards is None:
+            return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
+        parts = self.turn_rewards.split(self.lengths.tolist())
+        before = torch.stack([part.sum() for part in parts])  # (S,)
+        left = (self.rewards.double() - before).to(self.rewards.dtype)
+        at_turns = self.turn_rewards.to(left.dtype)
+        return at_turns + token_rewards(left, self.kl, self.lengths, self.kl_coef)
 
     @property
-    def scores_after_kl(self) -> Tensor:
-        """(S,) scores less the weighted KL of all tokens of the sample: what the sample earns in
+    def rewards_after_kl(self) -> Tensor:
+        """(S,) rewards less the weighted KL of all tokens of the sample: what the sample earns in
         total."""
         total = torch.stack([part.sum() for part in self.kl.split(self.lengths.tolist())])
-        return self.scores - self.kl_coef * total
+        return self.rewards - self.kl_coef * total
 
     def per_token(self, per_sample: Tensor) -> Tensor:
         """(S,) -> (N,)."""
         return per_sample.repeat_interleave(self.lengths)
 
 
-Estimate = tuple[Tensor, Tensor]  # (N,) advantages, (N,) returns
+AdvantagesAndReturns = tuple[Tensor, Tensor]  # (N,) each
 
 
-def gae_estimate(earned: Earned) -> Estimate:
+def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     """Generalised advantage estimation with a critic."""
-    return gae(earned.rewards, earned.values, earned.lengths, earned.gamma, earned.gae_lambda)
+    return gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
 
 
-def reinforce(earned: Earned) -> Estimate:
+def reinforce(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The discounted reward to go (Williams 1992)."""
-    to_go = rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
+    to_go = rewards_to_go(x.token_rewards, x.lengths, x.gamma)
     return to_go, to_go
 
 
-def remax(earned: Earned) -> Estimate:
+def remax(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward to go less the undiscounted reward of the greedy response (Li et al. 2024)."""
-    to_go = rewards_to_go(earned.rewards, earned.lengths, earned.gamma)
-    return to_go - earned.per_token(earned.greedy_scores), to_go
+    to_go = rewards_to_go(x.token_rewards, x.lengths, x.gamma)
+    return to_go - x.per_token(x.greedy_rewards), to_go
 
 
-def grpo(earned: Earned) -> Estimate:
-    """The score within its group, divided by the group's deviation (Shao et al. 2024)."""
-    return _compare_then_subtract_kl(earned, earned.group)
+def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward among those of its prompt, divided by their deviation (Shao et al. 2024)."""
+    return _compare_then_subtract_kl(x, x.prompt_index)
 
 
-def cpgd(earned: Earned) -> Estimate:
-    """The score within the whole step, divided by its deviation (Liu et al. 2025)."""
-    return _compare_then_subtract_kl(earned, torch.zeros_like(earned.group))
+def cpgd(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward within the whole step, divided by its deviation (Liu et al. 2025)."""
+    return _compare_then_subtract_kl(x, torch.zeros_like(x.prompt_index))
 
 
-def dr_grpo(earned: Earned) -> Estimate:
-    """The score less its group's mean (Liu et al. 2025). Whitened, it is reinforce_baseline (Hu
-    2025)."""
-    return _same(earned, centre(earned.scores_after_kl, earned.group))
+def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward less the mean of its prompt (Liu et al. 2025). Whitened, it is reinforce_baseline
+    (Hu 2025)."""
+    return _same(x, centre(x.rewards_after_kl, x.prompt_index))
 
 
-def rloo(earned: Earned) -> Estimate:
-    """The score less the mean of the group's other samples (Ahmadian et al. 2024)."""
-    _, group, count = earned.group.unique(return_inverse=True, return_counts=True)
-    scale = (count / (count - 1))[group]  # (S,)
-    return _same(earned, centre(earned.scores_after_kl, earned.group) * scale)
+def rloo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward less the mean of the prompt's other samples (Ahmadian et al. 2024)."""
+    _, place, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
+    scale = (count / (count - 1))[place]  # (S,)
+    return _same(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
-def opo(earned: Earned) -> Estimate:
-    """The score less its group's mean weighted by length (Hao et al. 2025)."""
-    return _same(
-        earned, centre(earned.scores_after_kl, earned.group, weight=earned.lengths.double())
-    )
+def opo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward less the mean of its prompt weighted by length (Hao et al. 2025)."""
+    return _same(x, centre(x.rewards_after_kl, x.prompt_index, weight=x.lengths.double()))
 
 
-def gpg(earned: Earned) -> Estimate:
-    """The score less its group's mean, scaled up by the share of samples in groups with spread (Chu
-    et al. 2025). Spread is that of the scores before the KL."""
-    alive = int(has_spread(earned.scores, earned.group).sum())
-    scale = len(earned.scores) / alive if alive else 0.0
-    return _same(earned, centre(earned.scores_after_kl, earned.group) * scale)
+def gpg(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """The reward less the mean of its prompt, scaled up by the share of samples whose prompt has
+    spread (Chu et al. 2025), which is that of the rewards before the KL."""
+    alive = int(has_spread(x.rewards, x.prompt_index).sum())
+    scale = len(x.rewards) / alive if alive else 0.0
+    return _same(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
-def _same(earned: Earned, per_sample: Tensor) -> Estimate:
+def _same(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndReturns:
     """(S,) advantages of samples as those of their tokens; returns are the same."""
-    advantages = earned.per_token(per_sample.to(earned.scores.dtype))
+    advantages = x.per_token(per_sample.to(x.rewards.dtype))
     return advantages, advantages
 
 
-def _compare_then_subtract_kl(earned: Earned, group: Tensor) -> Estimate:
-    """Standardize the scores alone, then subtract the KL to go, token by token and undiscounted.
+def _compare_then_subtract_kl(x: AdvantageInputs, compared: Tensor) -> AdvantagesAndReturns:
+    """Standardize the rewards alone, then subtract the KL to go, token by token and undiscounted.
 
-    With the KL inside, a group of equal scores would yield the KL's noise over its own spread.
+    With the KL inside, equal rewards would yield the KL's noise over its own spread.
     """
-    compared = standardize(earned.scores, group).to(earned.scores.dtype)  # (S,)
-    per_sample = earned.kl.split(earned.lengths.tolist())
+    standard = standardize(x.rewards, compared).to(x.rewards.dtype)  # (S,)
+    per_sample = x.kl.split(x.lengths.tolist())
     kl_to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in per_sample])  # (N,)
-    advantages = earned.per_token(compared) - earned.kl_coef * kl_to_go
+    advantages = x.per_token(standard) - x.kl_coef * kl_to_go
     return advantages, advantages
 
 
-def centre(scores: Tensor, group: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(S,) float64 scores less the mean of their group, weighted if ``weight`` (S,) is given;
-    exactly 0 in a group without spread.
+# What follows compares the samples of equal number in ``compared`` (S,) int64.
+
+
+def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
+    """(S,) float64 rewards less the mean of those compared, weighted if ``weight`` (S,) is given;
+    exactly 0 where these have no spread.
 
     Raises:
-        ValueError: a group of one sample.
+        ValueError: a sample that is compared with no other.
     """
-    ids, place, count = group.unique(return_inverse=True, return_counts=True)
+    ids, place, count = compared.unique(return_inverse=True, return_counts=True)
     if count.min() < 2:
         raise ValueError(
-            f"the samples of a group are compared, but group {int(ids[count.argmin()])} has only "
+            f"the samples of a prompt are compared, but prompt {int(ids[count.argmin()])} has only "
             "one: draw two or more samples per prompt"
         )
-    x = scores.double()
+    x = rewards.double()
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
     if weight is None:
         baseline = empty.index_add(0, place, x) / count
     else:
         total = empty.index_add(0, place, weight)
         baseline = empty.index_add(0, place, weight * x) / total.clamp(min=1)
-    # Equal scores must give exactly 0: the rounding error of their mean, divided by a standard
+    # Equal rewards must give exactly 0: the rounding error of their mean, divided by a standard
     # deviation just as small, would be of order 1.
-    return torch.where(has_spread(x, group), x - baseline[place], 0.0)
+    return torch.where(has_spread(x, compared), x - baseline[place], 0.0)
 
 
-def standardize(scores: Tensor, group: Tensor) -> Tensor:
-    """(S,) float64 scores less the mean of their group, over its unbiased standard deviation."""
-    centred = centre(scores, group)
-    ids, place, count = group.unique(return_inverse=True, return_counts=True)
+def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
+    """(S,) float64 rewards less the mean of those compared, over their unbiased standard
+    deviation."""
+    centred = centre(rewards, compared)
+    ids, place, count = compared.unique(return_inverse=True, return_counts=True)
     # (G,)
     squares = torch.zeros(len(ids), dtype=torch.float64).index_add(0, place, centred.square())
     deviation = (squares / (count - 1)).sqrt()
     return centred / (deviation[place] + 1e-6)
 
 
-def has_spread(scores: Tensor, group: Tensor) -> Tensor:
-    """(S,) bool: whether the scores of the sample's group differ by 1e-6 or more."""
-    ids, place = group.unique(return_inverse=True)
-    x = scores.double()
+def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
+    """(S,) bool: whether the rewards compared with a sample's differ, by more than rounding."""
+    ids, place = compared.unique(return_inverse=True)
+    x = rewards.double()
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
     highest = empty.scatter_reduce(0, place, x, "amax", include_self=False)
     lowest = empty.scatter_reduce(0, place, x, "amin", include_self=False)
-    return (highest - lowest)[place] >= 1e-6
+    return (highest - lowest)[place] >= ROUNDING
 
 
-def token_rewards(scores: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
-    """(S,) scores and (N,) KL -> (N,) rewards: ``-kl_coef * kl``, plus the score on the last token
-    of each sequence."""
+def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
+    """(S,) rewards and (N,) KL -> (N,): ``-kl_coef * kl``, plus the reward on the last token of
+    each sequence."""
     last = lengths.cumsum(0)[lengths > 0] - 1
-    return (-kl_coef * kl).index_add(0, last, scores[lengths > 0])
+    return (-kl_coef * kl).index_add(0, last, rewards[lengths > 0])
 
 
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float) -> Estimate:
+def gae(
+    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
+) -> AdvantagesAndReturns:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (N,) advantages and
     unwhitened returns.
 
@@ -265,9 +273,9 @@ class RunningMoments:
         std = math.sqrt(self.squares / max(1, self.count - 1))
         return std if std > 1e-6 else 1.0
 
-    def normalize(self, scores: Tensor) -> Tensor:
-        """(S,) scores less the mean so far, over the standard deviation so far."""
-        return (scores - self.mean) / self.std
+    def normalize(self, rewards: Tensor) -> Tensor:
+        """(S,) rewards less the mean so far, over the standard deviation so far."""
+        return (rewards - self.mean) / self.std
 
     def update(self, x: Tensor) -> None:
         x = x.double()
@@ -317,7 +325,7 @@ def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
 
     Args:
         lengths: (S,) tokens that take part in this term, of every sequence of the optimizer step:
-            of all ranks and packed rows.
+            of all ranks and packs.
         max_new_tokens: the constant length of seq-mean-token-sum-norm (Dr.GRPO, Liu et al. 2025).
     """
     n_seqs = (lengths > 0).sum()
@@ -348,12 +356,12 @@ def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tens
 
 
 # -------------------------------------------------------------------------------------------------
-# Policy losses: a function of `Ratios` and its clip range -> `Terms`
+# Policy losses: a function of `PolicyLossInputs` and its clip range -> `PolicyLossOutput`
 # -------------------------------------------------------------------------------------------------
 
 
-class Ratios:
-    """The tokens of a packed row as a policy loss sees them.
+class PolicyLossInputs:
+    """The tokens of a pack as a policy loss sees them.
 
     Args:
         logp, old, adv: (T,) log-probs under the trained policy and at the start of the update;
@@ -376,7 +384,9 @@ class Ratios:
         self.kept = torch.ones_like(adv, dtype=torch.bool) if kept is None else kept.bool()
         self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
-        self.up, self.down = adv > 0, adv < 0
+        # What clips are counted by. Whitening leaves rounding, of either sign, where the samples of a
+        # prompt earned the same.
+        self.up, self.down = adv > ROUNDING, adv < -ROUNDING
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """(T,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
@@ -386,7 +396,7 @@ class Ratios:
 
 
 @dataclass
-class Terms:
+class PolicyLossOutput:
     """(T,) terms of a policy-gradient loss, to be summed with `token_weights`, and where they were
     clipped."""
 
@@ -397,27 +407,27 @@ class Terms:
     dual: Tensor | None = None  # bool: bounded by the dual clip
 
 
-def ppo(x: Ratios, low: float, high: float, dual_clip: float = 0.0) -> Terms:
+def ppo(x: PolicyLossInputs, low: float, high: float, dual_clip: float = 0.0) -> PolicyLossOutput:
     """Ratio clipped to ``1 - low .. 1 + high`` (Schulman et al. 2017); where adv < 0, ``dual_clip``
     c above 1 bounds the term by ``-c * adv`` (Ye et al. 2020; 0: off)."""
-    found = _clipped(x, x.ratio, low, high)
+    out = _clipped(x, x.ratio, low, high)
     if dual_clip:
-        found.dual = x.down & (x.ratio > dual_clip)
-        found.per_token = torch.where(
-            x.down, torch.minimum(found.per_token, -dual_clip * x.adv), found.per_token
+        out.dual = x.down & (x.ratio > dual_clip)
+        out.per_token = torch.where(
+            x.adv < 0, torch.minimum(out.per_token, -dual_clip * x.adv), out.per_token
         )
-    return found
+    return out
 
 
-def gspo(x: Ratios, low: float, high: float) -> Terms:
+def gspo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """PPO with the ratio of the whole sequence, per-token form (Zheng et al. 2025)."""
     log_ratio = x.sequence_mean(x.delta.detach()) + (x.logp - x.logp.detach())
     return _clipped(x, log_ratio.clamp(max=10).exp(), low, high)
 
 
-def _clipped(x: Ratios, ratio: Tensor, low: float, high: float) -> Terms:
+def _clipped(x: PolicyLossInputs, ratio: Tensor, low: float, high: float) -> PolicyLossOutput:
     clipped = ratio.clamp(1 - low, 1 + high)
-    return Terms(
+    return PolicyLossOutput(
         per_token=torch.maximum(-x.adv * ratio, -x.adv * clipped),
         ratio=ratio,
         high=x.up & (ratio > 1 + high),
@@ -425,13 +435,13 @@ def _clipped(x: Ratios, ratio: Tensor, low: float, high: float) -> Terms:
     )
 
 
-def cpgd_loss(x: Ratios, low: float, high: float) -> Terms:
+def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """The log-prob, clipped where the ratio would be, on the side that adv pushes to (Liu et al.
     2025)."""
     upper = x.old + math.log1p(high)
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
-    clipped = torch.where(x.up, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
-    return Terms(
+    clipped = torch.where(x.adv > 0, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
+    return PolicyLossOutput(
         per_token=-x.adv * clipped,
         ratio=x.ratio,
         high=x.up & (x.logp > upper),
@@ -439,23 +449,23 @@ def cpgd_loss(x: Ratios, low: float, high: float) -> Terms:
     )
 
 
-def gmpo(x: Ratios, low: float, high: float) -> Terms:
+def gmpo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """Geometric mean of ratios, clipped in log space on the side that adv pushes to (Zhao et al.
     2025)."""
     adv = x.sequence_mean(x.adv)
     clipped = torch.where(adv > 0, x.delta.clamp(max=high), x.delta.clamp(min=-low))
-    return Terms(
+    return PolicyLossOutput(
         per_token=-adv * x.sequence_mean(clipped).exp(),
         ratio=x.ratio,
-        high=(adv > 0) & (x.delta > high),
-        low=(adv < 0) & (x.delta < -low),
+        high=(adv > ROUNDING) & (x.delta > high),
+        low=(adv < -ROUNDING) & (x.delta < -low),
     )
 
 
-def cispo(x: Ratios, low: float, high: float) -> Terms:
+def cispo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """The clipped ratio as a constant weight of the log-prob (MiniMax-M1 2025)."""
     clipped = x.ratio.detach().clamp(1 - low, 1 + high)
-    return Terms(
+    return PolicyLossOutput(
         per_token=-clipped * x.adv * x.logp,
         ratio=x.ratio,
         high=x.ratio > 1 + high,
@@ -463,32 +473,32 @@ def cispo(x: Ratios, low: float, high: float) -> Terms:
     )
 
 
-def sapo(x: Ratios, low: float, high: float) -> Terms:
+def sapo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
     """A soft gate in place of the clip (Gao et al. 2025); it decays faster where the policy is
     pushed down."""
-    tau = torch.where(x.up, 1.0, 1.05)
+    tau = torch.where(x.adv > 0, 1.0, 1.05)
     terms = -x.adv * 4 / tau * torch.sigmoid(tau * (x.ratio - 1))
-    return Terms(terms, x.ratio)
+    return PolicyLossOutput(terms, x.ratio)
 
 
-def ratio_sums(x: Ratios, found: Terms) -> dict[str, Tensor]:
+def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
     """Sums over the kept tokens, 0-d and detached: clipped tokens, the ratio, and KL(old | policy)
     by k3, not clamped, so that a policy that has run away shows."""
     log_ratio = (x.logp.detach() - x.old).double()
     moved = torch.expm1(log_ratio) - log_ratio
-    sums = {"ratio": (found.ratio.detach() * x.kept).sum(), "approx_kl": (moved * x.kept).sum()}
+    sums = {"ratio": (out.ratio.detach() * x.kept).sum(), "approx_kl": (moved * x.kept).sum()}
     for name, clipped in (
-        ("clipped_high", found.high),
-        ("clipped_low", found.low),
-        ("clipped_dual", found.dual),
+        ("clipped_high", out.high),
+        ("clipped_low", out.low),
+        ("clipped_dual", out.dual),
     ):
         sums[name] = sums["ratio"].new_zeros(()) if clipped is None else (clipped & x.kept).sum()
     return sums
 
 
-def largest_ratio(x: Ratios, found: Terms) -> Tensor:
+def largest_ratio(x: PolicyLossInputs, out: PolicyLossOutput) -> Tensor:
     """0-d, over the kept tokens; 0 without any."""
-    ratio = found.ratio.detach() * x.kept
+    ratio = out.ratio.detach() * x.kept
     return torch.cat([ratio, ratio.new_zeros(1)]).max()
 
 

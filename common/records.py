@@ -15,8 +15,8 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     """One JSON-ready record per sample."""
     turns = turn_texts(batch, list(range(len(batch))), processor)
     records = []
-    for i, group in enumerate(batch.group.tolist()):
-        row = batch.prompts[group]
+    for i, index in enumerate(batch.prompt_index.tolist()):
+        row = batch.prompts[index]
         record = {
             "index": row.index,
             "source": row.source,
@@ -27,7 +27,7 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
             "response": turns[i][-1],
             "reference": row.reference,
             "label": row.label,
-            "reward": float(batch.scores[i]),
+            "reward": float(batch.rewards[i]),
             "response_length": int(batch.lengths[i]),
             "truncated": bool(batch.truncated[i]),
         }
@@ -105,8 +105,11 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         for name, value in record["components"].items():
             columns.setdefault(f"eval/{name}_reward_mean", []).append(value)
     metrics = {name: sum(values) / len(values) for name, values in sorted(columns.items())}
-    graded = [record for record in records if "accuracy" in record["components"]]
-    if count > 1 and graded:
-        solved = {record["index"] for record in graded if record["components"]["accuracy"] >= 1}
-        metrics[f"eval/pass@{count}"] = len(solved) / len({record["index"] for record in graded})
+    names = {name for record in records for name in record["components"]}
+    for name in sorted(names) if count > 1 else ():
+        if name.split("/")[-1] == "accuracy":
+            graded = [record for record in records if name in record["components"]]
+            solved = {record["index"] for record in graded if record["components"][name] >= 1}
+            share = len(solved) / len({record["index"] for record in graded})
+            metrics[f"eval/{name.removesuffix('accuracy')}pass@{count}"] = share
     return metrics

@@ -74,42 +74,42 @@ class RewardModel:
         except ValueError as error:
             raise UserError(f"--reward {self.spec}: {row.source}: {error}") from error
 
-    def with_pictures(self, batch: Batch, groups: list[int], asked: list[Prompt]) -> Batch:
-        """Questions ``asked`` about the pictures of the batch's prompts ``groups``. The features of
-        a picture are computed once, however many questions there are about it."""
+    def with_pictures(self, batch: Batch, indices: list[int], asked: list[Prompt]) -> Batch:
+        """Questions ``asked`` about the pictures of the prompts ``indices``. The features of a
+        picture are computed once, however many questions there are about it."""
         owners, features = dict(enumerate(batch.owners)), batch.features
         if not self.shares_tower:
-            one_of = dict(zip(groups, asked))  # all questions of a group have its pictures
+            one_of = dict(zip(indices, asked))  # all questions about a prompt have its pictures
             with PromptLoader(self.processor, replace(self.data, on_bad_row="error")) as loader:
                 pictures = loader.collect(*loader.submit(list(one_of.values()), list(one_of)))
             compute_features(self.module.model, pictures)
             owners = dict(zip(one_of, pictures.owners))
             found = pictures.features
-            features = {group: found[k] for k, group in enumerate(one_of) if k in found}
+            features = {index: found[k] for k, index in enumerate(one_of) if k in found}
         return Batch(
             prompts=asked,
-            draws=list(range(len(asked))),
-            owners=[owners[group] for group in groups],
-            features={k: features[group] for k, group in enumerate(groups) if group in features},
+            prompt_ids=list(range(len(asked))),
+            owners=[owners[index] for index in indices],
+            features={k: features[index] for k, index in enumerate(indices) if index in features},
         )
 
     def with_replies(self, batch: Batch, keys: list["Question"], asked: list[Prompt]) -> Batch:
         """Questions ``asked`` about pictures of the batch's prompts and of environments. Each has
         features of its own, on the rank of its sample."""
-        owners = [batch.owners[key.group] for key in keys]
-        questions = Batch(prompts=asked, draws=list(range(len(asked))), owners=owners)
+        owners = [batch.owners[key.prompt_index] for key in keys]
+        questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, (group, _, _, shown) in enumerate(keys):
+            for k, (index, _, _, shown) in enumerate(keys):
                 if owners[k] != dist.get_rank():
                     continue
                 said = batch.conversations[shown] if shown is not None else Conversation()
                 if self.shares_tower:
-                    parts = [batch.features.get(group), said.features]
+                    parts = [batch.features.get(index), said.features]
                     parts = [part for part in parts if part is not None]
                     if parts:
                         questions.features[k] = torch.cat(parts, dim=1)
                     continue
-                pixels = self.pixels_of(batch.prompts[group], said.pictures)
+                pixels = self.pixels_of(batch.prompts[index], said.pictures)
                 if pixels is not None:
                     questions.patches[k] = pixels
         compute_features(self.module.model, questions)
@@ -131,7 +131,7 @@ class RewardModel:
 class Question(NamedTuple):
     """What a judge is asked about a response; ``shown``: the sample whose pictures it holds."""
 
-    group: int
+    prompt_index: int
     text: str
     order: str
     shown: int | None
@@ -202,15 +202,16 @@ class Judge(RewardModel):
         asked_of: list[list[int]] = []  # questions of each sample
         for i in used:
             shown = i if PICTURE in texts[i] else None
-            keys = [Question(int(batch.group[i]), texts[i], order, shown) for order in self.worth]
+            index = int(batch.prompt_index[i])
+            keys = [Question(index, texts[i], order, shown) for order in self.worth]
             asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
         prompts = self.questions(batch, list(question_of))
         with onloaded(self.module, self.offload):
             if any(key.shown is not None for key in question_of):
                 questions = self.with_replies(batch, list(question_of), prompts)
             else:
-                groups = [key.group for key in question_of]
-                questions = self.with_pictures(batch, groups, prompts)
+                indices = [key.prompt_index for key in question_of]
+                questions = self.with_pictures(batch, indices, prompts)
             if self.args.grm_mode == "critique":
                 chances, notes = self.read_critiques(questions)
             else:
@@ -229,13 +230,13 @@ class Judge(RewardModel):
         """The prompts of questions."""
         prompts: list[Prompt] = []
         grids: dict[int, tuple] = {}  # of the rows' media; headers are read once per prompt
-        for group, text, order, shown in keys:
-            row = batch.prompts[group]
+        for index, text, order, shown in keys:
+            row = batch.prompts[index]
             with self.about(row):
-                if group not in grids:
+                if index not in grids:
                     check_media(self.processor, row.images)
                     family = self.processor.family
-                    grids[group] = tuple(media_grid(family, item) for item in row.images)
+                    grids[index] = tuple(media_grid(family, item) for item in row.images)
                 ask, more = self.question(row, text, order), ()
                 if shown is not None:
                     sizes = picture_sizes(batch.conversations[shown])
@@ -243,7 +244,7 @@ class Judge(RewardModel):
                     more = tuple(self.processor.family.grid(*size) for size in sizes)
                 prompts.append(
                     judge_prompt(
-                        self.processor, ask, row.index, row.source, grids=grids[group] + more
+                        self.processor, ask, row.index, row.source, grids=grids[index] + more
                     )
                 )
         return prompts
@@ -314,17 +315,17 @@ class ScalarModel(RewardModel):
         """The reward (n,) of the n samples ``used``; ``texts`` are all responses. Each distinct
         response is asked about once: rounding, which differs by row, would give equal responses a
         spread."""
-        keys = [(int(batch.group[i]), texts[i]) for i in used]  # in the order of groups
+        keys = [(int(batch.prompt_index[i]), texts[i]) for i in used]  # in the order of prompts
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}
         frame = answer_frame(self.processor)
-        answers: dict[int, list[Tensor]] = {}  # by group
-        for group, text in place_of:
+        answers: dict[int, list[Tensor]] = {}  # by prompt
+        for index, text in place_of:
             answer = encode_target(self.processor, frame, without_markup(text, self.processor))
             # Values stand at the rows that predict a token: one more, for the row of the end token.
-            answers.setdefault(group, []).append(torch.cat([answer, answer[-1:]]))
+            answers.setdefault(index, []).append(torch.cat([answer, answer[-1:]]))
         asked = []
-        for group in answers:
-            row = batch.prompts[group]
+        for index in answers:
+            row = batch.prompts[index]
             with self.about(row):
                 prompt = Asked(row.messages, list(row.images), index=row.index, source=row.source)
                 asked.append(make_prompt(self.processor, prompt))

@@ -1,8 +1,8 @@
 """What responses earn: sources of rewards by label, combined.
 
     load                --reward, --reward_recipe -> RewardMix
-    RewardMix.score     responses of a batch -> scores, components, judgements
-    groups_with_spread  the prompts whose samples can be compared
+    RewardMix.score     responses of a batch -> rewards, components, judgements
+    prompts_with_spread the prompts whose samples can be compared
 
 Only the response is scored: a prompt that shows an answer as an example must not earn anything.
 """
@@ -188,18 +188,18 @@ class RewardMix:
                     raise ValueError(f"{row.source}: {error}") from error
 
     def score(self, batch: Batch, processor: Processor) -> None:
-        """Fill scores, components (NaN where a source does not score a sample) and judgements of
-        all samples, alike on every rank.
+        """Fill rewards, turn_rewards, components (NaN where a source does not score a sample) and
+        judgements of all samples, alike on every rank. With several sources, a component of one is
+        named SOURCE/COMPONENT, and its reward is the component SOURCE.
 
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
         size, texts = len(batch), self.read_texts(batch, processor)
-        weights = [self.weights(batch.prompts[group].label) for group in batch.group.tolist()]
-        unscored = torch.full((size,), math.nan, dtype=torch.float64)  # (S,)
-        rewards = {source.name: unscored.clone() for source in self.sources}
-        several = list(rewards) if len(rewards) > 1 else []  # each then has a curve of its own
-        scores = torch.zeros_like(unscored)
+        indices = batch.prompt_index.tolist()
+        weights = [self.weights(batch.prompts[index].label) for index in indices]
+        by_source = {source.name: unscored(size) for source in self.sources}
+        total = torch.zeros(size, dtype=torch.float64)  # (S,)
         components: dict[str, Tensor] = {}
         judgements = [""] * size
         for source in self.sources:
@@ -207,40 +207,42 @@ class RewardMix:
             if not used:
                 continue
             columns, notes = self.ask(source, batch, texts, used)
-            earned = columns.pop("reward")  # (n,)
-            rewards[source.name][used] = earned
-            own = torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64)
-            scores[used] += own * earned
-            add_components(components, columns, torch.tensor(used), size, source.name, several)
+            shares = torch.tensor([weights[i][source.name] for i in used], dtype=torch.float64)
+            by_source[source.name][used] = columns["reward"]  # (n,)
+            total[used] += shares * columns.pop("reward")
+            for name, values in columns.items():
+                full = f"{source.name}/{name}" if len(self.sources) > 1 else name
+                components[full] = unscored(size)
+                components[full][used] = values
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
         if self.combiner is not None:
-            scores = self.combine(rewards)
-        batch.early_scores = self.early_scores(batch, weights)
-        components |= {name: rewards[name] for name in several}
-        found = {name: values for name, values in components.items() if not values.isnan().all()}
-        batch.scores = check_finite(scores.float(), rewards)
-        batch.components = {name: values.float() for name, values in found.items()}
+            total = self.combine(by_source)
+        if len(self.sources) > 1:
+            components |= by_source
+        batch.rewards = check_finite(total.float(), by_source)
+        batch.turn_rewards = self.turn_rewards(batch, weights)
+        batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]
 
-    def early_scores(self, batch: Batch, weights: list[dict[str, float]]) -> Tensor | None:
-        """(N,) what environments gave at the end of each turn, weighted per sample. None without
+    def turn_rewards(self, batch: Batch, weights: list[dict[str, float]]) -> Tensor | None:
+        """(N,) the part of the rewards that environments gave at the end of each turn. None without
         environments, and with a function that combines rewards: it does not say which part of its
-        result was earned early."""
+        result belongs to a turn."""
         names = [source.name for source in self.sources if source.kind == "env"]
         if not names or self.combiner is not None:
             return None
         shares = [sum(chosen.get(name, 0.0) for name in names) for chosen in weights]  # (S,)
         shares = torch.tensor(shares, dtype=torch.float64).repeat_interleave(batch.lengths)
-        return shares * batch.turn_rewards
+        return shares * given_at_turns(batch)
 
     def read_texts(self, batch: Batch, processor: Processor) -> list[list[str]]:
         """The response of every sample, turn by turn; [""] for those that this rank does not
         score."""
         texts = [[""] for _ in range(len(batch))]
         everything, rank = bool(self.model_sources()), dist.get_rank()
-        groups = enumerate(batch.group.tolist())
-        read = [i for i, group in groups if everything or batch.owners[group] == rank]
+        indices = enumerate(batch.prompt_index.tolist())
+        read = [i for i, index in indices if everything or batch.owners[index] == rank]
         for i, turns in zip(read, turn_texts(batch, read, processor)):
             texts[i] = turns
         return texts
@@ -253,16 +255,16 @@ class RewardMix:
         if source.ask is not None:
             return source.ask(batch, whole_texts(batch, texts), used)
         if source.kind == "env":
-            earned = batch.per_sample_sum(batch.turn_rewards)[used]  # (n,)
-            return {"reward": earned, "accuracy": env_accuracy(batch, earned, used)}, []
+            rewards = batch.per_sample_sum(given_at_turns(batch))[used]  # (n,)
+            return {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}, []
         return self.call_function(source, batch, texts, used), []
 
     def call_function(
         self, source: Source, batch: Batch, texts: list[list[str]], used: list[int]
     ) -> dict[str, Tensor]:
         """Columns (n,) of a function, a rule or a server; each rank calls it for its samples."""
-        groups, rank = batch.group[used].tolist(), dist.get_rank()
-        own = [k for k, group in enumerate(groups) if batch.owners[group] == rank]
+        indices, rank = batch.prompt_index[used].tolist(), dist.get_rank()
+        own = [k for k, index in enumerate(indices) if batch.owners[index] == rank]
         columns: dict[str, list[float]] = {}
         with distributed.raise_on_all_ranks():
             if own:  # a rank may have no samples
@@ -297,7 +299,7 @@ class RewardMix:
 def read_samples(batch: Batch, texts: list[list[str]], picks: list[int]) -> Samples:
     """What reward functions get of the samples ``picks``, of whose responses ``texts`` are the
     turns: the last one, and the whole conversation in their rows."""
-    rows = [batch.prompts[int(batch.group[i])] for i in picks]
+    rows = [batch.prompts[int(batch.prompt_index[i])] for i in picks]
     columns = [dict(row.row) for row in rows]
     if batch.conversations:
         for i, row in zip(picks, columns):
@@ -312,43 +314,39 @@ def read_samples(batch: Batch, texts: list[list[str]], picks: list[int]) -> Samp
     )
 
 
-def env_accuracy(batch: Batch, earned: Tensor, used: list[int]) -> Tensor:
+def unscored(size: int) -> Tensor:
+    """(S,) no reward for any sample."""
+    return torch.full((size,), math.nan, dtype=torch.float64)
+
+
+def given_at_turns(batch: Batch) -> Tensor:
+    """(N,) float64, what environments gave, at the last own token of each turn."""
+    rewards = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    for start, conversation in zip(batch.offsets.tolist(), batch.conversations):
+        for end, reward in zip(conversation.ends, conversation.rewards):
+            rewards[start + end - 1] = reward
+    return rewards
+
+
+def env_accuracy(batch: Batch, rewards: Tensor, used: list[int]) -> Tensor:
     """(n,) accuracies as the environment said them, 0 for samples that ended before it did. If it
     said none at all: 1 where it gave 1 or more."""
     accuracies = [batch.conversations[i].accuracy for i in used]
     if all(accuracy is None for accuracy in accuracies):
-        return (earned >= 1).double()
+        return (rewards >= 1).double()
     return torch.tensor([accuracy or 0.0 for accuracy in accuracies], dtype=torch.float64)
 
 
-def check_finite(scores: Tensor, rewards: dict[str, Tensor]) -> Tensor:
-    """The scores. Raises UserError: some are NaN or too large for float32."""
-    bad = (~scores.isfinite()).nonzero()[:, 0].tolist()
+def check_finite(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:
+    """The rewards (S,). Raises UserError: some are NaN or too large for float32."""
+    bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
     if bad:
-        said = {name: float(values[bad[0]]) for name, values in rewards.items()}
+        said = {name: float(values[bad[0]]) for name, values in by_source.items()}
         raise UserError(
-            f"rewards must be finite float32 numbers: {len(bad)} of {len(scores)} are not; for"
+            f"rewards must be finite float32 numbers: {len(bad)} of {len(rewards)} are not; for"
             f" the first of them the sources say {said}"
         )
-    return scores
-
-
-def add_components(
-    components: dict[str, Tensor],
-    columns: dict[str, Tensor],
-    used: Tensor,
-    samples: int,
-    source: str,
-    reserved: list[str],
-) -> None:
-    """Add a source's columns (n,) of the samples ``used`` (n,) to components (S,). Where a name is
-    taken, by an earlier source's component of the same sample or as one of the ``reserved`` names,
-    it is prefixed with the source's name."""
-    for name, values in columns.items():
-        unscored = torch.full((samples,), math.nan, dtype=torch.float64)
-        taken = ~components.get(name, unscored)[used].isnan() | (name in reserved)  # (n,)
-        for key, part in ((name, ~taken), (f"{source}_{name}", taken)):
-            components.setdefault(key, unscored.clone())[used[part]] = values[part]
+    return rewards
 
 
 # --------------------------------------------------------------------------------------------------
@@ -356,10 +354,10 @@ def add_components(
 # --------------------------------------------------------------------------------------------------
 
 
-def groups_with_spread(batch: Batch) -> list[int]:
+def prompts_with_spread(batch: Batch) -> list[int]:
     """The prompts whose samples do not all earn the same. Prompts with one sample each are compared
     with one another: all of them, or none."""
-    compared = batch.group
+    compared = batch.prompt_index
     if len(compared.unique()) == len(batch):
         compared = torch.zeros_like(compared)
-    return batch.group[losses.has_spread(batch.scores, compared)].unique().tolist()
+    return batch.prompt_index[losses.has_spread(batch.rewards, compared)].unique().tolist()

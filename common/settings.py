@@ -62,7 +62,7 @@ class ModelArgs:
     lora_alpha: int = flag(16, "adapters are scaled by this / --lora_rank", low=1)
     max_tokens_per_pack: int = flag(
         16384,
-        "tokens per packed row and per prefill; determines the memory of an update",
+        "tokens per pack and per prefill; determines the memory of an update",
         low=1,
         neutral=True,
     )

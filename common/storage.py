@@ -34,13 +34,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from common.buffers import balanced_partition
 from common.distributed import from_main, gather_objects, is_main, raise_on_all_ranks
 from common.files import read_json
-from common.fsdp import Trained
+from common.fsdp import Trainable
 from common.process import UserError
 from common.staging import write_safetensors
 from common.vlm.weights import is_finite
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
-Roles = dict[str, Trained | nn.Module]
+Roles = dict[str, Trainable | nn.Module]
 
 TRAINED = StateDictOptions(
     ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False

@@ -102,7 +102,7 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
         return [[] for _ in picks]
     own = {}
     for i in picks:
-        if batch.owners[int(batch.group[i])] == dist.get_rank():
+        if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
             own[i] = list(map(as_png, batch.conversations[i].pictures))
     found = {}
     for part in distributed.gather_objects(own):

@@ -85,7 +85,7 @@ if __name__ == "__main__":
                     "Rewarded by a judge alone: what it says, and the truth")
         shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "judged_samples.png")
     elif sys.argv[3:] == ["--looked"]:
-        plot_curves(run / "metrics.jsonl", ["rollout/accuracy_reward", *(f"eval/{name}_reward_mean" for name in ("accuracy", "grey"))],
+        plot_curves(run / "metrics.jsonl", ["rollout/named/accuracy_reward", *(f"eval/{name}_reward_mean" for name in ("named/accuracy", "grey"))],
                     folder / "looked_curve.png", "SmolLM2-135M learns to look: its samples, held-out pictures, and a grey one")
         shutil.copy(sorted((run / "samples").glob("eval-*.png"))[-1], folder / "looked_samples.png")
     else:

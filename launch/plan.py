@@ -21,7 +21,7 @@ import torch.nn as nn
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import budget, memory, rewards
-from common.buffers import Batch, make_blocks, make_packs
+from common.buffers import Batch, assign_blocks, make_blocks
 from common.distributed import raise_on_all_ranks
 from common.flags import Parser
 from common.process import UserError, run_main
@@ -191,7 +191,7 @@ def count_packs(module: nn.Module, batch: Batch, gpus: int, groups: Any = None) 
     limit = module.model.compute.max_tokens_per_pack
     hidden_size = module.model.config.get_text_config().hidden_size
     blocks = make_blocks(batch, limit, groups)
-    return len(make_packs(batch, blocks, gpus, limit, hidden_size)[0])
+    return len(assign_blocks(batch, blocks, gpus, limit, hidden_size)[0])
 
 
 def describe(lengths: list[int]) -> str:

@@ -315,7 +315,7 @@ def read_evaluations(run: Path) -> dict[int, list[dict]]:
 def print_table(run: Path) -> None:
     """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
     print("held-out accuracy        with its picture    with a grey one    with another row's")
-    names = [f"eval/{name}_reward_mean" for name in ("accuracy", "grey", "another")]
+    names = [f"eval/{name}_reward_mean" for name in ("named/accuracy", "grey", "another")]
     for record in read_lines(run / "metrics.jsonl"):
         if names[0] in record:
             own, grey, another = (f"{record[name]:.3f}" for name in names)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 WIDTH, HEIGHT = 60, 8  # characters of a curve
-NAMES = ("accuracy", "exact", "")  # components that say how many answers were right; "": the reward
 
 Points = list[tuple[int, float]]
 
@@ -22,15 +21,17 @@ def read_lines(path: Path) -> list[dict]:
 
 def curves_of(records: list[dict]) -> tuple[str, Points, Points]:
     """The name of what is shown, its values of the samples by step, and of the held-out answers."""
-    for name in NAMES:
-        sampled = f"rollout/{name}_reward" if name else "rollout/reward"
-        held_out = f"eval/{name}_reward_mean" if name else "eval/reward_mean"
-        found = []
-        for key in (sampled, held_out):
-            found.append([(record["step"], record[key]) for record in records if key in record])
-        if any(found):
-            return name or "reward", *found
-    raise SystemExit("error: the run has no records of rewards")
+    keys = {key for record in records for key in record}
+    names = [key.split("/", 1)[1].split("_reward")[0] for key in sorted(keys) if "accuracy_reward" in key]
+    sampled, held_out = "rollout/reward", "eval/reward_mean"
+    if names:  # of several sources: of the first
+        sampled, held_out = f"rollout/{names[0]}_reward", f"eval/{names[0]}_reward_mean"
+    curves = []
+    for key in (sampled, held_out):
+        curves.append([(record["step"], record[key]) for record in records if key in record])
+    if not any(curves):
+        raise SystemExit("error: the run has no records of rewards")
+    return names[0] if names else "reward", *curves
 
 
 def explained_of(records: list[dict]) -> tuple[Points, Points]:

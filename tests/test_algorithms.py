@@ -29,8 +29,8 @@ SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1
 def env(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--samples_per_prompt", "4")
     env.batch = hand_batch(env)
-    env.batch.scores = torch.tensor(SCORES)
-    env.batch.greedy_scores = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
+    env.batch.rewards = torch.tensor(SCORES)
+    env.batch.greedy_rewards = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
     env.batch.greedy_lengths = torch.full((16,), 11)
     return env
 
@@ -114,7 +114,7 @@ def test_estimators(env, name, kl_in):
     found = advantages(env, advantage=name, kl_in=kl_in, gamma=0.9)
     kl = [part.tolist() for part in env.batch.split(env.batch.kl)]
     wanted = expected(name, SCORES, kl, env.batch.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
-                      env.batch.greedy_scores.tolist())
+                      env.batch.greedy_rewards.tolist())
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
     assert any(abs(x) > 0.1 for row in found for x in row)
@@ -126,7 +126,7 @@ def test_equal_scores_leave_the_kl_to_go_alone(env, name):
     samples = env.batch.select(torch.arange(16))
     flat = [i for i in range(16) if SCORES[i] == 2.0]
     if name == "cpgd":                                                            # its group is the step
-        samples.scores, flat = torch.full((16,), 2.0), list(range(16))
+        samples.rewards, flat = torch.full((16,), 2.0), list(range(16))
     ppo.compute_advantages(samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward"))
     kl, found = samples.split(samples.kl), samples.split(samples.advantages)
     for i in flat:
@@ -138,7 +138,7 @@ def test_equal_scores_leave_the_kl_to_go_alone(env, name):
 def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
     """Without spread in any group nothing is scaled up, and a KL alone does not make a spread."""
     samples = env.batch.select(torch.arange(16))
-    samples.scores = torch.ones(16)
+    samples.rewards = torch.ones(16)
     ppo.compute_advantages(samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward"))
     assert samples.advantages.tolist() == [0.0] * len(samples.tokens) and samples.kl.abs().max() > 0.1
 
@@ -199,7 +199,7 @@ def test_shaping_comes_before_the_group(env):
                        moments=moments)
     scale = lambda x: np.clip((np.array(x) - np.mean(SCORES)) / np.std(SCORES, ddof=1), -0.8, 0.8)  # noqa: E731
     penalty = lambda n: np.array([min(0.0, -(k - 6) / 6) for k in n])  # noqa: E731
-    lengths, greedy = env.batch.lengths.tolist(), env.batch.greedy_scores.tolist()
+    lengths, greedy = env.batch.lengths.tolist(), env.batch.greedy_rewards.tolist()
     wanted = scale(SCORES) + penalty(lengths) - scale(greedy) - penalty([11] * 16)      # the greedy responses: 11 tokens
     for i, row in enumerate(found):
         assert row == pytest.approx([wanted[i]] * len(row), abs=1e-5)
@@ -227,7 +227,7 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
     columns = [samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")]
     keep = keep or [[True] * n for n in samples.lengths.tolist()]
     total, sequences, loss = sum(map(sum, keep)), sum(map(any, keep)), torch.zeros(())
-    for i, (group, tokens, old, adv) in enumerate(zip(samples.group.tolist(), *columns)):
+    for i, (group, tokens, old, adv) in enumerate(zip(samples.prompt_index.tolist(), *columns)):
         if not any(keep[i]):
             continue
         prompt = env.prompts[group]
@@ -273,7 +273,7 @@ def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, refer
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
-    for row in vlm.packed_rows(env.actor.model, batch, part.groups):
+    for row in vlm.packs(env.actor.model, batch, part.indices):
         ppo.backward(ppo.actor_loss(env.actor, reference, row, batch, part, args)[0])
     found = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
@@ -304,11 +304,11 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     samples = env.batch.select(torch.arange(16))
     samples.logprobs = env.batch.logprobs - 1
     for cap in (2.0, 0.0):
-        ppo.score(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
+        ppo.fill_logprobs_and_values(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
         assert torch.allclose(samples.old_logprobs, samples.logprobs + bool(cap), atol=1e-5)
     model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     keep = []
-    for group, tokens, found in zip(samples.group.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):
+    for group, tokens, found in zip(samples.prompt_index.tolist(), samples.split(samples.tokens), samples.split(samples.entropy)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
         pixels = load_pixels(prompt, env.processor)
@@ -329,7 +329,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     assert (found - wanted).norm() < 1e-4 * wanted.norm()
 
 
-class Caught(fsdp.Trained):
+class Caught(fsdp.Trainable):
     """Keeps the gradient of each update, by parameter, and changes no weight."""
 
     def __init__(self, module, args: ppo.Args, applied: bool = True):
@@ -429,9 +429,9 @@ def test_the_exact_kl(env, qwen25):
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
     samples = env.batch.select(torch.arange(16))
     samples.kl = None
-    ppo.score(samples, env.actor, None, reference, args)
+    ppo.fill_logprobs_and_values(samples, env.actor, None, reference, args)
     loss, kls = torch.zeros(()), []
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
         pixels = load_pixels(prompt, env.processor)
@@ -476,9 +476,9 @@ def hand_part(generator, groups: int, dropped: list[int]) -> Batch:
     return Batch(
         [f"prompt {float(noise(()))}" for _ in range(groups)], torch.randperm(99)[:groups].tolist(),
         [g % 3 for g in range(groups)], dropped, patches=name(1), features=name(0), positions=name(0),
-        group=group, number=torch.cat([torch.arange(n) for n in counts]), lengths=lengths, truncated=noise(len(group)) > 0.5,
+        prompt_index=group, number=torch.cat([torch.arange(n) for n in counts]), lengths=lengths, truncated=noise(len(group)) > 0.5,
         tokens=torch.randint(0, 99, (int(lengths.sum()),), generator=generator), logprobs=noise(int(lengths.sum())),
-        scores=noise(len(group)).round(decimals=1), greedy_scores=noise(groups)[group],
+        rewards=noise(len(group)).round(decimals=1), greedy_rewards=noise(groups)[group],
         components={"style": noise(len(group))}, judgements=[f"said {float(x)}" for x in noise(len(group))])
 
 
@@ -489,19 +489,19 @@ def test_merged_steps_equal_a_loop():
         parts = [hand_part(generator, 6, dropped) for dropped in ([4], [0], [])]
         picks = [(part, group) for part, groups in zip(parts, chosen) for group in groups]
         samples = Batch.concatenate(parts).select_prompts([6 * i + g for i, groups in enumerate(chosen) for g in groups])
-        assert len(samples.prompts) == len(picks) and samples.group.max() < len(picks)
+        assert len(samples.prompts) == len(picks) and samples.prompt_index.max() < len(picks)
         own = iter(range(len(samples)))
         for place, (part, group) in enumerate(picks):
-            for column in ("prompts", "draws", "owners"):
+            for column in ("prompts", "prompt_ids", "owners"):
                 assert getattr(samples, column)[place] == getattr(part, column)[group]
             for column in ("positions", "patches", "features"):
                 ours, theirs = getattr(samples, column).get(place), getattr(part, column).get(group)
                 assert ours is theirs and (ours is None) == (group not in getattr(part, column))
             assert (place in samples.dropped) == (group in part.dropped)
-            for i in (part.group == group).nonzero()[:, 0].tolist():
+            for i in (part.prompt_index == group).nonzero()[:, 0].tolist():
                 k = next(own)
-                assert samples.group[k] == place and samples.judgements[k] == part.judgements[i]
-                for column in ("number", "lengths", "truncated", "scores", "greedy_scores"):
+                assert samples.prompt_index[k] == place and samples.judgements[k] == part.judgements[i]
+                for column in ("number", "lengths", "truncated", "rewards", "greedy_rewards"):
                     assert getattr(samples, column)[k] == getattr(part, column)[i], column
                 assert samples.components["style"][k] == part.components["style"][i]
                 for column in ("tokens", "logprobs"):
@@ -513,11 +513,11 @@ def test_merged_steps_equal_a_loop():
 def test_groups_with_spread():
     generator = torch.Generator().manual_seed(1)
     samples = hand_part(generator, 9, [2])
-    samples.scores = samples.scores.round()
-    wanted = [g for g in range(9) if len({float(s) for s, h in zip(samples.scores, samples.group) if h == g}) > 1]
-    assert common_rewards.groups_with_spread(samples) == wanted and 0 < len(wanted) < 8
-    samples.scores = torch.full((len(samples),), 0.1) + torch.arange(len(samples)) * 1e-8           # equal up to rounding
-    assert common_rewards.groups_with_spread(samples) == []
+    samples.rewards = samples.rewards.round()
+    wanted = [g for g in range(9) if len({float(s) for s, h in zip(samples.rewards, samples.prompt_index) if h == g}) > 1]
+    assert common_rewards.prompts_with_spread(samples) == wanted and 0 < len(wanted) < 8
+    samples.rewards = torch.full((len(samples),), 0.1) + torch.arange(len(samples)) * 1e-8           # equal up to rounding
+    assert common_rewards.prompts_with_spread(samples) == []
 
 
 def test_groups_without_spread_are_counted():
@@ -527,18 +527,18 @@ def test_groups_without_spread_are_counted():
 
     def count(parts: list[Batch]) -> int:
         batch = Batch.concatenate(parts)
-        return len(batch.group.unique()) - len(common_rewards.groups_with_spread(batch))
+        return len(batch.prompt_index.unique()) - len(common_rewards.prompts_with_spread(batch))
 
     for part in parts:
-        part.scores = part.scores.round()
-    earned = [{float(s) for s, h in zip(part.scores, part.group) if h == g} for part in parts
-              for g in set(part.group.tolist())]
+        part.rewards = part.rewards.round()
+    earned = [{float(s) for s, h in zip(part.rewards, part.prompt_index) if h == g} for part in parts
+              for g in set(part.prompt_index.tolist())]
     flat = sum(len(scores) == 1 for scores in earned)
     assert count(parts) == flat and 0 < flat < len(earned)
     single = [part.select((part.number == 0).nonzero()[:, 0]) for part in parts]
     assert count(single) == 0
     for value, part in enumerate(single):
-        part.scores = torch.full_like(part.scores, float(value))
+        part.rewards = torch.full_like(part.rewards, float(value))
     assert [count([part]) for part in single] == [len(part) for part in single]
     assert count(single) == 0
 
@@ -656,8 +656,8 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     wanted = {prompt.source: sum(c in "aeiou " for c in text) / max(1, len(text)) + 0.1 * len(prompt.images)
               for prompt, text in zip(env.prompts, texts)}
     assert len(set(wanted.values())) == 4 and len(samples) == 16 * rollouts and rolled["rollout/rollouts"] == rollouts
-    for group, baseline, score in zip(samples.group.tolist(), samples.greedy_scores.tolist(), samples.scores.tolist()):
+    for group, baseline, score in zip(samples.prompt_index.tolist(), samples.greedy_rewards.tolist(), samples.rewards.tolist()):
         assert baseline == pytest.approx(wanted[samples.prompts[group].source], abs=1e-6)
     ppo.compute_advantages(samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off"))
     for i, own in enumerate(samples.split(samples.advantages)):
-        assert own.tolist() == pytest.approx([float(samples.scores[i] - samples.greedy_scores[i])] * len(own), abs=1e-6)
+        assert own.tolist() == pytest.approx([float(samples.rewards[i] - samples.greedy_rewards[i])] * len(own), abs=1e-6)

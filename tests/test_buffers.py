@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Batch, balanced_partition, build_row, make_blocks, make_packs,
+from common.buffers import (PER_TOKEN, Batch, balanced_partition, build_pack, make_blocks, assign_blocks,
                             ragged_index)
 from common.flags import parse_datasets
 from common.vlm.data import data_order, mix, take_rows
@@ -20,24 +20,24 @@ IMAGE = 3  # token id of an image place in the rows below
 
 def random_batch(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9,
                  shortest: int = 0) -> Batch:
-    """Random samples (some prompts may have none), in (group, number) order, every field filled."""
+    """Random samples (some prompts may have none), in (prompt, number) order, every field filled."""
     counts = rng.integers(0, most + 1, groups)
     counts[rng.integers(groups)] = most                                     # never none at all
     lengths = rng.integers(shortest, longest + 1, counts.sum())
     total, flat = lengths.sum(), lambda: torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32))
     return Batch(
-        prompts=prompts_of(range(1, groups + 1)), draws=list(range(50, 50 + groups)), owners=[g % 3 for g in range(groups)],
+        prompts=prompts_of(range(1, groups + 1)), prompt_ids=list(range(50, 50 + groups)), owners=[g % 3 for g in range(groups)],
         dropped=[g for g in range(groups) if counts[g] == 0], sampling="as it was",
         **{name: {g: torch.tensor([g, k]) for g in range(k, groups, 2)}
            for k, name in enumerate(("patches", "features", "positions"))},
-        group=torch.from_numpy(np.repeat(np.arange(groups), counts)),
+        prompt_index=torch.from_numpy(np.repeat(np.arange(groups), counts)),
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
         truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5),
         tokens=torch.from_numpy(rng.integers(4, 1000, total)),
-        logprobs=flat(), scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
+        logprobs=flat(), rewards=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
         ref_logprobs=flat(), kl=flat(), entropy=flat(), values=flat(), advantages=flat(), returns=flat(),
         in_policy_loss=flat() > 0,
-        greedy_scores=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
+        greedy_rewards=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(len(lengths))],
         components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
 
@@ -57,7 +57,7 @@ def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
     return dataclasses.replace(
         batch, spans=torch.tensor(spans), stream=torch.from_numpy(np.concatenate(ids)), is_own=torch.from_numpy(np.concatenate(own)),
         places=torch.from_numpy(rng.integers(0, 99, (total, 3))), conversations=[f"said {i}" for i in range(len(batch))],
-        turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))), early_scores=torch.from_numpy(rng.normal(size=len(batch.tokens))))
+        turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))))
 
 
 def prompts_of(lengths) -> list:
@@ -71,7 +71,7 @@ def with_prompts(batch: Batch, lengths: list[int]) -> Batch:
 
 def batch_of(prompts: list[int], responses: list[int]) -> Batch:
     """One response to each prompt, of so many tokens each."""
-    batch = Batch(prompts_of(prompts), draws=list(range(len(prompts))), owners=[0] * len(prompts))
+    batch = Batch(prompts_of(prompts), prompt_ids=list(range(len(prompts))), owners=[0] * len(prompts))
     return batch.with_targets([[torch.ones(length, dtype=torch.int64)] for length in responses])
 
 
@@ -85,7 +85,7 @@ def pieces(samples: Batch, flat: torch.Tensor) -> list[list]:
 
 
 # ------------------------------------------------------------------------------------------------ Batch
-OF_PROMPTS = ("prompts", "draws", "owners", "dropped", "patches", "features", "positions")
+OF_PROMPTS = ("prompts", "prompt_ids", "owners", "dropped", "patches", "features", "positions")
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -102,13 +102,13 @@ def test_targets_take_the_place_of_samples():
     batch = random_batch(np.random.default_rng(0))
     targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
     found = batch.with_targets(targets)
-    assert found.group.tolist() == [1, 2, 2] and found.number.tolist() == [0, 0, 1]
+    assert found.prompt_index.tolist() == [1, 2, 2] and found.number.tolist() == [0, 0, 1]
     assert found.lengths.tolist() == [2, 1, 0] and found.tokens.tolist() == [7, 8, 9]
     assert all(getattr(found, name) is getattr(batch, name) for name in OF_PROMPTS)
-    assert found.scores is None and found.logprobs is None and not found.components
+    assert found.rewards is None and found.logprobs is None and not found.components
     assert len(batch.with_targets([[]] * 6)) == 0
     batch.dropped = [1]
-    assert batch.with_targets(targets).group.tolist() == [2, 2]
+    assert batch.with_targets(targets).prompt_index.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -175,7 +175,7 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
     """However the prompts were dealt to ranks, and whatever order each finished in, the result is the same."""
     rng = np.random.default_rng(seed)
     samples = random_batch(rng)
-    shuffled = [[i for i in rng.permutation(len(samples)) if samples.group[i] % world == r] for r in range(world)]
+    shuffled = [[i for i in rng.permutation(len(samples)) if samples.prompt_index[i] % world == r] for r in range(world)]
     samples = dataclasses.replace(samples, components={}, judgements=[])            # scored later, on every rank
     ranks = [samples.select(torch.tensor(part, dtype=torch.int64)) for part in shuffled]
     names = iter(buffers.tensor_fields(samples))
@@ -278,7 +278,7 @@ def test_a_minibatch_keeps_groups_whole():
     for groups in samples.minibatches(3, (0, 0, 0)):
         blocks = make_blocks(samples, 1000, groups)
         members = sorted(i for _, chosen in blocks for i in chosen)
-        assert members == [i for i, g in enumerate(samples.group.tolist()) if g in groups]
+        assert members == [i for i, g in enumerate(samples.prompt_index.tolist()) if g in groups]
 
 
 # ------------------------------------------------------------------------------------------------ partition, packs
@@ -297,7 +297,7 @@ def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
     blocks = make_blocks(samples, budget if share else 0)
     assert all(block_size(samples, block) <= budget for block in blocks)
     assert [i for _, members in blocks for i in members] == list(range(len(samples)))
-    assert all(samples.group[i] == group for group, members in blocks for i in members)
+    assert all(samples.prompt_index[i] == group for group, members in blocks for i in members)
     assert all(members for _, members in blocks)
     if not share:
         assert all(len(members) == 1 for _, members in blocks)
@@ -316,14 +316,14 @@ def test_groups_share_where_it_costs_less(seed):
     prompts, score_cost = rng.integers(1, 20, 6).tolist(), float(rng.choice([0.01, 0.1, 1]))
     samples = with_prompts(samples, prompts)
     blocks = make_blocks(samples, 10 ** 6, score_cost=score_cost)
-    for group in set(samples.group.tolist()):
-        prompt, lengths = prompts[group], samples.lengths[samples.group == group].tolist()
+    for group in set(samples.prompt_index.tolist()):
+        prompt, lengths = prompts[group], samples.lengths[samples.prompt_index == group].tolist()
         together = prompt + sum(lengths) + score_cost * (prompt ** 2 / 2 + sum(n * (prompt + n) for n in lengths))
         apart = sum(prompt + n + score_cost * (prompt + n) ** 2 / 2 for n in lengths)
         found = len([block for block in blocks if block[0] == group])
         assert found == (1 if together < apart or len(lengths) == 1 else len(lengths)), (together, apart)
     shared = make_blocks(samples, 10 ** 6)                                  # for nothing: always together
-    assert len(shared) == len(set(samples.group.tolist()))
+    assert len(shared) == len(set(samples.prompt_index.tolist()))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -352,7 +352,7 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
     samples = with_prompts(samples, prompts)
     budget = max(prompts) + 9 + int(rng.integers(0, 40))
     blocks = make_blocks(samples, budget if seed % 2 else 0)
-    packs = make_packs(samples, blocks, world, budget, hidden_size=8)
+    packs = assign_blocks(samples, blocks, world, budget, hidden_size=8)
     assert len(packs) == world and len({len(part) for part in packs}) == 1
     placed = [block for part in packs for pack in part for block in pack]
     assert sorted(placed) == sorted(blocks)
@@ -370,7 +370,7 @@ def test_packs_are_even_and_as_few_as_that_allows(seed, world):
     samples = with_prompts(samples, prompts)
     budget = max(prompts) + 9 + int(rng.integers(0, 40))
     blocks = make_blocks(samples, budget if seed % 2 else 0)
-    packs = make_packs(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
+    packs = assign_blocks(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
     sizes = [[[block_size(samples, block) for block in pack] for pack in part] for part in packs]
     largest = [max((max(pack) for pack in part if pack), default=0) for part in sizes]
     totals, count = [sum(map(sum, part)) for part in sizes], len(packs[0])
@@ -384,7 +384,7 @@ def test_long_rows_cost_more_than_their_tokens():
     lengths, prompts = [10] + [5] * 12, [90] + [5] * 12
     samples = batch_of(prompts, lengths)
     for hidden, beside in ((1, 0), (10**6, 1)):
-        packs = make_packs(samples, make_blocks(samples, 200), 2, 200, hidden)
+        packs = assign_blocks(samples, make_blocks(samples, 200), 2, 200, hidden)
         first, = [rank for rank in packs if any(group == 0 for pack in rank for group, _ in pack)]
         assert sum(len(pack) for pack in first) == 1 + beside
 
@@ -392,7 +392,7 @@ def test_long_rows_cost_more_than_their_tokens():
 def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
     samples = with_prompts(random_batch(np.random.default_rng(0), shortest=1), [30] * 6)
     blocks = make_blocks(samples, 10)
-    packs = make_packs(samples, blocks, 1, 10, 8)[0]
+    packs = assign_blocks(samples, blocks, 1, 10, 8)[0]
     assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
 
 
@@ -400,13 +400,13 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
     """1,000 blocks of which no two fit together: 1,000 packs, from a first guess of 501; one more per try took minutes."""
     samples, tries, partition = batch_of([50] * 1000, [1] * 1000), [], buffers.balanced_partition
     monkeypatch.setattr(buffers, "balanced_partition", lambda costs, bins: tries.append(bins) or partition(costs, bins))
-    packs = make_packs(samples, make_blocks(samples, 101), 1, 101, 8)[0]
+    packs = assign_blocks(samples, make_blocks(samples, 101), 1, 101, 8)[0]
     assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
 
 
 def test_no_blocks_give_no_packs():
     samples = random_batch(np.random.default_rng(0))
-    assert make_packs(samples, [], 2, 100, 8) == [[], []]
+    assert assign_blocks(samples, [], 2, 100, 8) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -414,13 +414,13 @@ def naive_row(samples: Batch, blocks, ids, positions) -> dict[str, list]:
     """The row, token by token."""
     tokens = pieces(samples, samples.tokens)
     starts = samples.offsets.tolist()
-    row = {key: [] for key in ("input_ids", "positions", "segments", "image_rows", "predict", "targets", "flat",
+    row = {key: [] for key in ("input_ids", "positions", "segments", "image_index", "predict", "targets", "flat",
                                "sample", "step")}
     for group, members in blocks:
         prompt_start = len(row["input_ids"])
         for t, token in enumerate(ids[group].tolist()):
             if token == IMAGE:
-                row["image_rows"].append(len(row["input_ids"]))
+                row["image_index"].append(len(row["input_ids"]))
             row["input_ids"].append(token)
             row["positions"].append(positions[group][:, t].tolist())
         prompt_end = len(row["input_ids"])
@@ -459,31 +459,31 @@ def test_rows_equal_loops(seed, share):
     lengths = [len(ids[g]) for g in range(6)]
     samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=ids[g]) for g in range(6)])
     blocks = make_blocks(samples, max(lengths) + 15 if share else 0)
-    for pack in make_packs(samples, blocks, 1, 60, 8)[0]:
-        row = build_row(samples, pack, positions, features, torch.tensor([IMAGE, -1]))
+    for pack in assign_blocks(samples, blocks, 1, 60, 8)[0]:
+        row = build_pack(samples, pack, positions, features, torch.tensor([IMAGE, -1]))
         expected = naive_row(samples, pack, ids, positions)
         assert row.input_ids[0].tolist() == expected["input_ids"]
         assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
-        for name in ("segments", "image_rows", "predict", "targets", "flat", "sample", "step"):
+        for name in ("segments", "image_index", "predict", "targets", "flat", "sample", "step"):
             value = getattr(row, name)
             assert (value if name == "segments" else value.tolist()) == expected[name], name
         with_images = [group for group, _ in pack if group in features]
         assert (row.features is None) == (not with_images)
         if with_images:
             assert torch.equal(row.features, torch.cat([features[g] for g in with_images], dim=1))
-            assert row.features.shape[1] == len(row.image_rows)
+            assert row.features.shape[1] == len(row.image_index)
 
 
 def test_an_empty_pack_is_one_token_that_predicts_nothing():
-    row = build_row(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
+    row = build_pack(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
     assert row.input_ids.shape == (1, 1) and row.positions.shape == (3, 1, 1) and row.segments == [(0, 1, 0, 0)]
-    assert row.features is None and not len(row.image_rows) and row.copies.tolist() == [0]
+    assert row.features is None and not len(row.image_index) and row.copies.tolist() == [0]
     for name in ("predict", "targets", "flat", "sample", "step"):
         assert getattr(row, name).shape == (0,) and getattr(row, name).dtype == torch.int64, name
 
 
 def test_a_block_of_an_empty_response_alone():
-    row = build_row(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
+    row = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
     assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains
 
@@ -497,8 +497,8 @@ def test_rows_with_replies_equal_loops(seed):
     ends, starts = samples.spans.cumsum(0).tolist(), samples.offsets.tolist()
     positions = {g: torch.arange(len(prompt.input_ids)).expand(3, -1) + 2 * g for g, prompt in enumerate(samples.prompts)}
     blocks = make_blocks(samples, int(rng.integers(10, 60)))
-    for pack in itertools.chain(*make_packs(samples, blocks, 2, 60, 64)):
-        row = build_row(samples, pack, positions, {}, torch.tensor([-1, -1]))
+    for pack in itertools.chain(*assign_blocks(samples, blocks, 2, 60, 64)):
+        row = build_pack(samples, pack, positions, {}, torch.tensor([-1, -1]))
         ids, places, targets, predict, step, flat = [], [], [], [], [], []
         for group, members in pack:
             prompt_start = len(ids)

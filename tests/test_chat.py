@@ -20,7 +20,7 @@ def greedy(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--advantage", "grpo")
     batch = ppo.rollout(env.actor, take(env), replace(env.sampling, greedy=True), 1)
     answers = env.processor.decode(batch.split(batch.tokens))
-    return [(prompt, answers[i]) for i, prompt in zip(batch.group.tolist(), batch.prompts)]
+    return [(prompt, answers[i]) for i, prompt in zip(batch.prompt_index.tolist(), batch.prompts)]
 
 
 def test_one_question_is_answered_as_in_a_rollout(qwen25, greedy, capsys):

@@ -23,7 +23,7 @@ class Scorer:
 
     def score(self, batch, processor):
         first = torch.stack([tokens[0] for tokens in batch.split(batch.tokens)])
-        batch.scores = batch.lengths / 4 + (first % 5).float()
+        batch.rewards = batch.lengths / 4 + (first % 5).float()
         self.batches.append(batch)
 
     def pays(self, label):
@@ -42,7 +42,7 @@ def env(qwen25, picture_rows):
 
 def evaluate(env, rows=None, **changes) -> tuple[dict[str, float], list]:
     args, scorer = with_flags(env.args, vision_audit=False, **changes), Scorer()
-    roles = ppo.make_roles(args, env.actor, env.critic, env.reference)
+    roles = ppo.make_trainables(args, env.actor, env.critic, env.reference)
     state = ppo.TrainState.fresh(args)
     metrics, *_ = ppo.evaluate(roles, scorer, rows or env.rows, env.sampling, state, args)
     return metrics, scorer.batches
@@ -54,7 +54,7 @@ def oracle(env, folder, batches: list, gamma: float) -> float:
     head = env.critic.value_head.weight.full_tensor()[0]
     values, returns = [], []
     for batch in batches:
-        per_sample = zip(batch.group.tolist(), batch.split(batch.tokens), batch.scores.tolist())
+        per_sample = zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.rewards.tolist())
         for group, tokens, score in per_sample:
             prompt = batch.prompts[group]
             ids = torch.cat([prompt.input_ids, tokens])[None]
@@ -93,13 +93,13 @@ def test_returns_are_on_the_scale_of_training(env):
     """A critic that was trained on clipped rewards is held against clipped rewards."""
     plain, _ = evaluate(env)
     clipped, batches = evaluate(env, reward_clip=1.0)
-    assert any((batch.scores > 1).any() for batch in batches)
+    assert any((batch.rewards > 1).any() for batch in batches)
     assert clipped["eval/explained_variance"] != pytest.approx(plain["eval/explained_variance"])
 
 
 def test_without_a_critic_there_is_none(env):
     args = with_flags(env.args, advantage="grpo", vision_audit=False)
-    roles = ppo.make_roles(args, env.actor, None, None)
+    roles = ppo.make_trainables(args, env.actor, None, None)
     state = ppo.TrainState.fresh(args)
     metrics, *_ = ppo.evaluate(roles, Scorer(), env.rows, env.sampling, state, args)
     assert "eval/explained_variance" not in metrics and "eval/reward_mean" in metrics
@@ -114,15 +114,15 @@ def test_the_critic_may_have_passes_of_its_own(
 
     def watched(*given):
         for minibatch in inner(*given):
-            seen.extend(map(int, minibatch.groups))
+            seen.extend(map(int, minibatch.indices))
             yield minibatch
 
     monkeypatch.setattr(ppo, "minibatches_of", watched)
     args = with_flags(env.args, minibatches=4, epochs=2, critic_epochs=critic_epochs)
-    ppo.update_critic(fsdp.Trained(env.critic, args.optim, 0.0), env.batch, 1, args)
+    ppo.update_critic(fsdp.Trainable(env.critic, args.optim, 0.0), env.batch, 1, args)
     orders = [tuple(seen[k : k + 4]) for k in range(0, len(seen), 4)]
     assert len(orders) == passes == len(set(orders))
     assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
     seen.clear()
-    ppo.update_actor(fsdp.Trained(env.actor, args.optim, 0.0), None, env.batch, 1, None, args)
+    ppo.update_actor(fsdp.Trainable(env.actor, args.optim, 0.0), None, env.batch, 1, None, args)
     assert len(seen) == 2 * 4

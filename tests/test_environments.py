@@ -56,14 +56,14 @@ def end_often(env) -> None:
 def whole(batch, i: int) -> torch.Tensor:
     """The tokens of a sample's conversation, from the prompt on."""
     streams = batch.stream.split(batch.spans.tolist())
-    return torch.cat([batch.prompts[int(batch.group[i])].input_ids, streams[i]])
+    return torch.cat([batch.prompts[int(batch.prompt_index[i])].input_ids, streams[i]])
 
 
 def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tensor:
     """(N,) of the policy's own tokens, by one forward of each conversation with all its pictures."""
     family, found = env.processor.family, []
     for i, own in enumerate(batch.is_own.split(batch.spans.tolist())):
-        ids, group, said = whole(batch, i)[None], int(batch.group[i]), batch.conversations[i]
+        ids, group, said = whole(batch, i)[None], int(batch.prompt_index[i]), batch.conversations[i]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | family.token_types(ids)
         row = env.prompts[group]
         shared = said.pictures[:len(batch.prompts[group].grids) - len(row.grids)]
@@ -86,7 +86,7 @@ def check_exact(env, oracle, batch) -> None:
     assert (batch.logprobs - expected).abs().max() < bound
     for apart in (False, True):
         with computing(env.actor, apart=apart, max_tokens_per_pack=10**6 if not apart else 300):
-            trained = ppo.logprobs_as_drawn(env.actor, batch)
+            trained = ppo.compute_logprobs(env.actor, batch)
         assert (trained - expected).abs().max() < bound
     for tokens, stream, own in zip(batch.split(batch.tokens), batch.stream.split(batch.spans.tolist()),
                                    batch.is_own.split(batch.spans.tolist())):
@@ -95,7 +95,7 @@ def check_exact(env, oracle, batch) -> None:
 
 def as_told(env, batch, i: int) -> str:
     """The text of a conversation's tokens, a picture as one token and each turn of the policy as a sign."""
-    own = torch.cat([torch.zeros(len(batch.prompts[int(batch.group[i])].input_ids)).bool(),
+    own = torch.cat([torch.zeros(len(batch.prompts[int(batch.prompt_index[i])].input_ids)).bool(),
                      batch.is_own.split(batch.spans.tolist())[i]])
     text = ""
     for is_own, part in itertools.groupby(zip(own.tolist(), whole(batch, i).tolist()), key=lambda pair: pair[0]):
@@ -107,7 +107,7 @@ def as_told(env, batch, i: int) -> str:
 
 def as_rendered(env, batch, i: int) -> str:
     """The chat template's own text of a whole conversation up to the last turn of the policy, each a sign."""
-    said, prompt = batch.conversations[i], env.prompts[int(batch.group[i])]
+    said, prompt = batch.conversations[i], env.prompts[int(batch.prompt_index[i])]
     *before, last = prompt.messages
     messages = [*before, {**last, "content": last["content"] + said.opening}]
     for reply in said.replies:
@@ -160,7 +160,7 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
     if "lora" in flags:
         return
     env.actor.train()
-    for row in ppo.vlm.packed_rows(env.actor.model, batch):
+    for row in ppo.vlm.packs(env.actor.model, batch):
         logp, *_ = env.actor(row, batch.sampling)
         logp.sum().backward()
     expected_logprobs(env, oracle, batch, gradient=True).sum().backward()
@@ -180,7 +180,7 @@ def same(one, other, bits: bool = False) -> None:
     """Two batches of the same conversations; ``bits``: log-probs too."""
     assert [dataclasses.replace(said, seconds=0, pictures=[], features=None) for said in one.conversations] == [
         dataclasses.replace(said, seconds=0, pictures=[], features=None) for said in other.conversations]
-    for name in ("tokens", "lengths", "stream", "is_own", "places", "turn_rewards", "truncated"):
+    for name in ("tokens", "lengths", "stream", "is_own", "places", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
     assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < 1e-5
 
@@ -263,7 +263,7 @@ def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
     batch = talk(hybrid, "Words", 3)
     monkeypatch.undo()
     linear_attention.choose_rule.cache_clear()
-    gap = float((ppo.logprobs_as_drawn(hybrid.actor, batch) - batch.logprobs).abs().max())
+    gap = float((ppo.compute_logprobs(hybrid.actor, batch) - batch.logprobs).abs().max())
     assert gap < 1e-5 if fault is None else gap > 1e-3
 
 
@@ -307,7 +307,7 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
             assert (said.ended, bool(said.error)) == (("error", True) if number else ("answered", False))
             if number:
                 assert WRONG[number] in said.error and "rows.jsonl:" in said.error and "Bad" in said.error
-        earned = batch.per_sample_sum(batch.turn_rewards)
+        earned = torch.tensor([sum(said.rewards) for said in batch.conversations])
         assert (earned[batch.number > 0] == 0).all() and (earned[batch.number == 0] > 1).all()
         assert (batch.lengths > 0).all() and not batch.truncated.any()
     check_exact(env, AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval(), batch)
@@ -366,7 +366,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
     prompts = take(env).select_prompts([1, 2])
     batch = talk(env, "Absent", 2, batch=prompts)
-    for group, number, said in zip(batch.group.tolist(), batch.number.tolist(), batch.conversations):
+    for group, number, said in zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.conversations):
         assert (said.ended == "error") == (number == 0)
         assert said.opening[0]["text"] == "the board" and said.pictures[0].size[1] == 56
         assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
@@ -389,7 +389,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     batch = talk(env, "Right" if names else "Costly", 2)
     rewards.load(env.args.reward).score(batch, env.processor)
     answered = torch.tensor([said.ended == "answered" for said in batch.conversations])
-    assert answered.any() and torch.allclose(batch.scores[answered], torch.tensor(0.9))
+    assert answered.any() and torch.allclose(batch.rewards[answered], torch.tensor(0.9))
     assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
 
 
@@ -411,9 +411,10 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts(own)) for own in ([1], [0])]
     for part in parts:
         reward.score(part, env.processor)
-    assert not parts[0].early_scores.any() and parts[1].early_scores.any()
+    assert not parts[0].turn_rewards.any() and parts[1].turn_rewards.any()
     joined = ppo.Batch.concatenate(parts)
-    assert torch.equal(joined.early_scores, torch.cat([parts[0].early_scores, parts[1].turn_rewards]))
+    assert torch.equal(joined.turn_rewards, torch.cat([part.turn_rewards for part in parts]))
+    assert torch.equal(parts[1].per_sample_sum(parts[1].turn_rewards).float(), parts[1].rewards)
 
 
 def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
@@ -424,13 +425,13 @@ def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
     scores, starts = torch.randn(3, generator=generator), [0, 7, 11]
     for start_of, own in zip(starts, ends):
         early[[start_of + end - 1 for end in own]] = torch.randn(len(own), generator=generator, dtype=torch.float64)
-    earned = losses.Earned(scores, kl, 0.3, lengths, torch.tensor([0, 0, 1]), early, values, gamma=0.9, gae_lambda=0.8)
+    earned = losses.AdvantageInputs(scores, kl, 0.3, lengths, torch.tensor([0, 0, 1]), early, values, gamma=0.9, gae_lambda=0.8)
     rewards = []
     for start_of, size, score in zip(starts, lengths.tolist(), scores.tolist()):
         own = [-0.3 * float(kl[start_of + t]) + float(early[start_of + t]) for t in range(size)]
         own[-1] += score - float(early[start_of:start_of + size].sum())
         rewards += own
-    assert torch.allclose(earned.rewards, torch.tensor(rewards), atol=1e-6)
+    assert torch.allclose(earned.token_rewards, torch.tensor(rewards), atol=1e-6)
     advantages, returns = losses.gae_estimate(earned)
     for start_of, size in zip(starts, lengths.tolist()):
         carry = following = 0.0
@@ -439,10 +440,10 @@ def test_rewards_of_turns_stand_at_their_last_own_token(qwen25, picture_rows):
             following = float(values[t])
             assert advantages[t] == pytest.approx(carry, abs=1e-5)
     total = sum(rewards[:7])
-    assert float(earned.scores_after_kl[0]) == pytest.approx(total, abs=1e-5)
-    late = dataclasses.replace(earned, early=None)
-    assert torch.equal(losses.dr_grpo(dataclasses.replace(earned, group=torch.tensor([0, 0, 0])))[0],
-                       losses.dr_grpo(dataclasses.replace(late, group=torch.tensor([0, 0, 0])))[0])
+    assert float(earned.rewards_after_kl[0]) == pytest.approx(total, abs=1e-5)
+    late = dataclasses.replace(earned, turn_rewards=None)
+    assert torch.equal(losses.dr_grpo(dataclasses.replace(earned, prompt_index=torch.tensor([0, 0, 0])))[0],
+                       losses.dr_grpo(dataclasses.replace(late, prompt_index=torch.tensor([0, 0, 0])))[0])
 
 
 def verdict_chances(folder: Path, prompt, said, turns: list[str], words: list[str]) -> list[float]:
@@ -492,8 +493,8 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
              for said, tokens in zip(batch.conversations, batch.split(batch.tokens))]
     for i, (said, turns) in enumerate(zip(batch.conversations, texts)):
         if said.pictures:
-            expected = verdict_chances(judges[which], env.prompts[1 + int(batch.group[i])], said, turns, ["yes", "no"])
-            assert float(batch.scores[i]) == pytest.approx(expected[0], abs=1e-5)
+            expected = verdict_chances(judges[which], env.prompts[1 + int(batch.prompt_index[i])], said, turns, ["yes", "no"])
+            assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=1e-5)
     given = rewards.read_samples(batch, texts, [0])
     assert given.responses == [texts[0][-1]]
     said = [message["content"] for message in given.rows[0]["conversation"] if message["role"] == "assistant"]

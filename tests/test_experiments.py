@@ -76,11 +76,11 @@ def test_an_estimator_of_ones_own(run):
     script, steps, batches = run("estimator", "--advantage", "median")
     for batch in batches:
         for i, advantages in enumerate(batch.split(batch.advantages)):
-            own = [float(score) for score, group in zip(batch.scores, batch.group) if group == batch.group[i]]
-            wanted = float(batch.scores[i]) - statistics.median(own)
+            own = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
+            wanted = float(batch.rewards[i]) - statistics.median(own)
             assert advantages.tolist() == pytest.approx([wanted] * len(advantages), abs=1e-6)
     assert any(step["train/advantages_std"] > 0 for step in steps)
-    two = losses.Earned(torch.tensor([1.0, 2, 9, 5]), torch.full((4,), 0.5), 0.2, torch.ones(4, dtype=torch.int64),
+    two = losses.AdvantageInputs(torch.tensor([1.0, 2, 9, 5]), torch.full((4,), 0.5), 0.2, torch.ones(4, dtype=torch.int64),
                         torch.tensor([3, 3, 3, 8]))
     assert script.ESTIMATORS["median"].estimate(two)[0].tolist() == pytest.approx([-1, 0, 7, 0])
 
@@ -91,7 +91,7 @@ def test_a_loss_term_with_a_metric_of_its_own(run):
     source = Path(script.__file__).read_text()
     assert source.count("imitation_loss") == 1
     for step, batch in zip(steps, batches):
-        earned = (batch.scores > 0).repeat_interleave(batch.lengths)
+        earned = (batch.rewards > 0).repeat_interleave(batch.lengths)
         assert step["train/imitation_loss"] == pytest.approx(float(-(earned * batch.logprobs).mean()), rel=1e-4)
         assert step["train/imitation_loss"] > 0
 
@@ -101,11 +101,11 @@ def test_a_filter_of_samples_after_the_reward(run):
     script, steps, batches = run("filter", "--keep_samples", "2")
     assert [step["rollout/samples"] for step in steps] == [8, 8]
     for step, batch in zip(steps, batches):
-        assert batch.group.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(batch.tokens) < step["rollout/generated_tokens"]
+        assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(batch.tokens) < step["rollout/generated_tokens"]
     whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
-    whole.scores = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
+    whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
     kept = script.extremes(whole, 1)
-    assert list(zip(kept.group.tolist(), kept.number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
+    assert list(zip(kept.prompt_index.tolist(), kept.number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
 
 
 def test_a_changed_sampling_rule(run):

@@ -268,7 +268,7 @@ def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
 
 def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     """(N,) of the responses, as the policy samples them."""
-    return ppo.score_tokens(policy, batch, lambda row: policy(row, sampling)[0])
+    return ppo.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
 
 
 def check_logprobs(family, counts: list[int], inputs_of) -> None:
@@ -277,7 +277,7 @@ def check_logprobs(family, counts: list[int], inputs_of) -> None:
     batch = responses_to(env, counts, family.oracle.config.get_text_config().vocab_size)
     with torch.no_grad():
         expected = []
-        for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+        for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
             inputs = inputs_of(family, env.prompts[group])
             start_row = inputs["input_ids"].shape[1] - 1
             for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
@@ -486,7 +486,7 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     batch = responses_to(env, [3, 2, 2, 3], 64)
     for critic in (env.critic, alone.critic):
         torch.nn.init.ones_(critic.value_head.weight)
-    assert torch.equal(*(ppo.score_tokens(critic, batch) for critic in (env.critic, alone.critic)))
+    assert torch.equal(*(ppo.compute_values(critic, batch) for critic in (env.critic, alone.critic)))
     of_reference, expected, of_actor = (
         logprobs(policy, batch, env.sampling) for policy in (env.reference, alone.actor, env.actor))
     assert torch.equal(of_reference, expected)
@@ -512,16 +512,16 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
         load = ppo.count_experts(env.actor, samples, None, args)
-        for row in vlm.packed_rows(env.actor.model, samples):
+        for row in vlm.packs(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(row, None)
-            share = ppo.row_balance_loss(env.actor, row, logits, load, args)
+            share = ppo.pack_balance_loss(env.actor, row, logits, load, args)
             (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
 
     batch: dict[str, list] = {}
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         inputs = hf_inputs(family, env.prompts[group])
         more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
         for name, value in inputs.items():
@@ -573,7 +573,7 @@ def test_actor_and_critic_are_balanced(family):
         samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
         for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
-            trained = fsdp.Trained(module, env.args.optim, 1e-3)
+            trained = fsdp.Trainable(module, env.args.optim, 1e-3)
             update(trained, samples, 1, env.args)
             for router, old in zip(vlm.routers(module.model), before, strict=True):
                 assert torch.equal(router.weight.full_tensor(), old) == (coef == 0)
@@ -588,10 +588,10 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
                     "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
         samples = responses_to(env, [3, 2, 2, 3], 64)
         samples.logprobs = logprobs(env.actor, samples, env.sampling)
-        ppo.score(samples, env.actor, None, env.reference, env.args)
+        ppo.fill_logprobs_and_values(samples, env.actor, None, env.reference, env.args)
         samples.advantages = torch.zeros(len(samples.tokens))
         samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
-        trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
+        trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
         found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
     assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] > 0.5

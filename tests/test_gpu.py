@@ -209,7 +209,7 @@ def float32_gap(checkpoint, picture_rows, backend: str) -> float:
         ("--dtype", "float32"), ("--dtype", "bfloat16", "--attention", backend)))
     batch = ppo.rollout(exact.actor, take(exact), exact.sampling, 5)
     tokens = [[] for _ in batch.prompts]
-    for group, response in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, response in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         tokens[group].append(response)
     again = take(env).with_targets(tokens)
     again.sampling = batch.sampling
@@ -277,7 +277,7 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
     part = ppo.Minibatch(range(4), weights, weights, None)
     env.actor.train()
     for mode in ("default", "error"):                                              # the first time makes tables and workspaces
-        for row in vlm.packed_rows(env.actor.model, batch):
+        for row in vlm.packs(env.actor.model, batch):
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)

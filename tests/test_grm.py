@@ -100,8 +100,8 @@ def take_targets(env, questions: list) -> Batch:
     return take(env, questions).with_targets(targets)
 
 
-def trained(env) -> fsdp.Trained:
-    return fsdp.Trained(env.judge, env.args.optim, 1e-3)
+def trained(env) -> fsdp.Trainable:
+    return fsdp.Trainable(env.judge, env.args.optim, 1e-3)
 
 
 def records(out: Path) -> list[dict]:
@@ -147,7 +147,7 @@ def test_labels_are_the_answer_and_its_end(env):
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
     predicted = 0
-    for row in vlm.packed_rows(env.judge.model, batch):
+    for row in vlm.packs(env.judge.model, batch):
         ids, labels = row.input_ids[0], torch.full_like(row.input_ids[0], -100)
         for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], None]):
             if prefix_end == prefix and (following is None or following[2] == following[3]):     # a target alone with its prompt
@@ -192,7 +192,7 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
         module.zero_grad(set_to_none=True)
         return 1.0, True
 
-    monkeypatch.setattr(fsdp.Trained, "update", catch)
+    monkeypatch.setattr(fsdp.Trainable, "update", catch)
     questions = env.rows.train
     assert max(len(question.examples) for question in questions) == 2          # two responses to one prompt: it stands once
     batch = take_targets(env, questions)

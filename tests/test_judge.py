@@ -118,7 +118,7 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
     assert not any(p.requires_grad for p in judge.module.parameters())
     scored = score(env, reward, batch)
     expected = []
-    for group, text in zip(batch.group.tolist(), texts):
+    for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt, said = env.prompts[group], text.replace("<image>", " ")
         said_question = judgements.user_text(prompt.messages)
         if kind == "correct":
@@ -132,8 +132,8 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
                 template(kind), prompt=said_question, response_a=a, response_b=b), ["A", "B", "tie"])
                 for a, b in ((said, "1"), ("1", said)))
             expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
-    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-5)
-    assert max(expected) - min(expected) > 1e-4 and scored.scores[0] == scored.scores[2]           # the same answer twice
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-5)
+    assert max(expected) - min(expected) > 1e-4 and scored.rewards[0] == scored.rewards[2]           # the same answer twice
     assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
     record = sample_records(scored, env.processor)[0]
     assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=1e-5)
@@ -142,8 +142,8 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
 def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")
-    scores = score(env, reward, batch).scores.tolist()
-    for group, text, earned in zip(batch.group.tolist(), texts, scores):
+    scores = score(env, reward, batch).rewards.tolist()
+    for group, text, earned in zip(batch.prompt_index.tolist(), texts, scores):
         prompt = env.prompts[group]
         question = judgements.format_template(template("score"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
         p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
@@ -181,7 +181,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         trained = judgements.judge_prompt(processor, ask, 0, "x")
         assert prompt.text == trained.text and prompt.images == trained.images and torch.equal(prompt.input_ids, trained.input_ids)
     assert "Question: is <|vision_start|>" in asked[0].text and "<|vision_end|>Question: what?" in asked[1].text
-    assert scored.scores.isfinite().all()
+    assert scored.rewards.isfinite().all()
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
@@ -190,7 +190,7 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     scored = score(env, reward, batch)
     banned = list(reward.sources[0].ask.processor.banned_ids)
-    for group, text, said in zip(batch.group.tolist(), texts, scored.judgements):
+    for group, text, said in zip(batch.prompt_index.tolist(), texts, scored.judgements):
         prompt = env.prompts[group]
         question = judgements.format_template(template("correct"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
         model, inputs, tokenizer = alone(judges[which], prompt, question, None)
@@ -199,7 +199,7 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
         written = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
         assert said == f"grm: {written}".strip()
     assert len(set(scored.judgements)) > 2
-    assert scored.scores.tolist() == [0.0] * 6 and scored.components["parsed"].tolist() == [0.0] * 6        # random words
+    assert scored.rewards.tolist() == [0.0] * 6 and scored.components["parsed"].tolist() == [0.0] * 6        # random words
 
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, 
     verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
     scored = score(env, reward, batch)
-    assert scored.scores.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]      # won twice, won and lost, -, tied, lost+won, none
+    assert scored.rewards.tolist() == [1.0, 0.5, 1.0, 0.5, 0.5, 0.0]      # won twice, won and lost, -, tied, lost+won, none
     assert scored.components["parsed"].tolist() == [1.0, 1.0, 1.0, 1.0, 0.5, 0.0]
 
 
@@ -230,7 +230,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     scored = score(env, reward, batch)
     assert asked == [len(texts) - 1]
     expected = []
-    for group, text in zip(batch.group.tolist(), texts):
+    for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
         tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
         ids = torch.cat([prompt.input_ids, torch.tensor(tail)])[None]
@@ -240,7 +240,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
             hidden = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(),
                            output_hidden_states=True, **inputs).hidden_states[-1]
         expected.append(float(hidden[0, -1] @ head[0]))
-    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
     tensors.pop("nothing", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(process.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
@@ -260,21 +260,21 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     measured = rewards.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
     assert [measured.pays(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
-    judged = score(env, alone_reward, batch).scores
+    judged = score(env, alone_reward, batch).rewards
     object.__setattr__(batch.prompts[0], "label", None)
     object.__setattr__(batch.prompts[0], "reference", "1")
-    assert scored.scores[:3].tolist() == [0.5, 2 + 4.0, 0.5]
-    assert scored.scores[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=1e-6)
-    assert scored.components.keys() == {"exact", "accuracy", "length", "chars", "grm"}
+    assert scored.rewards[:3].tolist() == [0.5, 2 + 4.0, 0.5]
+    assert scored.rewards[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=1e-6)
+    assert scored.components.keys() == {"exact", "exact/accuracy", "length", "length/chars", "grm"}
     nan = scored.components["grm"].isnan().tolist()
     assert nan == [True] * 3 + [False] * 3 and scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
-    assert scored.components["accuracy"].tolist() == [0, 1, 0, 0, 0, 0]
+    assert scored.components["exact/accuracy"].nan_to_num(9).tolist() == [0, 1, 0, 0, 0, 0]
     records = sample_records(scored, env.processor)
-    assert records[0]["components"].keys() == {"exact", "accuracy", "length", "chars"}
-    assert records[5]["components"].keys() == {"exact", "accuracy", "grm"} and json.dumps(records, allow_nan=False)
+    assert records[0]["components"].keys() == {"exact", "exact/accuracy", "length", "length/chars"}
+    assert records[5]["components"].keys() == {"exact", "exact/accuracy", "grm"} and json.dumps(records, allow_nan=False)
     scored.advantages = scored.returns = torch.zeros(len(scored.tokens))
     metrics = ppo.batch_metrics(scored)
-    assert metrics["rollout/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
+    assert metrics["rollout/length/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
     assert metrics["rollout/grm_reward"] == pytest.approx(float(judged[3:].mean()))
 
 
@@ -291,9 +291,9 @@ def test_names_do_not_meet(qwen25, picture_rows, tmp_path):
     for order in (torch.arange(6), torch.arange(3, 6)):                      # whatever rows a step happens to have
         scored = score(env, reward, batch.select(order))
         math_rows = (order < 3).tolist()
-        assert scored.scores.tolist() == [1.0 if own else 230.0 for own in math_rows]
-        wanted = {"exact": (0, None), "f2": (1, None), "reward": (None, 10), "f": (None, 100), "accuracy": (0, 0.25),
-                  "f_accuracy": (None, 0.5), "f_exact": (None, 7)}
+        assert scored.rewards.tolist() == [1.0 if own else 230.0 for own in math_rows]
+        wanted = {"exact": (0, None), "exact/accuracy": (0, None), "f2": (1, None), "reward": (None, 10), "f": (None, 100),
+                  "reward/accuracy": (None, 0.25), "f/accuracy": (None, 0.5), "f/exact": (None, 7)}
         for name, (first, second) in wanted.items():
             column = [None if math.isnan(x) else x for x in scored.components.get(name, torch.full((6,), math.nan)).tolist()]
             assert column[:len(order)] == [first if own else second for own in math_rows], name
@@ -328,15 +328,15 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     flags = ["--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner"]
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
     scored = score(env, reward, batch)
-    assert scored.scores.tolist() == [max(float(text == "1"), len(text)) for text in texts]
+    assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
         reward.combiner = rewards.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
         with pytest.raises(process.UserError, match=message):
             score(env, reward, batch)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
-    assert score(env, reward, batch).scores.tolist() == [float(text == "1") for text in texts]
+    assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
     nothing = batch.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
-    assert score(env, reward, nothing).scores.tolist() == []
+    assert score(env, reward, nothing).rewards.tolist() == []
 
 
 def rewards_of(*flags: str) -> rewards.RewardMix:
@@ -492,7 +492,7 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     reward = rewards.load(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
-    assert score(env, reward, few).scores.isfinite().all()
+    assert score(env, reward, few).rewards.isfinite().all()
     with pytest.raises(process.UserError, match="grm:.*rows.jsonl:2: 1 images"):
         score(env, reward, batch)
 
@@ -514,7 +514,7 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record |= json.loads(line)
     assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"]) and 0 < record["rollout/grm_reward"] < 1
-    assert record["eval/exact_reward_mean"] == record["eval/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
+    assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
     sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
     assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
     asked = data.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
@@ -539,11 +539,11 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
                           for texts in (["a circle", "3"], ["no idea"])])
     scored = score(env, reward, batch)
     expected = []
-    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         model.config.pad_token_id = -1                                                           # pools the last token
         with torch.no_grad():
             expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
-    assert scored.scores.tolist() == pytest.approx(expected, abs=1e-5) and len(set(expected)) == 3
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-5) and len(set(expected)) == 3
 
 
 def answer_end(processor) -> int:

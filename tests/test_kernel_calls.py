@@ -58,7 +58,7 @@ def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
     """(N,) of the same samples, by the reference back-end."""
     env = env_of(folders, case, "sdpa")
     targets = [[] for _ in batch.prompts]
-    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         targets[group].append(tokens)
     again = take(env).with_targets(targets)
     again.sampling = batch.sampling
@@ -80,7 +80,7 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
     batch.in_policy_loss = torch.ones(len(batch.tokens), dtype=torch.bool)
     kernels.calls.clear()
-    trained = fsdp.Trained(env.actor, env.args.optim, 1e-3)
+    trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
     metrics = ppo.update_actor(trained, None, batch, 1, None, env.args)
     assert metrics["train/actor_skipped"] == 0 and metrics["train/actor_grad_norm"] > 0
     assert kernels.names() == {PACKED[backend]}
@@ -93,7 +93,7 @@ def gradients(env, batch) -> dict[str, torch.Tensor]:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(range(len(batch.prompts)), weights, weights, None)
     env.actor.train()
-    for row in vlm.packed_rows(env.actor.model, batch):
+    for row in vlm.packs(env.actor.model, batch):
         ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
     return {name: fsdp.shard_of(p.grad).float() for name, p in env.actor.named_parameters() if p.grad is not None}
 
@@ -130,7 +130,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
             vlm.compute_features(env.actor.model, batch)
         kernels.calls.clear()
         reward.score(batch, env.processor)
-        said[attention] = batch.scores
+        said[attention] = batch.rewards
         if attention == "sdpa":
             assert not kernels.calls
         else:
@@ -161,7 +161,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
         assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
-        metrics, found[attention] = grm.update(fsdp.Trained(judge, args.optim, 1e-3), batch, 1)
+        metrics, found[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, 1)
         assert metrics["train/skipped"] == 0
     assert (found[backend] - found["sdpa"]).abs().mean() < 0.02
 

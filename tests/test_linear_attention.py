@@ -236,7 +236,7 @@ def hugging_face(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, 
     """Log-probs by one forward per sample, and the gradient of their sum by signs."""
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
     found = []
-    for group, tokens, weight in zip(batch.group.tolist(), batch.split(batch.tokens), batch.split(signs)):
+    for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
         images = dict(zip(("pixel_values", "image_grid_thw"), patches.get(group, ())))
         types = (ids == model.config.image_token_id).int()
@@ -250,7 +250,7 @@ def update_errors(env) -> tuple[float, float]:
     """Largest errors of a log-prob and of a gradient, relative to the largest of all and to the largest of its tensor."""
     logprobs, gradients = env.expected
     found = torch.zeros(len(env.batch.tokens))
-    for row in vlm.packed_rows(env.actor.model, env.batch):
+    for row in vlm.packs(env.actor.model, env.batch):
         logp, *_ = env.actor(row, env.batch.sampling)
         (env.signs[row.flat] * logp).sum().backward()
         found[row.flat] = logp.detach()
@@ -432,7 +432,7 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02                 # bfloat16 on both sides
     env.actor.train()
-    for row in vlm.packed_rows(model, batch):
+    for row in vlm.packs(model, batch):
         env.actor(row, env.sampling)[0].sum().backward()
     gradient = vlm.decoder(model).layers[0].linear_attn.A_log.grad
     assert gradient is None if lora else gradient.dtype == torch.float32 and gradient.full_tensor().any()
@@ -589,7 +589,7 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     env.actor.train()
     for _ in range(2):                                                    # the second time as in an update of several rows
         with LiveBytes() as live:
-            (row,) = vlm.packed_rows(env.actor.model, batch)
+            (row,) = vlm.packs(env.actor.model, batch)
             ppo.actor_loss(env.actor, None, row, batch, part, env.args)[0].backward()
     root, layer, _ = ppo.memory.gathered_bytes(env.actor)
     parts = ppo.memory.backward_bytes(env.actor, row.input_ids.shape[1], bool(flags_))

@@ -34,7 +34,7 @@ def rows(tmp_path):
 def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
     """The log-prob of each sample, whose prompt shows the given patches and grids."""
     found = []
-    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
         inputs = env.processor.family.token_types(ids)
         if images.get(group):
@@ -105,9 +105,9 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         for before, after in zip(batch.conversations, changed.conversations):
             assert (before.features is None) == (after.features is None)
         same = looks.with_images(batch, env.actor.model, env.processor, lambda image: image)
-        logprobs = ppo.logprobs_as_drawn(env.actor, same)
-        assert (logprobs - ppo.logprobs_as_drawn(env.actor, batch)).abs().max() < 1e-5
-        assert (logprobs - ppo.logprobs_as_drawn(env.actor, changed)).abs().max() > 1e-3
+        logprobs = ppo.compute_logprobs(env.actor, same)
+        assert (logprobs - ppo.compute_logprobs(env.actor, batch)).abs().max() < 1e-5
+        assert (logprobs - ppo.compute_logprobs(env.actor, changed)).abs().max() > 1e-3
         gaps = ppo.vision_gaps(env.actor, batch)
         assert len(gaps) == int(looks.has_images(batch).sum()) and gaps.isfinite().all()
 
@@ -136,7 +136,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
 def test_the_kl_of_sampler_and_trainer(qwen25, picture_rows):
     """k3 of the first minibatch alone, per token: 0 where the two agree, by the formula where they do not."""
     env = fresh(qwen25, picture_rows)
-    now = ppo.logprobs_as_drawn(env.actor, env.batch)
+    now = ppo.compute_logprobs(env.actor, env.batch)
     env.batch.logprobs = env.batch.old_logprobs = now.clone()
     env.trained.lr = 0.0
     assert update_actor(env)["rollout/train_kl"] < 1e-9

@@ -61,7 +61,7 @@ def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torc
 
 def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
     """For every sample its tokens, and the output and rows of Hugging Face's own forward with the given weights."""
-    for group, tokens in zip(env.batch.group.tolist(), env.batch.split(env.batch.tokens)):
+    for group, tokens in zip(env.batch.prompt_index.tolist(), env.batch.split(env.batch.tokens)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
         pixels = data.load_pixels(prompt, env.processor)
@@ -88,7 +88,7 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     assert (score(env.actor, env.batch) - expected).abs().max() < 1e-5
     signs = torch.linspace(-1, 1, len(expected))
     (signs * expected).sum().backward()
-    for row in vlm.packed_rows(env.actor.model, env.batch):
+    for row in vlm.packs(env.actor.model, env.batch):
         (signs[row.flat] * env.actor(row, env.sampling)[0]).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
@@ -100,8 +100,8 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
                         hugging_face_rows(env, model, merged, output_hidden_states=True)])
     values.mul(signs).sum().backward()
-    assert (ppo.score_tokens(env.critic, env.batch) - values).abs().max() < 1e-4
-    for row in vlm.packed_rows(env.critic.model, env.batch):
+    assert (ppo.compute_values(env.critic, env.batch) - values).abs().max() < 1e-4
+    for row in vlm.packs(env.critic.model, env.batch):
         (signs[row.flat] * env.critic(row)).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in env.critic.named_parameters() if p.requires_grad}
     env.critic.zero_grad(set_to_none=True)
@@ -138,7 +138,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--reference_model", str(qwen25))
     assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
     batch, runs = env.batch.select(torch.arange(16)), []
-    ppo.score(batch, env.actor, None, env.reference, env.args)
+    ppo.fill_logprobs_and_values(batch, env.actor, None, env.reference, env.args)
     expected = score(other.reference, batch)
     assert torch.equal(batch.ref_logprobs, expected) and batch.kl.abs().max() > 0.1
     assert torch.equal(score(env.actor, batch), batch.logprobs)                                         # they act again
@@ -149,10 +149,10 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
         if checkpointing:
             env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
         for reference in (env.reference, other.reference):
-            ppo.score(batch, env.actor, None, reference, args)
+            ppo.fill_logprobs_and_values(batch, env.actor, None, reference, args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
-                for row in vlm.packed_rows(env.actor.model, batch):
+                for row in vlm.packs(env.actor.model, batch):
                     loss, _ = ppo.actor_loss(env.actor, reference, row, batch, part, args)
                     loss.backward()
             assert env.actor.training

@@ -33,7 +33,7 @@ def generator(seed):
 def estimate(name, scores, group, lengths):
     """(N,) advantages of an estimator that compares samples, without a KL and before whitening."""
     kl = torch.zeros(int(lengths.sum()))
-    earned = losses.Earned(scores=scores, kl=kl, kl_coef=0.0, lengths=lengths, group=group)
+    earned = losses.AdvantageInputs(rewards=scores, kl=kl, kl_coef=0.0, lengths=lengths, prompt_index=group)
     advantages, returns = ppo.ESTIMATORS[name].estimate(earned)
     assert torch.equal(advantages, returns) and advantages.dtype == scores.dtype
     return advantages
@@ -41,7 +41,7 @@ def estimate(name, scores, group, lengths):
 
 def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask=None):
     """Terms of a policy loss, and the sums of its statistics."""
-    ratios = losses.Ratios(logp, old, adv, seq, n_seq, mask)
+    ratios = losses.PolicyLossInputs(logp, old, adv, seq, n_seq, mask)
     clips = (low, high, dual_clip) if name == "ppo" else (low, high)
     found = ppo.POLICY_LOSSES[name].compute(ratios, *clips)
     return found.per_token, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
@@ -148,7 +148,7 @@ def test_equal_scores_give_exactly_zero(estimator):
     assert len(estimate(estimator, scores, empty, empty)) == 0
     assert losses.centre(scores, empty, weight=empty.double()).isfinite().all()
     if estimator != "cpgd":
-        with pytest.raises(ValueError, match="group 4 has only one"):
+        with pytest.raises(ValueError, match="prompt 4 has only one"):
             estimate(estimator, torch.ones(3), torch.tensor([4, 7, 7]), torch.ones(3, dtype=torch.int64))
 
 
@@ -255,6 +255,17 @@ def test_policy_loss_golden():
     logp, old = torch.tensor([-60, -0.5]), torch.tensor([-60, -0.5000036])         # gspo: one ratio, not rounded like logp
     _, stats = policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
     close(stats["ratio"], 2 * math.exp(1.8e-6), 3e-7)
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cpgd", "gmpo"])
+def test_advantages_that_are_rounding_are_not_counted_as_clipped(name):
+    """A prompt whose samples earn the same has advantages of 0; whitening makes them rounding of either sign."""
+    logp, old = torch.tensor([1.0, -1.0] * 4), torch.zeros(8)
+    adv, counts = torch.tensor([0.5, -0.5, 1e-9, 1e-9, -1e-9, -1e-9, 0.0, 0.0]), []
+    for k in (1.0, -1.0):
+        _, stats = policy_loss(name, logp, old, k * adv, torch.arange(8), 8, 0.2, 0.2, dual_clip=2.0)
+        counts.append([int(stats[f"clipped_{side}"]) for side in ("high", "low", "dual")])
+    assert counts == [[1, 1, 0], [0, 0, int(name == "ppo")]]
 
 
 @pytest.mark.parametrize("name", ppo.POLICY_LOSSES)

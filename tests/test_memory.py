@@ -54,7 +54,7 @@ def step_of(env, step: int) -> dict[str, float]:
 def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
     env = fresh(qwen25, picture_rows, "--minibatches", "1", "--epochs", "1", *EMA, *more)
-    env.trained = ppo.make_roles(env.args, env.actor, None, None)["actor"]
+    env.trained = ppo.make_trainables(env.args, env.actor, None, None)["actor"]
     fsdp.put_away({"actor": env.trained})
     return env
 
@@ -90,13 +90,13 @@ def test_average_is_the_recursion_over_the_applied_steps(
 
 def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
     """Small packs accumulate: the average moves once; two minibatches move it twice."""
-    steps, true = [], fsdp.Trained.update_average
-    monkeypatch.setattr(fsdp.Trained, "update_average", lambda trained: steps.append(true(trained)))
+    steps, true = [], fsdp.Trainable.update_average
+    monkeypatch.setattr(fsdp.Trainable, "update_average", lambda trained: steps.append(true(trained)))
     for minibatches, tokens in ((1, 110), (2, 600)):
         env = with_average(qwen25, picture_rows, "--minibatches", str(minibatches))
         steps.clear()
         with computing(env.actor, max_tokens_per_pack=tokens):
-            assert len(list(vlm.packed_rows(env.actor.model, env.batch))) > 1 or minibatches > 1
+            assert len(list(vlm.packs(env.actor.model, env.batch))) > 1 or minibatches > 1
             step_of(env, 1)
         assert len(steps) == minibatches
 
@@ -303,7 +303,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
     monkeypatch.setattr(fsdp, "to_device", apart)
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    role = ppo.make_roles(env.args, env.actor, None, env.reference)["actor"]
+    role = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
     role.move_state(env.ranks.device)
@@ -333,7 +333,7 @@ def test_a_gpu_is_relieved(qwen25, picture_rows):
     """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
     the same after the way back."""
     env = start(qwen25, picture_rows, "--kl_coef", "0.1", *EMA)
-    trained = ppo.make_roles(env.args, env.actor, None, env.reference)["actor"]
+    trained = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
     batch = hand_batch(env)
     expected = score(env.reference, batch)
     for move, held in (

@@ -12,7 +12,7 @@ from conftest import our_name, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from common.buffers import Batch, build_row, make_blocks, make_packs
+from common.buffers import Batch, build_pack, make_blocks, assign_blocks
 from common.fsdp import unsharded
 from common.settings import DataArgs
 from common.vlm.attention import PackedAttention, bucket_segments
@@ -70,7 +70,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
 
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
     expected, expected_values = [], []
-    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if pixels[group] is not None:
@@ -85,11 +85,11 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
 
     features = {g: image_features(ours, *pixels[g]) for g in range(len(prompts)) if pixels[g]}
     positions = {g: prompt_positions(ours, prompt) for g, prompt in enumerate(prompts)}
-    packs = make_packs(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
+    packs = assign_blocks(batch, make_blocks(batch, budget if share else 0), 1, budget, 64)[0]
     assert (len(packs) == 1) == (budget > 10**5)
     logp, values = torch.zeros(len(batch.tokens)), torch.zeros(len(batch.tokens))
     for pack in packs:
-        row = build_row(batch, pack, positions, features, ours.family.visual_token_ids())
+        row = build_pack(batch, pack, positions, features, ours.family.visual_token_ids())
         hidden = hidden_of(ours, row, row.segments)[row.predict]
         row_logp = ours.lm_head(hidden).log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
         row_values = hidden @ value_head
@@ -111,7 +111,7 @@ def test_a_wrong_segment_is_noticed(qwen25):
         random_responses([2], 200)
     )
     positions = {0: torch.arange(7).expand(3, -1)}
-    row = build_row(batch, [(0, (0, 1))], positions, {}, model.family.visual_token_ids())
+    row = build_pack(batch, [(0, (0, 1))], positions, {}, model.family.visual_token_ids())
     right = hidden_of(model, row, row.segments)
     start, end, *_ = row.segments[2]
     wrong = hidden_of(model, row, row.segments[:2] + [(start, end, 0, start)])

@@ -84,7 +84,7 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
             role != "reference"
         )
         if role != "reference":
-            optimizer = fsdp.Trained(module, real.args.optim, 1e-3).optimizer
+            optimizer = fsdp.Trainable(module, real.args.optim, 1e-3).optimizer
             assert found["Adam"] == local_bytes(
                 x for state in optimizer.state.values() for x in state.values()
             )
@@ -234,7 +234,7 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
         module.train()
         for _ in range(2):  # the second time as in an update of several rows
             with LiveBytes() as live:
-                (row,) = vlm.packed_rows(module.model, batch)
+                (row,) = vlm.packs(module.model, batch)
                 if module is env.actor:
                     loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
                 else:
@@ -401,7 +401,7 @@ def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
     groups = [order[g] for g in step.minibatches(2, (0, 1, 0))[0]]
     for length in (12, 6):
         batch = step.with_targets([[torch.zeros(length, dtype=torch.int64)] * 3] * 4)
-        packs = len(list(vlm.packed_rows(env.actor.model, batch, groups)))
+        packs = len(list(vlm.packs(env.actor.model, batch, groups)))
         tokens = sum(step.prompt_lengths) + 12 * length
         assert (
             f"responses of {length} tokens: {tokens} tokens per step, {packs} packs per GPU and update"

@@ -95,7 +95,7 @@ def test_text_labels_are_all_text(env):
     drawn = env.text.loader.collect(*env.text.loader.submit([p for p, _ in env.text.rows[:4]], [0, 1, 2, 3]))
     batch = drawn.with_targets([[], [], [], [target]])
     vlm.compute_features(env.actor.model, batch)
-    row, = vlm.packed_rows(env.actor.model, batch)
+    row, = vlm.packs(env.actor.model, batch)
     row = row.label_text(env.processor.banned_mask())
     said = env.processor.tokenizer.decode(row.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())

@@ -117,7 +117,7 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows, dtype):
     assert total > 100 and same / total > {"float32": 0.999, "bfloat16": 0.95}[dtype]
 
     samples = ppo.rollout(env.actor, take(env), env.sampling, 3)
-    packed = ppo.logprobs_as_drawn(env.actor, samples)
+    packed = ppo.compute_logprobs(env.actor, samples)
     exact, theirs = (scores(model, samples) for model in (oracle["float32"], plain))
     noise = (theirs - exact).abs().mean()                                     # of transformers' own bfloat16; 0 in float32
     for ours in (samples.logprobs, packed):
@@ -128,7 +128,7 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows, dtype):
 def scores(model, samples) -> torch.Tensor:
     """(N,) log-probs by transformers, one forward pass per sample, at the temperature of the test."""
     found = []
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         logits = forced(model, samples.prompts[group].input_ids, tokens) / 0.8
         found.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
     return torch.cat(found)
@@ -141,7 +141,7 @@ def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
     prompt, tokens = samples.prompts[0], samples.split(samples.tokens)[0]
 
     def ours() -> torch.Tensor:
-        return samples.split(ppo.logprobs_as_drawn(env.actor, samples))[0]
+        return samples.split(ppo.compute_logprobs(env.actor, samples))[0]
 
     base = forced(oracle["float32"], prompt.input_ids, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert (ours() - base).abs().max() < 2e-4

@@ -45,7 +45,7 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens", "3")
     prompts = take(env)
     samples, _ = generate(env, prompts, 3)
-    trained = ppo.logprobs_as_drawn(env.actor, samples)
+    trained = ppo.compute_logprobs(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() < 1e-5
     assert samples.lengths.min() >= 3
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
@@ -84,7 +84,7 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch
     alone = take(env)  # each prompt in a rollout of its own, with the same draw number
     for group in range(4):
         part = alone.select_prompts([group])
-        assert part.draws == [group]
+        assert part.prompt_ids == [group]
         assert generate(env, part, 5)[1] == expected[5 * group:5 * group + 5]
 
 
@@ -108,7 +108,7 @@ def test_prompts_and_pictures_are_computed_once(qwen25, picture_rows, monkeypatc
     samples, _ = generate(env, step, 5)
     assert sum(prefilled) == sum(step.prompt_lengths)
     generate(env, step, 1, greedy=True)
-    ppo.plain_logprobs(env.actor, samples)
+    ppo.compute_logprobs(env.actor, samples)
     assert sum(pictures) == 4
 
 
@@ -118,7 +118,7 @@ def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
     assert generate(env, take(env), 2)[1] == base
     assert generate(env, take(env), 2, stream=ppo.EVAL)[1] != base
     later = take(env)
-    later.draws = [draw + 4 for draw in later.draws]
+    later.prompt_ids = [draw + 4 for draw in later.prompt_ids]
     assert generate(env, later, 2)[1] != base
     assert generate(env, take(env), 2, seed=1)[1] != base
 
@@ -137,7 +137,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
             logits = oracle(input_ids=ids, mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images).logits[0, -1]
         logits[list(env.processor.banned_ids)] = -torch.inf
         expected = (logits / 0.7).softmax(-1) * 6000
-        seen = torch.bincount(samples.tokens[samples.group == group], minlength=len(expected)).float()
+        seen = torch.bincount(samples.tokens[samples.prompt_index == group], minlength=len(expected)).float()
         common = expected >= 5
         terms = torch.cat([(seen - expected)[common] ** 2 / expected[common],
                            ((seen - expected)[~common].sum() ** 2 / expected[~common].sum().clamp(min=1e-9))[None]])
@@ -153,7 +153,7 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     both = dataclasses.replace(
         step,
         prompts=[step.prompts[i] for i in order],
-        draws=order,
+        prompt_ids=order,
         owners=[0, 0],
         patches={k: step.patches[i] for k, i in enumerate(order) if i in step.patches},
     )

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ppo_vl as ppo
-from common.buffers import Row
+from common.buffers import Pack
 from common.vlm import attention as vlm_attention, weights
 from common.vlm.folder import read_model_config
 
@@ -75,7 +75,7 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
             min_new_tokens=3,
         )
         tokens = torch.zeros(20, dtype=torch.int64, device=DEVICE)
-        row = Row(
+        row = Pack(
             input_ids=ids,
             positions=torch.zeros(3, 1, 40, dtype=torch.int64, device=DEVICE),
             attention=vlm_attention.PackedAttention([(0, 20, 0, 0), (20, 30, 0, 20), (30, 40, 0, 20)], "varlen", DEVICE),

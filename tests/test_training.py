@@ -158,7 +158,7 @@ def hand_batch(env) -> Batch:
 
 def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
     """(N,) log-probs of the batch's tokens, as training computes them."""
-    return ppo.logprobs_as_drawn(policy, batch)
+    return ppo.compute_logprobs(policy, batch)
 
 
 HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 "
@@ -194,7 +194,7 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tens
     part = ppo.Minibatch(range(4), weights, weights, None)
     batch = dataclasses.replace(batch, kl_coef=args.algorithm.kl_coef)
     packs = 0
-    for row in vlm.packed_rows(module.model, batch, range(4)):
+    for row in vlm.packs(module.model, batch, range(4)):
         if isinstance(module, ppo.Critic):
             loss, _ = ppo.critic_loss(module, row, batch, part, args)
         else:
@@ -254,7 +254,7 @@ def test_weights_of_a_minibatch_equal_a_loop(env):
     assert [len(part) for part in parts][1] == 0 and not keep[parts[3]].any()  # nothing, and nothing kept
     for mode, kept in itertools.product(AGGREGATIONS, (torch.ones_like(keep), keep)):
         args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(keep))
-        chosen = [[t for t in part.tolist() if kept[t]] for part, group in zip(parts, env.batch.group)
+        chosen = [[t for t in part.tolist() if kept[t]] for part, group in zip(parts, env.batch.prompt_index)
                   if group in (0, 2)]
         tokens, sequences = sum(map(len, chosen)), sum(map(bool, chosen))
         for own in chosen:
@@ -273,7 +273,7 @@ def test_gradient_equals_naive_oracle(env, qwen25):
     samples, image_id, total = env.batch, env.processor.config.image_token_id, len(env.batch.tokens)
     columns = [samples.split(getattr(samples, name))
                for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
-    for group, tokens, old, ref, adv, old_value, target in zip(samples.group.tolist(), *columns):
+    for group, tokens, old, ref, adv, old_value, target in zip(samples.prompt_index.tolist(), *columns):
         prompt = env.prompts[group]
         pixels = vlm_data.load_pixels(prompt, env.processor)
         ids = torch.cat([prompt.input_ids, tokens])[None]
@@ -315,7 +315,7 @@ def test_an_update_has_that_gradient(exact, monkeypatch):
         trained.module.zero_grad(set_to_none=True)
         return 0.0, True
 
-    monkeypatch.setattr(fsdp.Trained, "update", catch)
+    monkeypatch.setattr(fsdp.Trainable, "update", catch)
     now = with_flags(exact.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
     for module, update in (
         (exact.critic, ppo.update_critic),
@@ -323,7 +323,7 @@ def test_an_update_has_that_gradient(exact, monkeypatch):
     ):
         caught.clear()
         with computing(module, max_tokens_per_pack=110):
-            update(fsdp.Trained(module, exact.args.optim, 1e-3), dataclasses.replace(exact.batch, kl_coef=0.3), 1, exact.args)
+            update(fsdp.Trainable(module, exact.args.optim, 1e-3), dataclasses.replace(exact.batch, kl_coef=0.3), 1, exact.args)
         assert distance(caught, gradient(now, module, exact.batch)[0]) < 1e-10
 
 
@@ -374,7 +374,7 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 def test_lr_schedule():
     def factors(delay=0, **changes):
         trained = SimpleNamespace(lr=1.0, delay=delay, args=settings.OptimArgs(**changes))
-        rate = functools.partial(fsdp.Trained.learning_rate, trained)
+        rate = functools.partial(fsdp.Trainable.learning_rate, trained)
         return [round(rate(step), 4) for step in range(1 + delay, changes["steps"] + 1)]
 
     assert factors(steps=3) == [1, 1, 1]
@@ -405,7 +405,7 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--kl_coef", "0.1")
     batch = hand_batch(env)
     for module in (env.actor, env.critic, env.reference):
-        ppo.score_tokens(module, batch) if module is env.critic else score(module, batch)
+        ppo.compute_values(module, batch) if module is env.critic else score(module, batch)
         gathered = [name for name, p in module.named_parameters() if not ("visual" in name or isinstance(p, DTensor))]
         assert not gathered, type(module).__name__
 
@@ -414,7 +414,7 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
 def fresh(qwen25, picture_rows, *more: str):
     """Own models and optimizer, real samples with scores; ready for `update_actor`."""
     env = start(qwen25, picture_rows, "--minibatches", "2", "--epochs", "2", "--actor_lr", "1e-2", *more)
-    env.trained = fsdp.Trained(env.actor, env.args.optim, 1e-2)  # before any forward, as `main` does
+    env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)  # before any forward, as `main` does
     env.batch = hand_batch(env)
     env.batch.old_logprobs = env.batch.logprobs
     return env
@@ -457,13 +457,13 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
 
     def watched(*given):
         for part in inner(*given):
-            seen.extend(part.groups)
+            seen.extend(part.indices)
             yield part
 
     monkeypatch.setattr(ppo, "minibatches_of", watched)
     args = with_flags(env.args, minibatches=4, epochs=3)
     for module in (env.actor, env.critic):
-        trained, orders = fsdp.Trained(module, env.args.optim, 0.0), {}
+        trained, orders = fsdp.Trainable(module, env.args.optim, 0.0), {}
         for step in (1, 2):
             seen.clear()
             if module is env.actor:
@@ -1001,7 +1001,7 @@ def any_checkpoint(request, tmp_path_factory) -> Path:
 
 def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     env = start(any_checkpoint, picture_rows, "--actor_lr", "1e-2", "--advantage", "grpo")
-    env.trained = fsdp.Trained(env.actor, env.args.optim, 1e-2)
+    env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)
     env.batch = samples = hand_batch(env)
     samples.old_logprobs = samples.logprobs
     update_actor(env)
@@ -1021,7 +1021,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected, image_id = [], env.processor.config.image_token_id
-    for group, tokens in zip(samples.group.tolist(), samples.split(samples.tokens)):
+    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
         pixels = vlm_data.load_pixels(env.prompts[group], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}

@@ -201,7 +201,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
     questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
                  "before <video><image> and <video><video>"]
-    for prompt, question, text, score in zip(env.prompts, questions, said, batch.scores.tolist()):
+    for prompt, question, text, score in zip(env.prompts, questions, said, batch.rewards.tolist()):
         ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
             judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
         asked = hf_inputs(family, judgements.judge_prompt(processor, ask, 0, ""))

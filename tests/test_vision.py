@@ -26,7 +26,7 @@ write_samples = test_training.write_samples
 def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[str, torch.Tensor]:
     """Of the sum of signs x outputs over all tokens, accumulated over the packs of each part of the prompts."""
     for groups in parts:
-        for row in vlm.packed_rows(module.model, env.batch, groups):
+        for row in vlm.packs(module.model, env.batch, groups):
             out = module(row) if module is env.critic else module(row, env.sampling)[0]
             (signs[row.flat] * out).sum().backward()
     found = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
@@ -50,7 +50,7 @@ def test_gradients_equal_one_backward_per_sample(env):
     signs = torch.linspace(-1, 1, len(batch.tokens))
     model, body = (AutoModelForImageTextToText.from_pretrained(env.folder, attn_implementation="eager") for _ in range(2))
     head = env.critic.value_head.weight.full_tensor().detach()
-    for group, tokens, weight in zip(batch.group.tolist(), batch.split(batch.tokens), batch.split(signs)):
+    for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
         pixels = data.load_pixels(prompt, env.processor)
@@ -104,7 +104,7 @@ def test_the_reference_keeps_its_tower(env, picture_rows):
 def seen_by(env, batch):
     """The samples of a batch after prompts with the image features of another model."""
     targets = [[] for _ in batch.prompts]
-    for group, tokens in zip(batch.group.tolist(), batch.split(batch.tokens)):
+    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
         targets[group].append(tokens)
     other = take(env).with_targets(targets)
     other.sampling = batch.sampling
@@ -117,7 +117,7 @@ def test_learning_rate_and_decay_of_the_tower(env):
     """Those of all other weights."""
     args = with_flags(env.args, weight_decay=0.1)
     for module in (env.actor, env.critic):
-        trained = fsdp.Trained(module, args.optim, 0.02)
+        trained = fsdp.Trainable(module, args.optim, 0.02)
         groups = {id(p): group for group in trained.optimizer.param_groups for p in group["params"]}
         for name, parameter in module.named_parameters():
             assert groups[id(parameter)]["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name

@@ -1,4 +1,4 @@
-"""Attention: packed rows (training, scoring, prefill) and decoding over KV slots.
+"""Attention: packs (training, scoring, prefill) and decoding over KV slots.
 
     PackedAttention    the segments of one row: prompts, and responses that see their prompt
     DecodeAttention    one new token for each slot of a SlotCache
@@ -6,7 +6,7 @@
 Either is handed to the language model as the keyword argument ``attention`` and reaches the
 function that is registered with transformers under ATTENTION_NAME.
 
-Shapes: N tokens of a packed row, S its segments, Hq query heads, Hkv key heads, D numbers of a
+Shapes: N tokens of a pack, S its segments, Hq query heads, Hkv key heads, D numbers of a
 head, B slots.
 """
 
@@ -140,7 +140,7 @@ class SlotCache:
 
 
 # -------------------------------------------------------------------------------------------------
-# Packed rows
+# Packs
 # -------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +149,7 @@ class VarlenCall:
     """Segments that one kernel call can take, as the kernel wants them.
 
     Attributes:
-        q_rows, k_rows: rows of the packed row to gather first; None: all, as they lie.
+        q_rows, k_rows: rows of the pack to gather first; None: all, as they lie.
         cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
         max_q, max_k: tokens of the longest segment, of queries and of keys.
     """
@@ -198,7 +198,7 @@ def varlen_attention(
 
 
 class PackedAttention:
-    """Attention of one packed row: every segment is causal in itself and may see one earlier
+    """Attention of one pack: every segment is causal in itself and may see one earlier
     stretch in full.
 
     A prompt is a segment without prefix; each of its responses is a segment whose prefix is that
@@ -259,7 +259,7 @@ class PackedAttention:
             order[q_rows[inside]] = offset + np.flatnonzero(inside)
             offset += q_rows.size
             self.buckets.append((table[members], self.to_device(q_rows), self.to_device(k_rows)))
-        # (N,) where the buckets' outputs hold each row of the packed row
+        # (N,) where the buckets' outputs hold each row of the pack
         self.order = self.to_device(order)
 
     def make_calls(self, table: np.ndarray) -> None:

@@ -74,8 +74,8 @@ class Family:
         clip."""
         return torch.tensor([self.image_token_id, self.video_token_id])
 
-    def attention_segments(self, segments: list[Segment], image_rows: Tensor) -> list[Segment]:
-        """The segments of a row as the family's decoder attends to them; ``image_rows`` (M,)
+    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,)
         ascending."""
         return segments
 
@@ -344,11 +344,11 @@ class Gemma3(Family):
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
 
-    def attention_segments(self, segments: list[Segment], image_rows: Tensor) -> list[Segment]:
+    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
         """A prompt is cut into text and pictures, each of which has all before it as its prefix."""
-        if not len(image_rows):
+        if not len(image_index):
             return segments
-        rows = image_rows.cpu().numpy()
+        rows = image_index.cpu().numpy()
         pictures = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
         stretches = [(int(picture[0]), int(picture[-1]) + 1) for picture in pictures]
         pieces: list[Segment] = []

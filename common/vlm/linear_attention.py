@@ -1,12 +1,12 @@
-"""Linear attention: the Gated DeltaNet layers of Qwen3.5 (Yang et al. 2025), exact in packed rows
+"""Linear attention: the Gated DeltaNet layers of Qwen3.5 (Yang et al. 2025), exact in packs
 and in decoding.
 
 What stands before a token reaches it in two ways only: by the last K - 1 inputs of the layer's
-convolution, and by one matrix per head, the state. A response in a packed row gets both from the
+convolution, and by one matrix per head, the state. A response in a pack gets both from the
 end of its prompt, and gradients flow back through both; a slot keeps both from token to token.
 
     DeltaNet       the layer: transformers' weights, tokens mixed by one of the two below
-    PackedDelta    mixes the tokens of one packed row
+    PackedDelta    mixes the tokens of one pack
     SlotStates     mixes one new token of each slot, and keeps what the next one needs
 
 Shapes: N tokens of a row, C channels of the convolution, K its width, Hk and Hv heads of keys and
@@ -151,7 +151,7 @@ class DeltaNet(nn.Module):
 
 
 # -------------------------------------------------------------------------------------------------
-# Packed rows
+# packs
 # -------------------------------------------------------------------------------------------------
 
 
@@ -160,10 +160,10 @@ class Stretch:
     """Segments of a row that one call of the delta rule takes.
 
     Attributes:
-        rows: (n,) their rows of the packed row, one segment after the other; None: all, as they
+        rows: (n,) their rows of the pack, one segment after the other; None: all, as they
             lie.
         bounds: (segments + 1,) int64, where each begins and ends among these.
-        padded: (segments, longest) rows of the packed row; padding points at a segment's first.
+        padded: (segments, longest) rows of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
         places: (n,) where ``padded``, flattened, holds them.
     """
@@ -176,7 +176,7 @@ class Stretch:
 
 
 class PackedDelta:
-    """Mixes the tokens of one packed row: segments without a prefix start from nothing, those with
+    """Mixes the tokens of one pack: segments without a prefix start from nothing, those with
     one from what their prefix, a whole such segment, has left; or all from what their slots hold.
 
     Args:

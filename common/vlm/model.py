@@ -1,15 +1,15 @@
 """The model in two stages: image features, then the language model on embeddings; and a batch as
-packed rows.
+packs.
 
-    patches -> vision tower -> image features             image_features, compute_features
-    batch   -> packed rows, with features of all ranks    packed_rows; back: join_rows
-    row     -> embeddings with the features in place -> language model    hidden_states
+    patches -> vision tower -> image features          image_features, compute_features
+    batch   -> packs, with features of all ranks       packs; back: join_packs
+    pack    -> embeddings with the features in place -> language model    hidden_states
 
 A model of ours is one of transformers with three attributes: ``family``, its class of `families`;
 ``compute``, how it computes here (`weights.Compute`); and ``trains_vision``, whether its own
 forward computes image features.
 
-Shapes: P prompt tokens, I images, M image tokens, L tokens of a packed row, H hidden size, K levels
+Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
 """
 
@@ -27,11 +27,11 @@ from torch import Tensor
 from common.buffers import (
     Batch,
     Block,
-    Row,
-    build_row,
+    Pack,
+    build_pack,
     exchange_features,
     make_blocks,
-    make_packs,
+    assign_blocks,
     of_sample,
     ragged_index,
 )
@@ -140,7 +140,7 @@ def use_mixers(model: nn.Module) -> None:
 
     Raises:
         ValueError: a layer mixes tokens in another way. It would silently ignore our arguments,
-            and each token would see the whole of a packed row.
+            and each token would see the whole of a pack.
     """
     text = model.config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
@@ -177,7 +177,7 @@ def is_ours(mixer: nn.Module) -> bool:
 
 
 def check_positions(language: nn.Module, text_config, longest: int) -> None:
-    """Refuse rotary positions that packed rows cannot have. Raises ValueError."""
+    """Refuse rotary positions that packs cannot have. Raises ValueError."""
     rope = str(language.rotary_emb.rope_type)
     sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
     if rope == "longrope" or sinks:
@@ -230,12 +230,12 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
     """
     waiting: list[int] = []
     size = 0
-    groups = sorted(batch.patches.keys() - batch.features.keys())
-    for group in groups:
-        waiting.append(group)
+    indices = sorted(batch.patches.keys() - batch.features.keys())
+    for index in indices:
+        waiting.append(index)
         # about patches, also where pictures come as tiles
-        size += batch.patches[group][0].numel() // 1024
-        if size < model.compute.max_tokens_per_pack and group != groups[-1]:
+        size += batch.patches[index][0].numel() // 1024
+        if size < model.compute.max_tokens_per_pack and index != indices[-1]:
             continue
         pixels, grids = zip(*(batch.patches[g] for g in waiting))
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
@@ -265,22 +265,22 @@ def prompt_positions(model: nn.Module, prompt) -> Tensor:
     return positions[:, 0]
 
 
-def positions_of(model: nn.Module, batch: Batch, group: int) -> Tensor:
+def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
     """(3, P) rotary positions of a prompt, cached in the batch."""
-    if group not in batch.positions:
-        batch.positions[group] = prompt_positions(model, batch.prompts[group])
-    return batch.positions[group]
+    if index not in batch.positions:
+        batch.positions[index] = prompt_positions(model, batch.prompts[index])
+    return batch.positions[index]
 
 
 # -------------------------------------------------------------------------------------------------
-# Packed rows
+# packs
 # -------------------------------------------------------------------------------------------------
 
 
-def packed_rows(
-    model: nn.Module, batch: Batch, groups: Iterable[int] | None = None
-) -> Iterator[Row]:
-    """This rank's packed rows of the given prompt groups (all by default), on the device, one after
+def packs(
+    model: nn.Module, batch: Batch, indices: Iterable[int] | None = None
+) -> Iterator[Pack]:
+    """This rank's packs of the given prompts (all by default), on the device, one after
     the other.
 
     All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
@@ -290,70 +290,70 @@ def packed_rows(
     hidden_size = model.config.get_text_config().hidden_size
     # of a masked score, in tokens
     score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
-    blocks = make_blocks(batch, compute.max_tokens_per_pack, groups, score_cost)
-    packs = make_packs(
+    blocks = make_blocks(batch, compute.max_tokens_per_pack, indices, score_cost)
+    assigned = assign_blocks(
         batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
     )
-    needed = [{group for pack in part for group, _ in pack} for part in packs]  # by rank
-    own, shapes = row_pictures(model, batch, set().union(*needed))
+    needed = [{index for blocks in part for index, _ in blocks} for part in assigned]  # by rank
+    own, shapes = pack_images(model, batch, set().union(*needed))
     owners = dict(enumerate(batch.owners))
     if batch.conversations:
-        add_replies(model, batch, packs, needed, own, shapes)
+        add_replies(model, batch, assigned, needed, own, shapes)
         owners |= {of_sample(i): said.owner for i, said in enumerate(batch.conversations)}
     features = exchange_features(own, owners, needed, shapes, compute.dtype)
-    own_packs = progress(packs[dist.get_rank()], "packed rows")
-    return (packed_row(model, batch, pack, features) for pack in own_packs)
+    own = progress(assigned[dist.get_rank()], "packs")
+    return (make_pack(model, batch, blocks, features) for blocks in own)
 
 
-def join_rows(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
     """(N,) or (k, N), on every rank: ``done`` has the places (T,), and the values (T,) or (k, T),
     of this rank's rows."""
     leading = done[0][1].shape[:-1] if done else ()
     joined = torch.zeros(*leading, tokens)
-    for flat, values in done:  # after the last row: .cpu() waits, and then the device for the next
+    for flat, values in done:  # after the last pack: .cpu() waits, and then the device for the next
         joined[..., flat] = values.cpu().to(joined.dtype)
     dist.all_reduce(joined)
     return joined
 
 
-def packed_row(
-    model: nn.Module, batch: Batch, pack: list[Block], features: dict[int, Tensor]
-) -> Row:
-    """One packed row, on the device."""
-    positions = {group: positions_of(model, batch, group) for group, _ in pack}
-    row = build_row(batch, pack, positions, features, model.family.visual_token_ids())
+def make_pack(
+    model: nn.Module, batch: Batch, blocks: list[Block], features: dict[int, Tensor]
+) -> Pack:
+    """One pack, on the device."""
+    positions = {index: positions_of(model, batch, index) for index, _ in blocks}
+    pack = build_pack(batch, blocks, positions, features, model.family.visual_token_ids())
     if model.trains_vision:
-        row = with_grids(model, row, row_grids(batch, pack))
-    segments = model.family.attention_segments(row.segments, row.image_rows)
-    row = row.to(model.compute.device)
-    row.attention = PackedAttention(segments, model.compute.backend, model.compute.device)
-    return row
+        pack = with_grids(model, pack, pack_grids(batch, blocks))
+    segments = model.family.attention_segments(pack.segments, pack.image_index)
+    pack = pack.to(model.compute.device)
+    pack.attention = PackedAttention(segments, model.compute.backend, model.compute.device)
+    return pack
 
 
-def row_pictures(
-    model: nn.Module, batch: Batch, groups: Iterable[int]
+def pack_images(
+    model: nn.Module, batch: Batch, indices: Iterable[int]
 ) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
-    """What packed rows hold of the pictures of ``groups``, this rank's own, and the shapes of all,
-    by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
+    """What packs hold of the pictures of the prompts ``indices``: this rank's own, and the shapes of
+    all, by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
     its tower."""
-    shown = [group for group in groups if batch.prompts[group].grids]
+    shown = [index for index in indices if batch.prompts[index].grids]
     shapes: dict[int, tuple[int, ...]] = {}
     if not model.trains_vision:
-        for group in shown:
-            shapes[group] = feature_shape(model, batch.prompts[group].image_tokens)
+        for index in shown:
+            shapes[index] = feature_shape(model, batch.prompts[index].image_tokens)
         return dict(batch.features), shapes
     own = {}
-    for group in shown:
-        shapes[group] = pixel_shape(model, batch.prompts[group].grids)
-        if group in batch.patches:
-            own[group] = batch.patches[group][0][None].to(model.compute.dtype)
+    for index in shown:
+        shapes[index] = pixel_shape(model, batch.prompts[index].grids)
+        if index in batch.patches:
+            own[index] = batch.patches[index][0][None].to(model.compute.dtype)
     return own, shapes
 
 
 def add_replies(
     model: nn.Module,
     batch: Batch,
-    packs: list[list[list[Block]]],
+    assigned: list[list[list[Block]]],
     needed: list[set[int]],
     own: dict[int, Tensor],
     shapes: dict[int, tuple[int, ...]],
@@ -361,8 +361,8 @@ def add_replies(
     """Add to what `row_pictures` found the pictures that environments showed in the samples of
     ``packs``, and to ``needed`` where they are needed."""
     image_ids = model.family.visual_token_ids()
-    for rank, part in enumerate(packs):
-        for i in [i for pack in part for _, members in pack for i in members]:
+    for rank, part in enumerate(assigned):
+        for i in [i for blocks in part for _, members in blocks for i in members]:
             said, key = batch.conversations[i], of_sample(i)
             if not said.grids:
                 continue
@@ -372,7 +372,7 @@ def add_replies(
                 if said.patches:
                     own[key] = torch.cat(said.patches)[None].to(model.compute.dtype)
                 continue
-            ids, _, is_own = batch.in_row(torch.tensor([i]))
+            ids, _, is_own = batch.in_pack(torch.tensor([i]))
             shapes[key] = feature_shape(model, int(torch.isin(ids[~is_own], image_ids).sum()))
             if said.features is not None:
                 own[key] = said.features
@@ -390,11 +390,11 @@ def pixel_shape(model: nn.Module, grids: Iterable[tuple]) -> tuple[int, int, int
     return 1, sum(math.prod(grid[:3]) for grid in grids), patch_size(model)
 
 
-def row_grids(batch: Batch, pack: list[Block]) -> list[tuple]:
-    """(t, h, w) of the pictures and clips of a row, in its order."""
+def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
+    """(t, h, w) of the pictures and clips of a pack, in its order."""
     grids: list[tuple] = []
-    for group, members in pack:
-        grids += batch.prompts[group].grids
+    for index, members in blocks:
+        grids += batch.prompts[index].grids
         for i in members:
             grids += batch.conversations[i].grids if batch.conversations else []
     return [grid[:3] for grid in grids]
@@ -405,23 +405,23 @@ def patch_size(model: nn.Module) -> int:
     return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
 
 
-def with_grids(model: nn.Module, row: Row, grids: list[tuple]) -> Row:
-    """A row with the grids of its pictures and clips; without any, with one of zeros that no token
+def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
+    """A pack with the grids of its pictures and clips; without any, with one of zeros that no token
     stands for."""
     if grids:
-        return replace(row, grids=torch.tensor(grids))
+        return replace(pack, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size
     nothing = torch.zeros(1, side * side, patch_size(model))
-    return replace(row, grids=torch.tensor([[1, side, side]]), features=nothing)
+    return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 
-def prompt_row(
+def prompt_pack(
     model: nn.Module, batch: Batch, slots: dict[int, list[int]], cache: SlotCache
-) -> Row:
-    """Prompts in one row, each to be prefilled into ``slots`` of the cache, by the prompt's index.
+) -> Pack:
+    """Prompts in one pack, each to be prefilled into ``slots`` of the cache, by the prompt's index.
     ``predict`` (b,) is, for every slot in order, the end of its prompt."""
     compute = model.compute
-    lengths = torch.tensor([batch.prompt_lengths[group] for group in slots])
+    lengths = torch.tensor([batch.prompt_lengths[index] for index in slots])
     counts = torch.tensor([len(own) for own in slots.values()])
     ends = lengths.cumsum(0)
     bounds = torch.stack([ends - lengths, ends], dim=1)
@@ -433,58 +433,58 @@ def prompt_row(
         ragged_index(torch.zeros_like(starts), of_slots),
     )
     plan = tuple(part.to(compute.device) for part in plan)
-    ids = torch.cat([batch.prompts[group].input_ids for group in slots])  # (L,)
-    image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    positions = torch.cat([positions_of(model, batch, group) for group in slots], dim=1)  # (3, L)
-    features = [batch.features[group] for group in slots if group in batch.features]
+    ids = torch.cat([batch.prompts[index].input_ids for index in slots])  # (L,)
+    image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    positions = torch.cat([positions_of(model, batch, index) for index in slots], dim=1)  # (3, L)
+    features = [batch.features[index] for index in slots if index in batch.features]
     segments = [(start, end, start, start) for start, end in bounds.tolist()]
-    segments = model.family.attention_segments(segments, image_rows)
-    return Row(
+    segments = model.family.attention_segments(segments, image_index)
+    return Pack(
         input_ids=ids[None].to(compute.device),
         positions=positions[:, None].to(compute.device),
-        image_rows=image_rows.to(compute.device),
+        image_index=image_index.to(compute.device),
         features=torch.cat(features, dim=1).to(compute.device) if features else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan),
         predict=(starts + of_slots).to(compute.device) - 1,
     )
 
 
-def hidden_states(model: nn.Module, row: Row) -> Tensor:
-    """Last hidden states of a row, (L, H).
+def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
+    """Last hidden states of a pack, (L, H).
 
-    A row with ``grids`` holds pixels, whose features are computed here, inside FSDP's forward.
+    A pack with ``grids`` holds pixels, whose features are computed here, inside FSDP's forward.
     Families without rotary positions in three dimensions have three equal rows of them. The fourth
     row of the others, which transformers reads to detect packing, is zero: our attention goes by
     segments and no mask is built.
     """
     language = decoder(model)
-    embeds = language.get_input_embeddings()(row.input_ids)  # (1, L, H)
-    features = row.features
-    if row.grids is not None:
-        features = image_features(model, features[0], row.grids)
+    embeds = language.get_input_embeddings()(pack.input_ids)  # (1, L, H)
+    features = pack.features
+    if pack.grids is not None:
+        features = image_features(model, features[0], pack.grids)
         # a stand-in: every rank takes part in the collectives of the tower
-        if not len(row.image_rows):
+        if not len(pack.image_index):
             embeds, features = embeds + 0.0 * features.sum(), None
     deepstack: dict[str, Any] = {}
     if features is not None:
         features = features.to(embeds.dtype)
-        embeds = embeds.index_copy(1, row.image_rows, features[:1])
+        embeds = embeds.index_copy(1, pack.image_index, features[:1])
         if len(features) > 1:
-            is_image = torch.zeros_like(row.input_ids, dtype=torch.bool).index_fill(
-                1, row.image_rows, True
+            is_image = torch.zeros_like(pack.input_ids, dtype=torch.bool).index_fill(
+                1, pack.image_index, True
             )
             deepstack = {
                 "visual_pos_masks": is_image,
                 "deepstack_visual_embeds": list(features[1:]),
             }
-    positions = row.positions[0]  # (1, L)
+    positions = pack.positions[0]  # (1, L)
     if hasattr(model.model, "get_rope_index"):
-        positions = torch.cat([torch.zeros_like(row.positions[:1]), row.positions])  # (4, 1, L)
+        positions = torch.cat([torch.zeros_like(pack.positions[:1]), pack.positions])  # (4, 1, L)
     out = language(
         inputs_embeds=embeds,
         position_ids=positions,
         use_cache=False,
-        attention=row.attention,
+        attention=pack.attention,
         **deepstack,
     )
     return out.last_hidden_state[0]

@@ -3,7 +3,7 @@
     parts  -> texts and pictures                                       read_parts
     reply  -> token ids that follow the assistant's end token          encode_reply
     first observation -> the end of the prompt                         encode_opening
-    waiting replies   -> features of their pictures, one packed row    compute_features, reply_row
+    waiting replies   -> features of their pictures, one pack    compute_features, reply_pack
 
 A reply is written by the chat template itself: in a conversation of a user, an assistant and the
 reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
@@ -22,7 +22,7 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common.buffers import Row, ragged_index
+from common.buffers import Pack, ragged_index
 from common.conversations import Content
 from common.vlm.attention import PackedAttention, SlotCache
 from common.vlm.data import Processor
@@ -188,10 +188,10 @@ def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
     return [reply.features for reply in shown]
 
 
-def reply_row(
+def reply_pack(
     model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor]
-) -> Row:
-    """One packed row of conversations that go on, each after the keys and values of its slot; its
+) -> Pack:
+    """One pack of conversations that go on, each after the keys and values of its slot; its
     end predicts the next turn.
 
     Args:
@@ -209,11 +209,11 @@ def reply_row(
     plan, kept = (tuple(x.to(compute.device) for x in part) for part in (plan, kept))
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
-    image_rows = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    return Row(
+    image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    return Pack(
         input_ids=ids[None].to(compute.device),
         positions=positions[:, None].to(compute.device),
-        image_rows=image_rows.to(compute.device),
+        image_index=image_index.to(compute.device),
         features=torch.cat(features, dim=1).to(compute.device) if features else None,
         attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
         predict=ends.to(compute.device) - 1,

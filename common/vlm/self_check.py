@@ -9,7 +9,7 @@ references that share no kernel with them.
 Errors are relative: the norm of the difference over the norm of the reference. A bound counts what
 rounding can explain (`explained`); a wrong kernel is off by 0.1 and more.
 
-Shapes: N tokens of a packed row, Hq query heads, Hkv key heads, D numbers of a head, H hidden size,
+Shapes: N tokens of a pack, Hq query heads, Hkv key heads, D numbers of a head, H hidden size,
 P patches, V rows of the head.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from common import distributed
-from common.buffers import Row
+from common.buffers import Pack
 from common.fsdp import shard_of
 from common.fused import describe
 from common.logprobs import linear_logprobs
@@ -220,7 +220,7 @@ class SelfCheck:
     # Attention
 
     def attention(self, backend: str) -> Checked:
-        """Packed rows with shared prompts, forward and backward, and decoding from a short slot and
+        """packs with shared prompts, forward and backward, and decoding from a short slot and
         a full one, on the first layer's own queries, keys and values."""
         (_, *inputs), options = self.first_layer()
         packed = PackedAttention(SEGMENTS, backend, self.device)
@@ -235,7 +235,7 @@ class SelfCheck:
         forward = explained(self.dtype, 4, terms)
         backward = explained(self.dtype, 12, terms)
         bounds = [forward, 10 * backward, 10 * backward, backward]
-        yield from compared("packed rows", "qkv", found, truth, bounds)
+        yield from compared("packs", "qkv", found, truth, bounds)
         decoded = self.decode(backend, inputs, options)
         for i, slot in enumerate(("short", "full")):
             yield f"decoding, {slot} slot", decoded[:, i], truth[0][:, DECODED[i]], forward
@@ -247,7 +247,7 @@ class SelfCheck:
         seen = Recorder()
         rows = len(decoder(self.low).get_input_embeddings().weight)
         ids = torch.randint(rows, (1, TOKENS), generator=self.generator)
-        row = Row(
+        row = Pack(
             input_ids=ids.to(self.device),
             positions=positions_in_segments().expand(3, 1, -1).to(self.device),
             attention=seen,
@@ -257,7 +257,7 @@ class SelfCheck:
 
     @torch.no_grad()
     def decode(self, backend: str, inputs: list[Tensor], options: tuple) -> Tensor:
-        """(1, 2, Hq, D): both prompts are stored by a packed row, and the token after each is
+        """(1, 2, Hq, D): both prompts are stored by a pack, and the token after each is
         decoded. What it may not see is large."""
         cache = SlotCache(self.text, 2, FULL + 1, self.dtype, self.device)
         cache.keys.fill_(1e3)

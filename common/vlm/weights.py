@@ -179,7 +179,7 @@ class Compute:
     Attributes:
         backend: of attention.
         dtype: of forward passes; trained weights and their optimizer are float32.
-        max_tokens_per_pack: tokens of a packed row.
+        max_tokens_per_pack: tokens of a pack.
         head_chunk: tokens whose logits exist at the same time.
     """
 

@@ -32,7 +32,7 @@ import test_gpu
 import toy
 import train_ppo_vl as ppo
 from common import distributed, memory
-from common.buffers import Batch, Row
+from common.buffers import Batch, Pack
 from common.fsdp import bare_forwards
 from common.settings import DataArgs
 from common.vlm import model as vlm, weights
@@ -201,7 +201,7 @@ def prefill_table(compute, folder: Path, size: str, totals, peak: float) -> None
     for total in totals:
         length = min(1024, total)
         segments = [(a, a + length, a, a) for a in range(0, total, length)]
-        row = Row(
+        row = Pack(
             input_ids=torch.randint(5, 100, (1, total), device=DEVICE),
             positions=(torch.arange(total, device=DEVICE) % length).expand(3, 1, -1),
             attention=PackedAttention(segments, compute.backend, DEVICE),
@@ -218,7 +218,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     actor, _, _ = ppo.load_models(args, models, ranks)
-    trained = ppo.make_roles(args, actor, None, None)["actor"]
+    trained = ppo.make_trainables(args, actor, None, None)["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
     responses = torch.randint(5, 100, (n,)).split(response)

@@ -107,7 +107,7 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
     batch.advantages = torch.randn(len(tokens), generator=generator)
     batch.in_policy_loss = torch.ones(len(tokens), dtype=torch.bool)
     batch.sampling = ppo.Sampling.of(args, processor, actor.model.compute.device)
-    batch.old_logprobs = ppo.logprobs_as_drawn(actor, batch)
+    batch.old_logprobs = ppo.compute_logprobs(actor, batch)
     batch.logprobs = batch.old_logprobs
     return batch, patches
 
@@ -117,7 +117,7 @@ def ours(args, actor, batch, share: bool) -> None:
     weights = torch.full((len(batch.tokens),), 1 / len(batch.tokens))
     part = ppo.Minibatch(None, weights, weights, None)
     with sharing(share):
-        for row in vlm.packed_rows(actor.model, batch):
+        for row in vlm.packs(actor.model, batch):
             ppo.actor_loss(actor, None, row, batch, part, args)[0].backward()
 
 
@@ -140,7 +140,7 @@ def padded(oracle, processor, batch, patches, kept: bool, per_call: int) -> None
     tokens, old, advantages = (x.unflatten(0, (-1, length)) for x in (batch.tokens, batch.old_logprobs, batch.advantages))
     for start in range(0, len(batch), per_call):
         rows = slice(start, start + per_call)
-        groups = batch.group[rows].tolist()
+        groups = batch.prompt_index[rows].tolist()
         ids = torch.cat([torch.stack([batch.prompts[g].input_ids for g in groups]), tokens[rows]], dim=1)        # (b, L)
         images = {}
         if patches:
@@ -204,7 +204,7 @@ def compare(flags, args, processor, actor, oracle) -> None:
     for name, value in seconds.items():
         print(f"  {name:7s} {value:7.3f} CPU seconds   {value / seconds['shared']:5.2f} times those of shared")
     if patches:
-        grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.group[:flags.samples].tolist()))]
+        grouped = [torch.cat(parts) for parts in zip(*(patches[g] for g in batch.prompt_index[:flags.samples].tolist()))]
         oracle.trains_vision, oracle.family = False, actor.model.family                                   # no gradient
         tower = alternate({"tower": lambda: vlm.image_features(oracle, *grouped)}, flags.repeats)["tower"] * flags.prompts
         print(
@@ -222,7 +222,7 @@ def compare_compiled(flags, args, processor, actor) -> None:
     began = time.process_time()
     other = load_actor(replace(args, model=replace(args.model, compile="layers")), processor)
     update = lambda module: (ours(args, module, batch, True), gradients(module.train()))[1]  # noqa: E731
-    score = lambda module: ppo.logprobs_as_drawn(module, batch)  # noqa: E731
+    score = lambda module: ppo.compute_logprobs(module, batch)  # noqa: E731
     error = max(float((a - b).norm() / b.norm()) for a, b in zip(update(other), update(actor)))
     assert error < 1e-4, f"gradients differ by {error:.1e}"
     print(f"gradients agree to {error:.0e}; compiled, with a first update of each, in {time.process_time() - began:.0f} CPU seconds")
