@@ -11,7 +11,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 import os
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -439,9 +439,16 @@ def load_responses(
 # --------------------------------------------------------------------------------------------------
 
 
-def answer_frame(processor: Processor) -> tuple[str, int]:
-    """What the chat template writes between generation prompt and answer (LLaVA: a space), and the
-    end token after."""
+class AnswerFrame(NamedTuple):
+    """What the chat template writes around an answer."""
+
+    head: str  # a question, up to where generation begins
+    before: str  # between there and the answer (LLaVA: a space)
+    end: int  # the end token after it
+
+
+def answer_frame(processor: Processor) -> AnswerFrame:
+    """Raises ValueError: the template leaves out what the assistant says."""
     answer = "(the answer)"
     chat = []
     for role, text in (("user", "(a question)"), ("assistant", answer)):
@@ -454,11 +461,12 @@ def answer_frame(processor: Processor) -> tuple[str, int]:
     tokenizer = processor.tokenizer
     after = tokenizer.encode(tail, add_special_tokens=False)
     ends = [token for token in after if token in processor.stop_ids] + [tokenizer.eos_token_id]
-    return before.removeprefix(head) if before.startswith(head) else "", ends[0]
+    before = before.removeprefix(head) if before.startswith(head) else ""
+    return AnswerFrame(head, before, ends[0])
 
 
 def encode_target(
-    processor: Processor, frame: tuple[str, int], text: str, limit: int = 1 << 30
+    processor: Processor, frame: AnswerFrame, text: str, limit: int = 1 << 30
 ) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
 
@@ -468,8 +476,8 @@ def encode_target(
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
         raise ValueError(f"special token {typed[0]} in the target")
-    before, end = frame
-    return torch.tensor([*processor.token_ids(before + text, limit), end], dtype=torch.int64)
+    ids = processor.ids_behind(frame.head, frame.before + text, limit=limit)
+    return torch.cat([ids, torch.tensor([frame.end])])
 
 
 def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:

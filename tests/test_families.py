@@ -619,6 +619,19 @@ def test_a_dense_model_has_no_experts_to_balance(family):
         start(family.folder, family.data, "--aux_loss_coef", "0.1")
 
 
+def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_rows, monkeypatch):
+    """Readers tell a transposed matrix by its shape: a square one is never transposed."""
+    monkeypatch.setitem(EXPERTS, "moe_intermediate_size", TEXT["hidden_size"] // 2)
+    model = AutoModelForImageTextToText.from_config(make_config("qwen3_vl_moe", make_tokenizer("qwen3_vl_moe")))
+    model.save_pretrained(tmp_path)
+    save_processor("qwen3_vl_moe", tmp_path, make_tokenizer("qwen3_vl_moe"))
+    env = start(tmp_path, picture_rows)
+    vlm_weights.export(env.actor, env.processor, tmp_path / "export")
+    again = type(model).from_pretrained(tmp_path / "export").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, again[name]), name
+
+
 def naive_attention(q, k, v, segments, window, scale):
     """Query by query: q (N, Hq, D), k and v (N, Hkv, D) -> (N, Hq, D)."""
     out = torch.zeros_like(q)

@@ -15,11 +15,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ranks
+import tokenizers
 import torch
 from conftest import with_flags
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 from common import accuracy, distributed, fsdp, judge as judgements, process
@@ -136,7 +137,7 @@ def test_labels_are_the_answer_and_its_end(env):
     """Token by token on the Qwen template: the conversation as rendered whole, its labels between header and template tail."""
     tokenizer, end = env.processor.tokenizer, env.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
     examples = [example for question in env.rows.train for example in question.examples]
-    assert judgements.answer_frame(env.processor) == ("", end)
+    assert judgements.answer_frame(env.processor)[1:] == ("", end)
     for example in examples:
         chat = [*example.prompt.messages, {"role": "assistant", "content": example.text}]
         whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
@@ -168,7 +169,7 @@ def test_labels_on_the_llava_template(qwen25):
     processor = Processor(qwen25)
     processor.tokenizer.chat_template = LLAVA
     frame = judgements.answer_frame(processor)
-    assert frame == (" ", processor.tokenizer.eos_token_id)
+    assert frame[1:] == (" ", processor.tokenizer.eos_token_id)
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
     text, ids, _ = processor.encode(messages, ((1, 4, 4),))
     target = judgements.encode_target(processor, frame, "a circle")
@@ -179,6 +180,24 @@ def test_labels_on_the_llava_template(qwen25):
     processor.tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="leaves out what the assistant says"):
         judgements.answer_frame(processor)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always"])
+def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
+    """Tokenizers of Llama's kind put one before the beginning of a text, some behind every special token too."""
+    pieces = ["\u2581", "\u2581yes", "yes", *"abcdefghijklmnopqrstuvwxyz<|>()\n"]
+    backend = tokenizers.Tokenizer(tokenizers.models.Unigram([("<unk>", -9.0), *((piece, -1.0) for piece in pieces)], 0, False))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    processor = Processor(qwen25)
+    processor.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=(
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content if m.content is string else m.content[0].text }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"))
+    target = judgements.encode_target(processor, judgements.answer_frame(processor), "yes")
+    assert processor.tokenizer.convert_ids_to_tokens(target) == ["yes", "</s>"]
+    chat = [{"role": "user", "content": "well"}, {"role": "assistant", "content": "yes"}]
+    prompt, whole = (processor.tokenizer.apply_chat_template(chat[:n], tokenize=True, add_generation_prompt=n == 1)["input_ids"]
+                     for n in (1, 2))
+    assert prompt + target.tolist() == whole[:len(prompt) + 2]
 
 
 # ------------------------------------------------------------------------------------------------ loss

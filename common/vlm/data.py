@@ -15,7 +15,7 @@ import math
 import re
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
@@ -224,6 +224,18 @@ class Processor:
         repeats = np.ones_like(ids)
         repeats[is_image] = counts
         return torch.from_numpy(ids.repeat(repeats))
+
+    def ids_behind(
+        self, context: str, text: str, counts: Sequence[int] = (), limit: int = 1 << 30
+    ) -> Tensor:
+        """(n,) int64 ids of a text that follows another: some tokenizers put a space before the
+        beginning of a text. Where the two share a token, the text is encoded alone. Raises
+        ValueError: see `encode`."""
+        known = self.token_ids(context, limit)
+        ids = self.ids_with_pictures(context + text, counts, limit + len(context))
+        if ids[: len(known)].tolist() == known:
+            return ids[len(known) :]
+        return self.ids_with_pictures(text, counts, limit)
 
     def _render_prompt(self, messages: list[dict]) -> str:
         """Messages as the template's text, up to the response, with nothing lost."""

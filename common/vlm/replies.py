@@ -31,7 +31,6 @@ from common.vlm.model import image_features
 from common.vlm.rows import Prompt
 
 SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
-LIMIT = 1 << 30
 Pixels = tuple[Tensor, Tensor]  # patches of some pictures, and their grids
 
 
@@ -103,12 +102,12 @@ def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool)
     ends = processor.tokenizer.convert_ids_to_tokens(list(processor.stop_ids))
     first = re.match(rf"\s*({'|'.join(map(re.escape, ends))})", tail)
     closing = first[1] if first else processor.tokenizer.eos_token
-    text = closing + (tail[first.end() :] if first else tail)
-    # Encoded with the end token, which may be cut off again: some tokenizers treat the beginning of
-    # a text in their own way.
-    expanded, counts = processor.expand(text, reply.grids)
-    ids = processor.ids_with_pictures(expanded, counts, LIMIT)
-    return ids if by_string and first else ids[1:]
+    rest, counts = processor.expand(tail[first.end() :] if first else tail, reply.grids)
+    ids = processor.ids_behind(closing, rest, counts)
+    if by_string and first:
+        closing_id = processor.tokenizer.convert_tokens_to_ids(closing)
+        ids = torch.cat([torch.tensor([closing_id]), ids])
+    return ids
 
 
 def render_reply(processor: Processor, reply: Reply, role: str) -> str:

@@ -616,8 +616,9 @@ def check_tied(place: str, target: Tensor, value) -> None:
 
 def as_in_files(config, name: str, weight: Tensor) -> Tensor:
     """A parameter as checkpoints hold it: those of Qwen3-VL-MoE have the matrices of the experts
-    (E, I, O) transposed."""
-    if config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name:
+    (E, I, O) transposed, but square ones, which no reader could tell apart."""
+    is_expert = config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name
+    if is_expert and weight.shape[1] != weight.shape[2]:
         return weight.transpose(1, 2)
     return weight
 
