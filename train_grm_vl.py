@@ -31,8 +31,9 @@ templates, so that a judge is always asked as it was trained.
 Shapes: N tokens of all targets of the step, L tokens of a pack, T target tokens of that pack,
 H hidden size.
 
-Invariants, each with a test: labels are the target's tokens and its first end token, nothing else;
-packs and ranks change rounding only; data order is a function of (seed, counters).
+Invariants, each with a test: labels are what the chat template writes before the answer (an empty
+thought, a space), the answer's tokens and its first end token, nothing else; packs and ranks change
+rounding only; data order is a function of (seed, counters).
 """
 
 import itertools

@@ -632,6 +632,14 @@ def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_row
         assert torch.equal(weight, again[name]), name
 
 
+def test_experts_one_by_one_are_the_reason_of_a_refusal(tmp_path, picture_rows):
+    kind = "qwen3_5_moe"
+    AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind))).save_pretrained(tmp_path)
+    save_processor(kind, tmp_path, make_tokenizer(kind))
+    with pytest.raises(process.UserError, match=r"hold experts one by one, as .*experts\.\d+\..*one tensor for all"):
+        start(tmp_path, picture_rows)
+
+
 def naive_attention(q, k, v, segments, window, scale):
     """Query by query: q (N, Hq, D), k and v (N, Hkv, D) -> (N, Hq, D)."""
     out = torch.zeros_like(q)
