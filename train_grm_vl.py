@@ -44,7 +44,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -335,7 +335,9 @@ def load_rows(args: Args) -> Rows:
         held_out = [
             load_examples(path, k, args, processor) for k, (path, _) in enumerate(eval_sets)
         ]
-        count_examples(processor.files["judge"], itertools.chain(*loaded))
+        examples = itertools.chain(*loaded)
+        verdicts = [(example.kind, example.verdict) for example in examples]
+        judgements.note_training(processor.files["judge"], verdicts)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
     return Rows(processor, train_sets, shares, list(itertools.chain(*held_out)))
@@ -370,16 +372,6 @@ def load_examples(path: str, dataset: int, args: Args, processor: data.Processor
 
     loaded = data.load_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
     return list(itertools.chain(*loaded))
-
-
-def count_examples(judge_json: dict, examples: Iterable[Example]) -> None:
-    """Note in judge.json what the judge is trained on. Raises ValueError: too many scores."""
-    seen = []
-    for example in examples:
-        if example.kind in judgements.JUDGEMENTS:
-            bare = judgements.format_template(judge_json["answer"], verdict=example.verdict)
-            seen.append((example.kind, example.verdict, example.text == bare))
-    judgements.count_judgements(judge_json, seen)
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:

@@ -120,44 +120,31 @@ def _calibration(likely: list[dict]) -> dict[str, float]:
 
 
 def held_out_record(summary: dict) -> dict:
-    """What judge.json says of an evaluation: step, accuracy, and by kind accuracy and counts of
-    verdicts."""
+    """What judge.json says of an evaluation: its step, and by kind accuracy, number of judgements
+    and chance: the share of the most frequent right verdict, which always saying it scores."""
     kinds = {}
     for kind, rows in summary["confusion"].items():
-        verdicts = {right: sum(said.values()) for right, said in rows.items()}
-        kinds[kind] = {"accuracy": summary["accuracy_per_kind"][kind], "verdicts": verdicts}
-    return {
-        "step": summary["step"],
-        "accuracy": summary.get("accuracy"),
-        "kinds": kinds,
-        "counts": summary["counts"],
-    }
+        right = [sum(said.values()) for said in rows.values()]
+        kinds[kind] = {
+            "accuracy": summary["accuracy_per_kind"][kind],
+            "chance": max(right) / sum(right),
+            "count": sum(right),
+        }
+    return {"step": summary["step"], "kinds": kinds}
 
 
 def doubtful_accuracy(judge: dict, kind: str) -> str:
-    """Describe a recorded held-out accuracy on questions of this kind that is not above chance, or
-    return "".
-
-    Chance is the share of the most frequent right verdict: always giving that verdict scores as
-    much. Above chance means by more than two standard errors. Raises ValueError: not such a record.
-    """
-    held_out = judge.get("held_out") or {}
-    try:
-        entry = held_out.get("kinds", {}).get(kind)
-        if entry is None:
-            return ""
-        accuracy, right, step = float(entry["accuracy"]), entry["verdicts"], int(held_out["step"])
-        total = sum(right.values())
-        chance = max(right.values()) / total
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ValueError(
-            f"judge.json: not the record of an evaluation: {held_out!r:.200}"
-        ) from error
-    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / total):
+    """Describe a recorded held-out accuracy on questions of this kind that is not above chance by
+    more than two standard errors, or return ""."""
+    held_out = judge.get("held_out") or {"kinds": {}}
+    if kind not in held_out["kinds"]:
+        return ""
+    accuracy, chance, count = held_out["kinds"][kind].values()
+    if accuracy > chance + 2 * math.sqrt(chance * (1 - chance) / count):
         return ""
     return (
-        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {total}, step {step}) is not"
-        f" above chance ({chance:.3f} by always saying {max(right, key=right.get)})"
+        f"the judge's held-out accuracy on {kind} ({accuracy:.3f} of {count}, step"
+        f" {held_out['step']}) is not above chance ({chance:.3f})"
     )
 
 
@@ -168,7 +155,7 @@ def chance_warnings(judge: dict, last: int) -> list[str]:
     if 10 * judge["held_out"]["step"] < last:
         return []
     kinds = judge["held_out"]["kinds"].items()
-    doubts = [doubtful_accuracy(judge, kind) for kind, own in kinds if len(own["verdicts"]) > 1]
+    doubts = [doubtful_accuracy(judge, kind) for kind, own in kinds if own["chance"] < 1]
     advice = (
         "Pairs are learned after a plateau; otherwise try another --lr, lower ones too, or look for "
         "rows whose verdict cannot be seen in them"

@@ -11,7 +11,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 import os
 import re
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,53 +100,43 @@ def judge_settings(
                 f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>:"
                 f" {template!r:.200}"
             )
-        kinds[kind] = {
-            "template": template,
-            "verdicts": old.get("verdicts") or verdicts,
-            "examples": 0,
-            "critiques": 0,
-        }
+        kinds[kind] = {"template": template, "verdicts": old.get("verdicts") or verdicts}
     return {
         "system_instruction": system_instruction or saved.get("system_instruction", ""),
         "answer": VERDICT_FRAME,
         "which_answer": which if which != "auto" else saved.get("which_answer", "last"),
         "kinds": kinds,
+        "trained_on": [],
     }
 
 
-def count_judgements(judge: dict, seen: list[tuple[str, str, bool]]) -> None:
-    """Note in judge.json's content what the judge is trained on: (kind, verdict, whether the
-    verdict stands alone).
+def note_training(judge: dict, verdicts: Iterable[tuple[str, str]]) -> None:
+    """Note in judge.json's content what the judge is trained on: (kind, verdict) of its rows.
 
     Raises ValueError: too many different scores.
     """
-    for kind, settings in judge["kinds"].items():
-        own = [(verdict, bare) for seen_kind, verdict, bare in seen if seen_kind == kind]
-        settings["examples"] = len(own)
-        settings["critiques"] = sum(not bare for _, bare in own)
-        if kind == "score" and own:
-            settings["verdicts"] = sorted({verdict for verdict, _ in own}, key=float)
-            if len(settings["verdicts"]) > MAX_SCORES:
-                raise ValueError(
-                    f"--data: {len(settings['verdicts'])} different scores; round them to at most"
-                    f" {MAX_SCORES}"
-                )
+    trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
+    judge["trained_on"] = sorted({kind for kind, _ in trained})
+    scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
+    if len(scores) > MAX_SCORES:
+        raise ValueError(
+            f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
+        )
+    judge["kinds"]["score"]["verdicts"] = scores or judge["kinds"]["score"]["verdicts"]
 
 
 def judge_question(judge: dict, wanted: str) -> str:
-    """The kind of question to ask: the wanted one or, for auto, the pointwise one the judge has
-    seen most.
+    """The kind of question to ask: the wanted one or, for auto, the pointwise one that the judge
+    was trained on.
 
     Raises ValueError: the judge was not trained on it.
     """
-    seen = {kind: entry.get("examples", 0) for kind, entry in judge.get("kinds", {}).items()}
-    kind = wanted
-    if wanted == "auto":
-        kind = max(("correct", "score"), key=lambda kind: seen.get(kind, 0))
-    if not seen.get(kind):
+    trained = judge.get("trained_on", [])
+    kind = wanted if wanted != "auto" else "correct" if "correct" in trained else "score"
+    if kind not in trained:
         raise ValueError(
-            f"the judge was not trained on questions of the kind {kind} (--grm_question);"
-            f" judge.json counts {seen or 'nothing: there is none'}"
+            f"the judge was not trained on questions of the kind {kind} (--grm_question); judge.json"
+            f" names {', '.join(trained) or 'none'}"
         )
     return kind
 
@@ -385,7 +375,6 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
 def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Judgement rows for RL of a judge: training sets and held-out rows. The processor's judge.json
     becomes that of the judge which is trained. Raises ValueError: bad rows."""
-    learned = processor.files["judge"].get("kinds", {})
     judge = judge_settings(processor.files["judge"], which="last")
     processor.files["judge"] = judge
     train_sets = []
@@ -394,14 +383,8 @@ def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt
     held_out = []
     for path, _ in parse_datasets(args.eval_data):
         held_out += load_judgements(path, processor, args)
-    # A judge whose training verdicts all followed a critique keeps writing critiques.
-    writes = {
-        kind
-        for kind, entry in learned.items()
-        if 0 < entry.get("examples", 0) == entry.get("critiques")
-    }
     rows = [row for rows in train_sets for row in rows]
-    count_judgements(judge, [(row.label, row.reference, row.label not in writes) for row in rows])
+    note_training(judge, [(row.label, row.reference) for row in rows])
     return train_sets, held_out
 
 

@@ -176,22 +176,9 @@ class Judge(RewardModel):
         self.worth = {"given": given}  # of the verdicts, by order
         if self.kind == "answers":
             self.worth["swapped"] = 1 - given  # the response stands in place B
-        for warning in self.warnings(learned):
-            if distributed.is_main():
-                print(f"warning: --reward {self.spec}: {warning}", flush=True)
-
-    def warnings(self, learned: dict) -> list[str]:
-        found = []
         doubt = doubtful_accuracy(self.settings, self.kind)
-        if doubt:
-            found.append(f"{doubt}; its rewards may mean nothing")
-        if self.args.grm_mode != "critique" and learned.get("critiques") == learned["examples"]:
-            found.append(
-                f"a critique stood before each of the {learned['examples']} verdicts the judge"
-                " learned, so what it says without one may mean little; --grm_mode critique lets"
-                " it write"
-            )
-        return found
+        if doubt and distributed.is_main():
+            print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
     def __call__(
         self, batch: Batch, texts: list[str], used: list[int]

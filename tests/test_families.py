@@ -636,7 +636,7 @@ def test_experts_one_by_one_are_the_reason_of_a_refusal(tmp_path, picture_rows):
     kind = "qwen3_5_moe"
     AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind))).save_pretrained(tmp_path)
     save_processor(kind, tmp_path, make_tokenizer(kind))
-    with pytest.raises(process.UserError, match=r"hold experts one by one, as .*experts\.\d+\..*one tensor for all"):
+    with pytest.raises(process.UserError, match=r"the files hold experts one by one, as .*experts\.\d+\..*one tensor for all"):
         start(tmp_path, picture_rows)
 
 

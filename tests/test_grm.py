@@ -573,13 +573,13 @@ def test_short_responses_are_compared_word_by_word():
 
 def test_kinds_at_chance_are_named():
     """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
-    kinds = {"correct": {"accuracy": 0.9, "verdicts": {"yes": 50, "no": 50}}, "pictures": {"accuracy": 0.55, "verdicts": {"A": 50, "B": 50}},
-             "response": {"accuracy": 0.79, "verdicts": {"yes": 80, "no": 20}},
-             "answers": {"accuracy": 1.0, "verdicts": {"tie": 100}}}                    # whoever is right here may know nothing else
+    kinds = {kind: {"accuracy": rate, "chance": chance, "count": 100} for kind, rate, chance in (
+        ("correct", 0.9, 0.5), ("pictures", 0.55, 0.5), ("response", 0.79, 0.8),
+        ("answers", 1.0, 1.0))}                                                         # whoever is right here may know nothing else
     judge = {"held_out": {"step": 3, "kinds": kinds}}
     assert accuracy.chance_warnings(judge, last=31) == []                               # not a tenth of the run yet
     told = accuracy.chance_warnings(judge, last=30)
-    assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500 by always saying A)" in told[0]
+    assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500)" in told[0]
     assert told[1].startswith("warning: ") and "response (0.790" in told[1]
 
 
@@ -717,18 +717,16 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     folder = one_rank / "export" / "step-4"
     judge = json.loads((folder / "judge.json").read_text())
     assert Processor(folder).files["judge"] == judge and judge["answer"] == "<answer>{verdict}</answer>"
-    assert {kind: (own["verdicts"], own["examples"], own["critiques"]) for kind, own in judge["kinds"].items()} == {
-        "pictures": (["A", "B", "tie"], 2, 2), "answers": (["A", "B", "tie"], 4, 0), "correct": (["yes", "no"], 2, 1),
-        "score": (["-1.5", "4"], 2, 0)}
-    summary = evaluation(one_rank, 4)["summary"]
+    assert {kind: own["verdicts"] for kind, own in judge["kinds"].items()} == {
+        "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
+    assert judge["trained_on"] == ["answers", "correct", "pictures", "score"]
     graded = [entry for entry in evaluation(one_rank, 4)["records"] if entry["gt_answer"] is not None]
-    assert judge["held_out"].keys() == {"step", "accuracy", "kinds", "counts"}
-    assert (judge["held_out"]["step"], judge["held_out"]["accuracy"]) == (4, summary["accuracy"])
-    assert judge["held_out"]["counts"] == summary["counts"]
+    assert judge["held_out"]["step"] == 4
     for kind, entry in judge["held_out"]["kinds"].items():
         own = [record for record in graded if record["info"]["kind"] == kind]
-        assert entry["verdicts"] == Counter(record["gt_answer"] for record in own)
-        assert entry["accuracy"] == np.mean([record["gt_answer"] == record["predicted_answer"] for record in own])
+        (_, most), = Counter(record["gt_answer"] for record in own).most_common(1)
+        right = [record["gt_answer"] == record["predicted_answer"] for record in own]
+        assert entry == {"accuracy": np.mean(right), "chance": most / len(own), "count": len(own)}
     assert judge["held_out"]["kinds"].keys() == {record["info"]["kind"] for record in graded}
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
@@ -744,6 +742,16 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert kept["which_answer"] == "first" and judgements.judge_settings(saved, which="last")["which_answer"] == "last"
 
 
+def test_who_learned_no_judgements_is_no_judge(qwen25, task, tmp_path):
+    """Supervised fine-tuning exports a model; PPO made from it, too."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "how many?", "response": "three"}\n' * 4)
+    line = ["--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--prompts_per_step", "2", "--steps", "1",
+            "--max_prompt_tokens", "200", "--out", str(tmp_path / "run")]
+    grm.main(line)
+    exported = tmp_path / "run" / "export" / "step-1"
+    assert (exported / "model.safetensors").exists() and not (exported / "judge.json").exists()
+
+
 def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25, task, tmp_path):
     """Killed between evaluation and export of the last step; without that evaluation's file, the one before."""
     for name, step in (("with", 4), ("without", 2)):
@@ -754,7 +762,6 @@ def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25,
         grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
         judge = json.loads((out / "export" / "step-4" / "judge.json").read_text())
         assert judge["held_out"]["step"] == step
-        assert judge["held_out"]["accuracy"] == evaluation(one_rank, step)["summary"]["accuracy"]
 
 
 def test_the_toy_brings_judgements(tmp_path):

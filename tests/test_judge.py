@@ -40,8 +40,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
         model.save_pretrained(folder)
         data.Processor(source).save(str(folder))
         judge = judgements.judge_settings({}, system_instruction="Judge: {prompt}")
-        judgements.count_judgements(judge, [("correct", "yes", True), ("answers", "A", True)]
-                             + [("score", score, True) for score in ("1", "2.5", "-4")])
+        judgements.note_training(judge, [("correct", "yes"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")])
         (folder / "judge.json").write_text(json.dumps(judge))
         result[name] = folder
     return result
@@ -385,23 +384,12 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
-    with pytest.raises(process.UserError, match="judge.json counts nothing"):
+    with pytest.raises(process.UserError, match="judge.json names none"):
         build(env, rewards.load(env.args.reward))
-    counts = {"kinds": {"correct": {"examples": 3}, "score": {"examples": 5}, "answers": {"examples": 0}}}
-    assert judgements.judge_question(counts, "auto") == "score" and judgements.judge_question(counts, "correct") == "correct"
+    for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
+        assert judgements.judge_question({"trained_on": trained}, "auto") == asked
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
-        judgements.judge_question(counts, "answers")
-
-
-def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows, judges, tmp_path, capsys):
-    folder = tmp_path / "judge"
-    shutil.copytree(judges["near"], folder)
-    for bare, mode, warned in ((False, "probability", True), (False, "critique", False), (True, "probability", False)):
-        judge = judgements.judge_settings({})
-        judgements.count_judgements(judge, [("correct", "yes", False), ("correct", "no", bare)])
-        (folder / "judge.json").write_text(json.dumps(judge))
-        prepare(qwen25, picture_rows, "--reward", f"grm:{folder}", "--grm_mode", mode)
-        assert ("a critique stood before each of the 2 verdicts the judge" in capsys.readouterr().out) == warned
+        judgements.judge_question({"trained_on": ["score"]}, "answers")
 
 
 @pytest.mark.parametrize("accuracy, verdicts, doubted", [
@@ -411,22 +399,15 @@ def test_a_judge_that_learned_critiques_only_wants_to_write(qwen25, picture_rows
 def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, verdicts, doubted):
     """Chance is what the most frequent verdict earns; 2 standard errors are 2 sqrt(.5 * .5 / 100) = .1."""
     judge = json.loads((judges["near"] / "judge.json").read_text())
-    kinds = {"correct": {"accuracy": accuracy, "verdicts": verdicts}} if verdicts else {}
-    kinds["score"] = {"accuracy": 0.0, "verdicts": {"1": 9}}                                 # it is not asked for one
-    judge["held_out"] = {"step": 40, "accuracy": accuracy, "kinds": kinds}
+    kinds = {"score": {"accuracy": 0.0, "chance": 1.0, "count": 9}}                          # it is not asked for one
+    if verdicts:
+        count = sum(verdicts.values())
+        kinds["correct"] = {"accuracy": accuracy, "chance": max(verdicts.values()) / count, "count": count}
+    judge["held_out"] = {"step": 40, "kinds": kinds}
     folder = judge_folder(judges, tmp_path, judge)
     told = doubts(folder, capsys)
     warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of "
     assert (warning in told) == ("is not above chance" in told) == doubted
-
-
-def test_what_is_no_record_of_an_evaluation(judges, tmp_path, capsys):
-    judge = json.loads((judges["near"] / "judge.json").read_text())
-    assert "chance" not in doubts(judges["near"], capsys)                  # older ones have none
-    for record in ({"kinds": {"correct": {"accuracy": "high", "verdicts": {"yes": 1}}}, "step": 1}, [1],
-                   {"kinds": {"correct": {"accuracy": 1, "verdicts": {}}}, "step": 1}):
-        with pytest.raises(ValueError, match="judge.json: not the record of an evaluation"):
-            doubts(judge_folder(judges, tmp_path, judge | {"held_out": record}), capsys)
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
@@ -462,22 +443,6 @@ def loaded(script, line: list[str]):
     args = script.parse_args(line)
     distributed.start(args.run.timeout, args.run.hsdp)
     return script.load_rows(args)
-
-
-def test_critiques_are_remembered_over_rl(judges, tmp_path):
-    """Rewards for verdicts do not teach a judge to say them bare."""
-    folder = tmp_path / "judge"
-    shutil.copytree(judges["near"], folder)
-    judge = judgements.judge_settings({})
-    judgements.count_judgements(judge, [("correct", "yes", False), ("score", "1", False), ("score", "2", True)])
-    (folder / "judge.json").write_text(json.dumps(judge))
-    rows = [{"question": "a", "response": "b", "correct": True}, {"question": "a", "response": "b", "score": 2},
-            {"prompt": "a", "responses": ["b", "c"], "preferred": "A"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl"), "--row_kind", "judgements"]
-    kinds = loaded(ppo, [*line, "--reward", "verdict"]).processor.files["judge"]["kinds"]
-    assert {kind: (kinds[kind]["examples"], kinds[kind]["critiques"]) for kind in ("correct", "score", "answers")} == {
-        "correct": (1, 1), "score": (1, 0), "answers": (2, 0)}
 
 
 def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_rows, judges, tmp_path):
@@ -517,8 +482,8 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
     sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
     assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
-    asked = data.Processor(judge / "export" / "step-3").files["judge"]["kinds"]["correct"]
-    assert asked["template"] == "{prompt} - {response}?" and asked["examples"] == 6
+    asked = data.Processor(judge / "export" / "step-3").files["judge"]
+    assert asked["kinds"]["correct"]["template"] == "{prompt} - {response}?" and asked["trained_on"] == ["correct"]
 
 
 def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
@@ -547,4 +512,4 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
 
 
 def answer_end(processor) -> int:
-    return judgements.answer_frame(processor)[1]
+    return judgements.answer_frame(processor).end

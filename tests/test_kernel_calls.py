@@ -116,7 +116,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
     """Its verdicts' probabilities are a packed forward, its critiques a rollout."""
     judge = write_checkpoint(tmp_path / "judge", "qwen2_5_vl")
     settings = judgements.judge_settings({})
-    judgements.count_judgements(settings, [("correct", "yes", True), ("correct", "no", True)])
+    judgements.note_training(settings, [("correct", "yes"), ("correct", "no")])
     (judge / "judge.json").write_text(json.dumps(settings))
     said = {}
     for attention in (backend, "sdpa"):

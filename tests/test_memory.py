@@ -241,7 +241,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     """Reference, judge, scalar reward model, critic and average; two steps without moves, and one
     and one with them. Three ranks: uneven shards, some of them empty."""
     judge = judgements.judge_settings({})
-    judgements.count_judgements(judge, [("correct", "yes", True)])
+    judgements.note_training(judge, [("correct", "yes")])
     for name in ("judge", "scalar"):
         (tmp_path / name).mkdir()
         for file in qwen25.iterdir():

@@ -1118,7 +1118,7 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
     shutil.copytree(checkpoints["qwen3_vl"], task / "judge")
     judge = judgements.judge_settings({})
-    judgements.count_judgements(judge, [("correct", "yes", True)])
+    judgements.note_training(judge, [("correct", "yes")])
     (task / "judge" / "judge.json").write_text(json.dumps(judge))
     (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
     (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
@@ -1219,12 +1219,12 @@ def test_a_judge_learns_from_verdicts(both):
     _, out = both("judging")
     rows = samples_of(out, "eval-000002")
     assert [(row["label"], row["reference"], row["question"][-60:] != "") for row in rows] == [
-        ("correct", "yes", True), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
+        ("correct", "yes"), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
         ("answers", "tie", True)]
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                          # own noise for each order
     judge = vlm_data.Processor(out / "export" / "step-2").files["judge"]
-    assert judgements.judge_question(judge, "auto") == "correct" and judge["kinds"]["pictures"]["examples"] == 2
+    assert judgements.judge_question(judge, "auto") == "correct" and judge["trained_on"] == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
     assert {"rollout/accuracy_reward", "rollout/format_reward"} <= trained.keys()
     assert {"eval/accuracy_reward_mean", "eval/format_reward_mean"} <= evaluated.keys()

@@ -185,7 +185,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
     settings = judgements.judge_settings({})
-    judgements.count_judgements(settings, [("correct", "yes", True)])
+    judgements.note_training(settings, [("correct", "yes")])
     (judge / "judge.json").write_text(json.dumps(settings))
     env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
                 "--video_fps", "3")

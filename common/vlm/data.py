@@ -296,7 +296,7 @@ class Processor:
             settings = {
                 key: value for key, value in self.files[name].items() if key != "image_processor"
             }
-            if settings:
+            if settings and (name != "judge" or settings["trained_on"]):
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")
 
 

@@ -106,30 +106,7 @@ def read_settings(folder: str | Path) -> dict[str, dict]:
     for name, types in SETTINGS_FILES.items():
         path = Path(folder, f"{name}.json")
         files[name] = read_json(path, optional=types) if path.exists() else {}
-    check_judge(files["judge"])
     return files
-
-
-def check_judge(saved: dict) -> None:
-    """Raises ValueError: the content of judge.json is not what `judge.judge_settings` writes."""
-    if saved.get("which_answer", "last") not in ("first", "last"):
-        raise ValueError(
-            f"judge.json: which_answer must be first or last, not {saved['which_answer']!r:.80}"
-        )
-    for kind, settings in saved.get("kinds", {}).items():
-        if not isinstance(settings, dict) or not _is_kind(settings):
-            raise ValueError(
-                f"judge.json: kinds.{kind} must hold a template (text), verdicts (texts), examples "
-                f"and critiques (whole numbers), not {settings!r:.200}"
-            )
-
-
-def _is_kind(settings: dict) -> bool:
-    types = {"template": str, "verdicts": list, "examples": int, "critiques": int}
-    for name in types.keys() & settings.keys():
-        if not isinstance(settings[name], types[name]):
-            return False
-    return all(isinstance(verdict, str) for verdict in settings.get("verdicts", []))
 
 
 # -------------------------------------------------------------------------------------------------

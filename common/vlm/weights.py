@@ -547,7 +547,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
     parameters = dict(model.named_parameters(remove_duplicate=False))
     model.hub_names, model.kept = {}, {}
     keys: set[str] = set()
-    lone_expert = ""
+    left_out: list[str] = []
     read: set[int] = set()  # ids of parameters
     for file in weight_files(folder):
         with open_weights(folder / file) as tensors:
@@ -563,7 +563,7 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                     model.kept[key] = folder / file, found
                 if target is None:
                     # a part that this role leaves out: the vision tower or the output head
-                    lone_expert = key if re.search(r"\.experts\.\d+\.", key) else lone_expert
+                    left_out.append(key)
                     continue
                 shapes = {tuple(target.shape)}
                 if name is not None:
@@ -578,15 +578,21 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 read.add(id(target))
     missing = [name for name, p in parameters.items() if id(p) not in read and ".lora_" not in name]
     if missing:
-        reason = (
-            f"; they hold experts one by one, as {lone_expert}: a checkpoint with one tensor for all"
-            " experts of a layer is needed, as published"
-        )
-        raise ValueError(
-            f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
-            + (reason if lone_expert else "")
-        )
+        raise ValueError(f"{folder}: {describe_missing(missing, left_out)}")
     return keys
+
+
+def describe_missing(missing: list[str], left_out: list[str]) -> str:
+    """Which parameters are in no file, and why, if the ``left_out`` keys of the files tell."""
+    told = f"{len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+    for key in left_out:
+        if re.search(r"\.experts\.\d+\.", key):
+            told += (
+                f"; the files hold experts one by one, as {key}: a checkpoint with one tensor for"
+                " all experts of a layer is needed, as published"
+            )
+            break
+    return told
 
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
