@@ -70,7 +70,7 @@ from common.buffers import Batch, Pack
 from common.cards import sample_card
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
-from common.vlm import data, images, self_check, weights
+from common.vlm import data, images, weights
 from common.vlm import model as vlm
 
 
@@ -474,7 +474,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
         weights.materialize(judge, ranks.device)
         weights.init_adapters(judge.model, args.run.seed)
         weights.load(judge.model, builder.folder)
-    self_check.settle([judge.model], args.model)
+    vlm.agree_on_backend([judge.model])
     return judge
 
 

@@ -63,7 +63,7 @@ from common.dialogue import Episode, EnvRollout, Response
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
 from common.records import sample_pictures, sample_records, summarise
-from common.vlm import attention, data, replies, self_check, weights
+from common.vlm import attention, data, replies, weights
 from common.vlm import model as vlm
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
@@ -1106,12 +1106,12 @@ def saved_roles(args: Args) -> tuple[str, ...]:
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference; check this machine's kernels on the actor."""
+    """Shard and load actor, critic and reference."""
     with distributed.raise_on_all_ranks():
         for role in ("actor", "critic", "reference"):
             if role in models:
                 shard_and_load(models[role], args, ranks)
-    self_check.settle([module.model for module in models.values()], args.model)
+    vlm.agree_on_backend([module.model for module in models.values()])
     actor, reference = models["actor"], models.get("reference")
     if reference is not None:
         fsdp.offload(reference, args.update.offload)

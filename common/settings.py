@@ -26,14 +26,6 @@ class ModelArgs:
         choices=("auto", "flash_attn", "varlen", "sdpa"),
         neutral=True,
     )
-    self_check: str = flag(
-        "auto",
-        "compare this machine's kernels with references at the start, on the model's own first "
-        "layers (seconds); with --attention auto the next back-end is taken where one fails. auto: "
-        "on a GPU",
-        choices=("auto", "on", "off"),
-        neutral=True,
-    )
     gradient_checkpointing: str = flag(
         "auto",
         "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU "

@@ -26,10 +26,12 @@ import torch
 import torch.utils.collect_env
 import transformers
 
+import check_kernels
 import toy
-from common import memory
+from common import distributed, memory
 from common.files import read_json
 from common.logging import read_records
+from common.process import UserError
 from common.vlm.attention import choose_backend, flash_attn_problem
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
@@ -52,8 +54,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S"))
     own, given = parser.parse_known_args(argv)
     own.out.mkdir(parents=True)
+    try:
+        distributed.choose_device()
+    except UserError as error:
+        print(f"{error}\nFAIL")
+        return 1
     report = {"machine": describe_machine(), "flags": given, "runs": []}
     print(f"{gpus} GPUs, torch {torch.__version__}; {own.out}", flush=True)
+    if check_kernels.main([]):
+        return 1
     task = [] if "--model" in given else write_random_task(own.out / "task", large=gpus > 0)
     flags = [*STEP[gpus > 0].split(), *COMMON.split(), *task, *given]
     for run in do_runs(own.out, flags, gpus):

@@ -61,10 +61,6 @@ FLOORS = (
             "common.vlm.linear_attention", "common.vlm.model", "common.vlm.layers",
             "common.vlm.compilation", "common.fsdp",
         ),
-        "common.vlm.self_check": (
-            "common.vlm.families", "common.vlm.attention", "common.vlm.linear_attention",
-            "common.vlm.model", "common.fsdp", "common.vlm.weights",
-        ),
         "common.staging": ("common.fsdp",),
         "common.storage": ("common.vlm.weights", "common.fsdp", "common.staging"),
         "common.checkpoint": (

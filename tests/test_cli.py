@@ -355,7 +355,7 @@ def test_flags_that_alter_the_result():
     neutral = common_flags.neutral_flags(ppo.parse_args([*NEEDED, "--lr_schedule", "linear"]))
     found = {group: {field.name for field in dataclasses.fields(kind)} for group, kind in GROUPS.items()}
     assert {group: names & neutral for group, names in found.items() if group not in ("checkpoint", "run")} == {
-        "model": {"attention", "self_check", "compile", "gradient_checkpointing", "max_tokens_per_pack",
+        "model": {"attention", "compile", "gradient_checkpointing", "max_tokens_per_pack",
                   "head_chunk"},                                                # test_gpu, test_compilation, test_training
         "data": {"eval_data", "data_threads", "image_root"},                                        # test_training, test_data
         "rows": set(),

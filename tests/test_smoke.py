@@ -48,6 +48,15 @@ def test_it_fails_with_the_reason(tmp_path):
     assert not report["passed"] and "--min_new_tokens 7 exceeds --max_new_tokens 6" in report["runs"][0]["tail"]
 
 
+def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
+    """Nothing is run: it would pass on the CPUs."""
+    monkeypatch.setattr(smoke.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert smoke.main(["--out", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().out.endswith("FAIL\n") and not (tmp_path / "out" / "task").exists()
+
+
 def test_what_speaks_against_a_run():
     good = {"step": 1, "train/actor_skipped": 0, "train/sampler_gap": 0.004}
     assert smoke.judge_steps([good], 0.05) == [] and smoke.judge_steps([], 0.05) == ["no step was recorded"]

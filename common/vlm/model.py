@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
+from common import distributed
 from common.buffers import (
     Batch,
     Block,
@@ -36,7 +37,13 @@ from common.buffers import (
     ragged_index,
 )
 from common.logging import progress
-from common.vlm.attention import ATTENTION_NAME, VISION_ATTENTION_NAME, PackedAttention, SlotCache
+from common.vlm.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    VISION_ATTENTION_NAME,
+    PackedAttention,
+    SlotCache,
+)
 from common.vlm.families import Qwen
 from common.vlm.linear_attention import THEIRS, Decay, DeltaNet
 
@@ -132,6 +139,15 @@ def use_attention(model: nn.Module, backend: str) -> None:
     model.config.vision_config._attn_implementation = vision
     if model.model.visual is not None:
         model.model.visual.config._attn_implementation = vision
+
+
+def agree_on_backend(models: list[nn.Module]) -> None:
+    """Let all ranks take the same attention back-end: a node may lack a package that another has."""
+    held = distributed.gather_objects(models[0].compute.backend)
+    backend = max(held, key=BACKENDS.index)
+    for model in models:
+        model.compute = replace(model.compute, backend=backend)
+        use_attention(model, backend)
 
 
 def use_mixers(model: nn.Module) -> None:

@@ -1,0 +1,145 @@
+"""launch/check_kernels.py: it passes on what is right, and finds each fault that is put into a part."""
+
+import math
+
+import pytest
+import torch
+
+import check_kernels
+from common import logprobs
+from common.vlm import attention
+from common.vlm.attention import DecodeAttention, PackedAttention
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_passes_on_a_cpu(capsys, dtype):
+    """What it measures stays far below its bounds."""
+    assert check_kernels.main(["--dtype", dtype, "--heads", "4", "--kv_heads", "2", "--head_dim", "32"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.endswith(" ok")]
+    assert len(lines) == 19 and all(float(line[-3]) < float(line[-2]) / 2 for line in lines)
+
+
+def sees_one_key_too_many(patch):
+    """Ahead of every query of a response."""
+    mask = attention.bucket_mask
+
+    def wrong(table, window):
+        seen = mask(table, window)
+        if seen is not None:
+            seen[..., 1:] |= seen[..., :-1].copy()
+        return seen
+
+    patch.setattr(attention, "bucket_mask", wrong)
+
+
+def loses_the_gradient_of_keys(patch):
+    real = PackedAttention.__call__
+    patch.setattr(PackedAttention, "__call__", lambda s, layer, q, k, v, *rest: real(s, layer, q, k.detach() + 0 * k, v, *rest))
+
+
+def mask_with(change):
+    """Decoding by a mask that ``change`` has edited."""
+
+    def fault(patch):
+        real = DecodeAttention.mask
+
+        def wrong(step, window):
+            mask = real(step, window).clone()  # (B * Hkv, 1, longest)
+            change(mask.unflatten(0, (len(step.lengths), -1)))
+            return mask
+
+        patch.setattr(DecodeAttention, "mask", wrong)
+
+    return fault
+
+
+def sees_too_much(mask):
+    mask[0, :, :, check_kernels.SHORT + 1] = 0
+
+
+def sees_too_little(mask):
+    mask[1, :, :, check_kernels.FULL] = -math.inf
+
+
+def stores_in_the_wrong_place(patch):
+    real = PackedAttention.__init__
+
+    def wrong(packed, segments, backend, device, cache=None, plan=()):
+        real(packed, segments, backend, device, cache, (plan[0], plan[1], plan[2] * (plan[1] != 0)) if plan else plan)
+
+    patch.setattr(PackedAttention, "__init__", wrong)
+
+
+def rounds_logits(patch):
+    real = logprobs._product
+    patch.setattr(logprobs, "_product", lambda a, b: real(a, b).bfloat16().float())
+
+
+def forgets_the_last_chunk(patch):
+    real = logprobs._ChunkedHead.dlogits
+
+    def wrong(ctx, rows, outputs, grads):
+        return real(ctx, rows, outputs, grads) * (rows.start == 0)
+
+    patch.setattr(logprobs._ChunkedHead, "dlogits", staticmethod(wrong))
+
+
+def raises(patch):
+    def wrong(*_):
+        raise RuntimeError("no kernel image is available")
+
+    patch.setattr(logprobs, "_product", wrong)
+
+
+FAULTS = {
+    sees_one_key_too_many: "packs",
+    loses_the_gradient_of_keys: "packs, gradient of k",
+    mask_with(sees_too_much): "decoding, short slot",
+    mask_with(sees_too_little): "decoding, full slot",
+    stores_in_the_wrong_place: "decoding, short slot",
+    rounds_logits: "head",
+    forgets_the_last_chunk: "head, gradient of its input",
+    raises: "head",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.__name__}-{name}" for fault, name in FAULTS.items()])
+def test_a_fault_is_found(monkeypatch, capsys, fault):
+    """By its part, and by no part before it."""
+    fault(monkeypatch)
+    assert check_kernels.main(["--dtype", "bfloat16", "--heads", "4", "--kv_heads", "2", "--head_dim", "32"]) == 1
+    failing = [line.strip().split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.endswith("FAILS")]
+    assert failing[0] == FAULTS[fault]
+
+
+def slow_varlen(q, k, v, call, scale, backend, window=None):
+    """`attention.varlen_attention`, a segment at a time."""
+    outputs = []
+    for i in range(len(call.cu_q) - 1):
+        a, b, c, d = (int(x) for x in (*call.cu_q[i:i + 2], *call.cu_k[i:i + 2]))
+        one, others = q[a:b].float().transpose(0, 1), [x[c:d].float().transpose(0, 1) for x in (k, v)]
+        keys, values = (x.repeat_interleave(len(one) // len(x), 0) for x in others)
+        age = torch.arange(b - a)[:, None] + (d - c) - (b - a) - torch.arange(d - c)
+        seen = (age >= 0) & (age < (window or d)) if call.causal else torch.ones_like(age).bool()
+        scores = (one @ keys.transpose(1, 2) * scale).masked_fill(~seen, -math.inf)
+        outputs.append((scores.softmax(-1) @ values).transpose(0, 1).to(q.dtype))
+    return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("broken", ["", "packs", "vision"])
+def test_the_back_ends_of_a_gpu(monkeypatch, capsys, broken):
+    """Stood in for by slow functions: windows of a tower that are not told apart are found by their part."""
+    def varlen(q, k, v, call, scale, backend, window=None):
+        if broken == "vision" and not call.causal:
+            ends = call.cu_q[[0, -1]]
+            call = attention.VarlenCall(ends, ends, len(q), len(q), False)
+        return slow_varlen(q, k, v, call, scale * (1.3 if broken == "packs" and call.causal else 1), backend, window)
+
+    monkeypatch.setattr(attention, "varlen_attention", varlen)
+    monkeypatch.setattr(DecodeAttention, "attend_varlen", DecodeAttention.attend_sdpa)
+    monkeypatch.setattr(check_kernels, "choose_backend", lambda *_: None)
+    sizes = ["--heads", "4", "--kv_heads", "2", "--head_dim", "32"]
+    assert check_kernels.main(["--dtype", "bfloat16", "--attention", "varlen", *sizes]) == bool(broken)
+    lines = capsys.readouterr().out.splitlines()
+    failing = [line.strip().split("  ")[0] for line in lines if line.endswith("FAILS")]
+    assert (failing[0] == broken) if broken else not failing
