@@ -1968,7 +1968,7 @@ def report(
     checkpoints: checkpoint.Checkpoints,
     args: Args,
 ) -> None:
-    """Record a step: metrics, a line on the console, the progress bar, warnings and, every tenth
+    """Record a step: metrics, a line on the console, the progress bar, warnings and, with some
     step, samples."""
     step, metrics = state.step, state.metrics
     records: list[dict] = []

@@ -64,6 +64,17 @@ class Save(NamedTuple):
     done: Future
 
 
+def check_roles(path: Path, saved: dict[str, Any], roles: Roles) -> None:
+    """Raises ValueError: the checkpoint was written by a run that trained something else."""
+    trained = saved.get("roles", list(roles))
+    lacking = [role for role in roles if role not in trained]
+    if lacking:
+        raise ValueError(
+            f"{path} holds {' and '.join(trained)}, and not the {' and '.join(lacking)} of this run; "
+            "to start from its weights, pass its export as --model"
+        )
+
+
 class Checkpoints:
     """Writes and finds <out>/checkpoints/step-N, and exports to <out>/export/step-N.
 
@@ -200,6 +211,7 @@ class Checkpoints:
         if found is not None:
             path, saved = found
             with raise_on_all_ranks():
+                check_roles(path, saved, roles)
                 changed = self.compare_flags(path, saved, script_args)
                 self.saved_at = (path / "state.json").stat().st_mtime_ns
             load_training_state(path, roles)
@@ -309,7 +321,8 @@ class Checkpoints:
         stopped, save in any case and wait. The step that was resumed from is on disk already."""
         self.commit_if_written()
         if step > self.first_step and (now or due(step, self.args.save_every, last)):
-            self.save(step, roles, state.state_dict() | {"arguments": self.flags})
+            more = {"arguments": self.flags, "roles": list(roles)}
+            self.save(step, roles, state.state_dict() | more)
         if now:
             self.finish()
 

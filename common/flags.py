@@ -362,7 +362,7 @@ FOREIGN_NAMES = {
     "keep_gb": "max_ckpt_mem",
     "resume": "resume_from_checkpoint load_checkpoint resume_mode resume_changed_args",
     "out": "output_dir save_path ckpt_path default_local_dir report_to",
-    "log_samples": "log_completions num_completions_to_print log_samples_every",
+    "log_samples": "log_completions num_completions_to_print",
 }
 
 

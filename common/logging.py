@@ -227,7 +227,8 @@ class RunLogger:
         Raises:
             UserError: on every rank alike: files that cannot be read or written.
         """
-        self.out, self.log_samples, self.eval_only = run.out, run.log_samples, run.eval_only
+        self.out, self.eval_only = run.out, run.eval_only
+        self.log_samples, self.log_samples_every = run.log_samples, run.log_samples_every
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
@@ -329,7 +330,7 @@ class RunLogger:
 
     def shows_samples(self, step: int, last: int) -> bool:
         """Whether samples are written after ``step`` steps."""
-        return self.log_samples > 0 and due(step, 10, last)
+        return self.log_samples > 0 and (step == 1 or due(step, self.log_samples_every, last))
 
     def samples(
         self, step: int, records: list[dict], pictures: list[Image.Image], stem: str = "step"

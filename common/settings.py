@@ -304,8 +304,14 @@ class RunArgs:
     )
     log_samples: int = flag(
         4,
-        "samples shown as pictures and text, with every tenth step and evaluation; 0: none",
+        "samples shown as pictures and text, with every evaluation and some steps; 0: none",
         low=0,
+        neutral=True,
+    )
+    log_samples_every: int = flag(
+        5,
+        "steps between samples of training; the first and the last step are always shown",
+        low=1,
         neutral=True,
     )
     timeout: float = flag(
