@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
+import train_ppo_vl as ppo
 from common import accuracy, distributed, fsdp, judge as judgements, process
 from common.buffers import Batch
 from common.vlm import data, model as vlm
@@ -750,6 +751,12 @@ def test_who_learned_no_judgements_is_no_judge(qwen25, task, tmp_path):
     grm.main(line)
     exported = tmp_path / "run" / "export" / "step-1"
     assert (exported / "model.safetensors").exists() and not (exported / "judge.json").exists()
+
+
+def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
+    with pytest.raises(process.UserError, match="step-4 holds judge, and not the actor of this run; .* its export as --model"):
+        ppo.main(["--model", str(qwen25), "--data", picture_rows, "--advantage", "grpo", "--max_prompt_tokens", "512", "--steps", "9",
+                  "--prompts_per_step", "4", "--out", str(tmp_path), "--resume", str(one_rank / "checkpoints" / "step-4")])
 
 
 def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25, task, tmp_path):
