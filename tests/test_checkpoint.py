@@ -1190,5 +1190,4 @@ def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
     assert job.wait(200) == 0, (tmp_path / "log").read_text()[-4000:]
     told = (tmp_path / "log").read_text()
     assert "resuming from" in told
-    assert told.count("error: rank") == told.count("lost contact with another rank") == 1       # said once, by the survivor
     assert_bitwise(out, undisturbed("grpo", 2))

@@ -25,8 +25,9 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
 
 
 def heed_interrupts() -> None:
-    """A test suite in the background of a shell ignores Ctrl-C, and so would its children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    """A test suite in the background of a shell ignores Ctrl-C or SIGHUP, and so would its children."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 # -------------------------------------------------------------------------------- start

@@ -143,8 +143,12 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
 @pytest.mark.parametrize("arguments", [[], ["--model", "m"], ["train_none_vl.py", "--model", "m"]])
 def test_a_job_needs_its_script(tmp_path, arguments):
     job = ["bash", str(ROOT / "launch" / "train.slurm"), *arguments]
-    result = subprocess.run(job, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and "the first argument must be the script" in result.stderr
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    result = subprocess.run(job, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2 and "submit it by sbatch" in result.stderr and not (tmp_path / "logs").exists()
+    variables |= {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train"}
+    assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 2
+    assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
 
 
 def test_the_recipes_are_the_baselines(launch, monkeypatch, tmp_path):

@@ -212,7 +212,7 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_them(cluster, qwen25, tm
     assert {path.name for path in (tmp_path / "logs").iterdir()} == names
     for seed in (3, 4):
         assert json.loads((tmp_path / f"run-{seed}" / "args.json").read_text())["seed"] == seed
-        assert (tmp_path / f"run-{seed}" / "export" / "step-3" / "judge.json").exists()
+        assert (tmp_path / f"run-{seed}" / "export" / "step-3" / "model.safetensors").exists()
     cpus = min(2, os.cpu_count())
     notes = (tmp_path / "notes").read_text().splitlines()
     assert sorted(notes) == sorted(f"{node}: yes, array {seed}, {cpus} CPUs of 2" for node in (0, 1) for seed in (3, 4))

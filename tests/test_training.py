@@ -1219,7 +1219,7 @@ def test_a_judge_learns_from_verdicts(both):
     _, out = both("judging")
     rows = samples_of(out, "eval-000002")
     assert [(row["label"], row["reference"], row["question"][-60:] != "") for row in rows] == [
-        ("correct", "yes"), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
+        ("correct", "yes", True), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
         ("answers", "tie", True)]
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                          # own noise for each order

@@ -215,7 +215,7 @@ def time_startup(work: Path) -> None:
             return result
         setattr(owner, name, call)
 
-    for name in ("parse_args", "load_rows", "build_models", "load_models", "make_roles", "open_log", "evaluate"):
+    for name in ("parse_args", "load_rows", "build_models", "load_models", "make_trainables", "open_log", "evaluate"):
         timed(name)
     timed("start", distributed)
     timed("resume", checkpoint.Checkpoints)
