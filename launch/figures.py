@@ -1,12 +1,10 @@
-"""Draw the README's pictures from finished runs.
+"""Draw curves of a run into its folder, RUN/curve.png, and print the path.
 
-    python launch/figures.py runs/quickstart-... launch/images             learning curve and samples of quickstart.sh
-    python launch/figures.py runs/judged-... launch/images --judged        the same of quickstart_grm.sh
-    python launch/figures.py runs/pictures-... launch/images --looked      the same of real_words.sh
+    python launch/figures.py RUN                                             rewards and accuracies
+    python launch/figures.py RUN train/kl train/entropy                      these metrics
 """
 
 import math
-import shutil
 import sys
 from pathlib import Path
 
@@ -27,17 +25,12 @@ def _ticks(low: float, high: float, most: int) -> list[float]:  # in steps of 1,
 
 
 def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = "") -> None:
-    """Draws those metrics that a run has, over steps, as a PNG of 800 x 440 pixels. ValueError if it has none of them.
-
-    An explained variance is drawn from -1 on: where little is left to explain, it may be any negative number."""
+    """Draws those metrics that a run has, over steps, as a PNG of 800 x 440 pixels. ValueError if it has none of them."""
     records = [record for record in read_records(metrics_jsonl) if "step" in record]
     curves = {name: sorted((r["step"], r[name]) for r in records if name in r) for name in names}
     curves = {name: points for name, points in curves.items() if points}
     if not curves:
         raise ValueError(f"{metrics_jsonl} has no values of {names}; it has {sorted(set().union(*records) - {'step'})}")
-    for name, points in curves.items():
-        if name.endswith("explained_variance"):
-            curves[name] = [(step, max(value, -1.0)) for step, value in points]
     xs, ys = zip(*(point for points in curves.values() for point in points))
     x0, x1, y0, y1 = min(xs), max(max(xs), min(xs) + 1), min(ys), max(ys)
     if 0 <= y0 and y1 <= 1:  # a share keeps its full scale, so that curves of two runs compare by eye
@@ -75,20 +68,21 @@ def plot_curves(metrics_jsonl: Path, names: list[str], path: Path, title: str = 
     image.resize((800, 440), Image.Resampling.LANCZOS).save(path)
 
 
-if __name__ == "__main__":
-    if len(sys.argv) < 3:
+def main(argv: list[str]) -> None:
+    if not argv:
         sys.exit(__doc__)
-    run, folder = Path(sys.argv[1]), Path(sys.argv[2])
-    folder.mkdir(parents=True, exist_ok=True)
-    if sys.argv[3:] == ["--judged"]:
-        plot_curves(run / "metrics.jsonl", ["eval/grm_reward_mean", "eval/exact_reward_mean"], folder / "judged_curve.png",
-                    "Rewarded by a judge alone: what it says, and the truth")
-        shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "judged_samples.png")
-    elif sys.argv[3:] == ["--looked"]:
-        plot_curves(run / "metrics.jsonl", ["rollout/named/accuracy_reward", *(f"eval/{name}_reward_mean" for name in ("named/accuracy", "grey"))],
-                    folder / "looked_curve.png", "SmolLM2-135M learns to look: its samples, held-out pictures, and a grey one")
-        shutil.copy(sorted((run / "samples").glob("eval-*.png"))[-1], folder / "looked_samples.png")
-    else:
-        plot_curves(run / "metrics.jsonl", ["rollout/reward", "eval/reward_mean", "eval/accuracy_reward_mean", "eval/explained_variance"],
-                    folder / "learning_curve.png", run.name)
-        shutil.copy(sorted((run / "samples").glob("step-*.png"))[-1], folder / "samples.png")
+    run = Path(argv[0])
+    names = argv[1:] or reward_names(run / "metrics.jsonl")
+    plot_curves(run / "metrics.jsonl", names, run / "curve.png", run.name)
+    print(run / "curve.png")
+
+
+def reward_names(metrics_jsonl: Path) -> list[str]:
+    """The metrics on the scale of rewards: of the samples, of held-out answers."""
+    known = {name for record in read_records(metrics_jsonl) for name in record}
+    accuracies = sorted(name for name in known if name.endswith(("accuracy_reward", "accuracy_reward_mean")))
+    return ["rollout/reward", "eval/reward_mean", *accuracies]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -208,7 +208,6 @@ def test_the_readmes_name_what_is_there():
     text = "\n".join((ROOT / name).read_text() for name in READMES)
     known = {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
     known |= {"gpus", "gib", "versions", "critic", "words", "task"}  # launch/plan.py, tests/run.sh, real_words.sh, launch/toy.py
-    known |= {"judged", "looked"}  # launch/figures.py
     for script in (ppo, grm):
         for group in script.Args.__dataclass_fields__.values():
             known |= group.type.__dataclass_fields__.keys()
