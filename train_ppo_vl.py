@@ -2122,8 +2122,7 @@ class RolloutEngine:
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
-            repeatable = self.cache.linear is None
-            self.graphs = graphs.StepGraphs(self.state, eager, self.compute.dtype, repeatable)
+            self.graphs = graphs.StepGraphs(eager)
 
     def make_slots(self, slots: int) -> None:
         """The state of each slot, on the device and on the host."""

@@ -9,12 +9,11 @@ them, H hidden size, V vocabulary.
 
 import functools
 import math
+from typing import Callable
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-
-from common.fused import Fused
 
 # ids whose rows of the weight's gradient are added at a time
 VOCABULARY_SLICE = 16384
@@ -293,6 +292,28 @@ def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
 
 def _eager_race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
     return (logits - _exponentials(keys, hashes).log_()).argmax(-1)
+
+
+class Fused:
+    """A function of tensors that torch.compile makes one kernel at its first call on a GPU, for any
+    sizes; without a compiler it runs as it is, after one warning."""
+
+    def __init__(self, function: Callable, devices: tuple[str, ...] = ("cuda",)):
+        self.function, self.devices = function, devices
+        self.compiled: Callable | None = None
+        self.failed = False
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        if self.failed or tensors[0].device.type not in self.devices:
+            return self.function(*tensors)
+        self.compiled = self.compiled or torch.compile(self.function, dynamic=True)
+        try:
+            return self.compiled(*tensors)
+        except Exception as error:  # compilers raise anything
+            self.failed = True
+            text = " ".join(str(error).split())[:200]
+            print(f"warning: torch.compile failed, which costs only time: {text}", flush=True)
+        return self.function(*tensors)
 
 
 _race = Fused(_eager_race)

@@ -25,6 +25,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 torch.set_num_threads(1)
 
 
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes seconds; `bash tests/run.sh all` runs it")
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A whole run may replace them; the test process wants its own back."""

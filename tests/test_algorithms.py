@@ -602,6 +602,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert moments.std == pytest.approx(np.std(scored, ddof=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["dr_grpo", "remax"])
 def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, capsys, advantage):
     """Two rollouts of two prompts give what one of four gives, to rounding; resumed between two steps, every bit."""

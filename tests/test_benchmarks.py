@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 # (script, flags, what must stand in its output); trl.py without its peer, which needs packages of its own
 RUNS = [

@@ -101,6 +101,7 @@ def check(dry, *changes: str) -> bool:
     return budget.check(dry.needed, args, GRAPHICS)
 
 
+@pytest.mark.slow
 def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):  # noqa: F811
     """7B on eight GPUs: with 141 GB as it is, with 79 GiB recomputed, with 30 not at all."""
     dry = planned(seven_b, picture_rows, *LINE)
@@ -120,6 +121,7 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
         check(dry)
 
 
+@pytest.mark.slow
 def test_a_save_must_fit_into_the_host(seven_b, picture_rows, monkeypatch):  # noqa: F811
     """A copy of weights and moments in float32, for every rank of the machine; what is offloaded comes to it."""
     dry = planned(seven_b, picture_rows, *LINE)
@@ -269,6 +271,7 @@ os._exit(0)  # at an ordinary exit a thread of gloo may end the process with SIG
 """
 
 
+@pytest.mark.slow
 def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, and as copies of one shard each."""
     (tmp_path / "program.py").write_text(COLLECTIVES)

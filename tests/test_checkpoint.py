@@ -350,6 +350,7 @@ def test_six_steps_are_three_and_three(flags, undisturbed, tmp_path, name, world
         assert last["rollout/dropped_prompts"] > 1 and last["train/kl_coef"] != 0.1   # counters and KL weight are state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 def test_resume_on_another_number_of_ranks(flags, undisturbed, tmp_path, before, after):
     """--resume PATH, into another folder, resharded."""
@@ -361,6 +362,7 @@ def test_resume_on_another_number_of_ranks(flags, undisturbed, tmp_path, before,
         assert reproducible(ours) == pytest.approx(reproducible(theirs), abs=1e-4, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     """--hsdp 2 on four ranks: halves of everything, the steps of one rank, and a checkpoint that goes on on one."""
     reference, out = undisturbed("gae", 1), tmp_path / "four"
@@ -382,6 +384,7 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     assert all((four[key] - one[key]).norm() <= 1e-3 * one[key].norm() + 1e-6 for key in one)
 
 
+@pytest.mark.slow
 def test_a_slow_background_save_holds_the_state_of_its_step(flags, undisturbed, tmp_path):
     """Training goes on while the writer sleeps for four seconds; what it then writes is what it was given."""
     hooks = [(change_writes, 0, [], 4), (time_saves, str(tmp_path / "waited"))]
@@ -392,6 +395,7 @@ def test_a_slow_background_save_holds_the_state_of_its_step(flags, undisturbed, 
     assert_equal_tensors(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner, method, saved, recorded, evaluated", [
     ("RunLogger", "step", 3, 3, 2), ("Checkpoints", "save", 3, 4, 2), ("RunLogger", "evaluation", 4, 4, 2)])
 def test_killed_between_record_save_and_evaluation(flags, undisturbed, tmp_path, owner, method, saved, recorded,
@@ -406,6 +410,7 @@ def test_killed_between_record_save_and_evaluation(flags, undisturbed, tmp_path,
     assert_bitwise(out, undisturbed("gae", 1))
 
 
+@pytest.mark.slow
 def test_killed_between_save_and_export(flags, finished, tmp_path):
     """The weights that the last step owes are exported by the next life."""
     argv = flags(tmp_path / "run", "--save_blocking")
@@ -415,6 +420,7 @@ def test_killed_between_save_and_export(flags, finished, tmp_path):
     assert_bitwise(tmp_path / "run", finished, step=2)
 
 
+@pytest.mark.slow
 def test_half_a_record_is_no_record(flags, undisturbed, tmp_path):
     """A record that was cut by the kill, and those of steps after the checkpoint, are written anew."""
     out = Path(shutil.copytree(undisturbed("grpo", 1), tmp_path / "run"))
@@ -427,6 +433,7 @@ def test_half_a_record_is_no_record(flags, undisturbed, tmp_path):
 
 
 # ----------------------------------------------------------------------------- killed while saving
+@pytest.mark.slow
 @pytest.mark.parametrize("point, rank, survives", [
     ("before-write", 0, 2), ("before-write", 1, 2), ("before-commit", 0, 2), ("before-rename", 0, 2),
     ("before-pointer", 0, 3), ("before-rotation", 0, 3)])
@@ -450,6 +457,7 @@ def test_killed_at_a_marked_point(flags, undisturbed, tmp_path, point, rank, sur
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
+@pytest.mark.slow
 def test_killed_at_random_instants(flags, undisturbed, tmp_path):
     """Three random SIGKILLs, of one rank or of both; benchmarks/kill_test.py does thirty."""
     rng, out, reached = np.random.default_rng(int(time.time())), tmp_path / "run", 0
@@ -470,6 +478,7 @@ def test_killed_at_random_instants(flags, undisturbed, tmp_path):
 
 
 # ----------------------------------------------------------------------------- failed saves
+@pytest.mark.slow
 def test_write_error_on_one_rank(flags, tmp_path):
     """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
     out = tmp_path / "run"
@@ -483,6 +492,7 @@ def test_write_error_on_one_rank(flags, tmp_path):
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
 
+@pytest.mark.slow
 def test_a_save_that_outlasts_the_timeout(flags, tmp_path):
     """Fails, and is the only one that does."""
     output = live(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [(change_writes, 1, [], 6)])
@@ -490,6 +500,7 @@ def test_a_save_that_outlasts_the_timeout(flags, tmp_path):
     assert steps(tmp_path / "run") == [2]
 
 
+@pytest.mark.slow
 def test_too_many_write_errors(flags, tmp_path):
     out = tmp_path / "run"
     hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
@@ -498,6 +509,7 @@ def test_too_many_write_errors(flags, tmp_path):
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
+@pytest.mark.slow
 def test_nodes_that_share_no_disk(flags, tmp_path):
     """Refused at the start; where a shard goes astray later, no checkpoint is committed without it."""
     (tmp_path / "node").mkdir()
@@ -522,6 +534,7 @@ def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
     assert f"warning: the file system of {copy} has no locks" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_weights_that_cannot_be_exported(flags, tmp_path):
     """On the way a warning; at the end an error of every rank, beside a checkpoint from which the next life exports."""
     out = tmp_path / "run"
@@ -569,6 +582,7 @@ def small_disk(tmp_path, mount):
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_full_disk(flags, small_disk):
     """Full in the middle of a write, then before a write: the numbers are told, the earlier checkpoint is intact."""
     argv = flags(small_disk, "--steps 6 --max_failed_saves 2 --save_blocking")
@@ -584,6 +598,7 @@ def test_full_disk(flags, small_disk):
 
 
 # ----------------------------------------------------------------------------- records that cannot be written
+@pytest.mark.slow
 def test_records_wait_for_space_on_the_disk(flags, mount, tmp_path):
     """Told, counted and made up for in order. Too many in a row, or no space at start or end: exit code 2."""
     out, ballast = tmp_path / "run", tmp_path / "run" / "ballast"
@@ -630,6 +645,7 @@ def test_records_are_on_disk_before_a_commit(flags, tmp_path, monkeypatch):
     assert events == [["fsync", 1], ["step-1"], ["fsync", 1, 2], ["step-2"]]
 
 
+@pytest.mark.slow
 def test_records_that_are_missing_are_told(flags, copy, tmp_path, capfd):
     """On a resume, but not where another run's checkpoint was the start."""
     lines = (copy / "metrics.jsonl").read_text().splitlines()
@@ -651,6 +667,7 @@ def skipped(out: Path, step: int) -> dict[str, int]:
     return json.loads((out / "checkpoints" / f"step-{step}" / "state.json").read_text())["skipped_steps"]
 
 
+@pytest.mark.slow
 def test_a_lost_policy_stops_the_run(flags, tmp_path):
     """The first update, finite, is the ruin: after three more steps without an update the run stops. The
     checkpoint from before outlives the rotation, and the count a resume."""
@@ -678,6 +695,7 @@ def test_steps_without_an_update_are_counted():
     assert seen == [(1, 0), (1, 1), (2, 2), (0, 3), (1, 0)]
 
 
+@pytest.mark.slow
 def test_a_weight_that_is_not_finite_is_named(flags, qwen25, tmp_path):
     """On two ranks, in the shard of the second; nothing with it is ever committed or exported."""
     model = Path(shutil.copytree(qwen25, tmp_path / "model"))
@@ -733,6 +751,7 @@ ROT = {  # damage of the bytes, not the sizes -> what is said
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rot", ROT)
 def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd, rot):
     """It is told why, and the next older one is taken; the result is as if the rotten one had never been."""
@@ -746,6 +765,7 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd, r
     assert_bitwise(copy, finished, step=2)
 
 
+@pytest.mark.slow
 def test_all_ranks_look_for_rot(flags, undisturbed, tmp_path):
     """The newest is damaged in the first rank's file, the next in the second's; the third is taken."""
     out = Path(shutil.copytree(undisturbed("grpo", 2), tmp_path / "run"))
@@ -758,6 +778,7 @@ def test_all_ranks_look_for_rot(flags, undisturbed, tmp_path):
     assert_bitwise(out, undisturbed("grpo", 2))
 
 
+@pytest.mark.slow
 def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_path, capfd):
     """Of the run's own, to be evaluated, or of another run. If it is the only one, the run starts over."""
     path = copy / "checkpoints" / "step-2"
@@ -875,6 +896,7 @@ def test_planted_links_are_not_written_through(copy, flags, tmp_path):
     assert (copy / "samples" / "step-000003.png").is_file() and (copy / "export" / "step-3" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["step-7\n", "", "../../somewhere", "\0\0", None])
 def test_damaged_pointer_is_not_believed(flags, finished, copy, text, capfd):
     """The newest complete checkpoint is found without it, and the damaged one is replaced."""
@@ -920,6 +942,7 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- --resume
+@pytest.mark.slow
 def test_resume_choices(flags, copy, tmp_path, capfd):
     refused(flags(copy, "--resume never"), "--resume never", str(copy))
     refused(flags(tmp_path / "new", "--resume must"), "--resume must", "no complete checkpoint")
@@ -934,6 +957,7 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
     assert "starting from step 0: no complete checkpoint" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_changed_flags(flags, copy, capfd):
     """Flags that alter the result are refused with both values; the others are listed and accepted."""
     altered = "--gamma 0.5 --samples_per_prompt 3 --seed 7"
@@ -976,6 +1000,7 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert sorted(copy.rglob("*")) == before and steps(copy) == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_requeued_job_goes_back_once(flags, copy, finished, tmp_path):
     """Killed before the export, the same command goes on with what it saved, and an older export is not taken for its own."""
     out = tmp_path / "new"
@@ -999,6 +1024,7 @@ def test_ranks_with_other_flags(flags, tmp_path):
     assert "were started with different flags: --gamma 1.0 and 0.5" in output and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     """A run from <out>/export/latest is held to the weights, of policy and reference, that it began with."""
     shutil.copytree(copy / "export" / "step-2", copy / "export" / "step-3")
@@ -1010,6 +1036,7 @@ def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     assert steps(tmp_path / "other") == [2, 1]
 
 
+@pytest.mark.slow
 def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, capfd):
     """The same command once more, as a requeued job gives it, goes on from where it was."""
     (copy / "checkpoints" / "latest").write_text("step-1\n")
@@ -1022,6 +1049,7 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
     refused(flags(tmp_path / "other", f"--resume {copy}/checkpoints/latest"), "no complete checkpoint in")
 
 
+@pytest.mark.slow
 def test_changed_rows(flags, task, tmp_path):
     shutil.copytree(task, tmp_path / "task")
     data = tmp_path / "task" / "rows.jsonl"
@@ -1056,6 +1084,7 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
+@pytest.mark.slow
 def test_intervals(flags, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
     assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
@@ -1078,11 +1107,13 @@ def test_exported_weights_are_a_model(flags, finished, tmp_path):
     assert train(argv)["eval/num_samples"] == 3
 
 
+@pytest.mark.slow
 def test_keep_last(flags, tmp_path):
     train(flags(tmp_path / "run", "--steps 4 --keep_last 2"))
     assert steps(tmp_path / "run") == [4, 3] and pointer(tmp_path / "run") == "step-4"
 
 
+@pytest.mark.slow
 def test_keep_gb(flags, finished, tmp_path):
     """As many of the newest as fit, and the newest even if it alone does not."""
     size = sum(path.stat().st_size for path in (finished / "checkpoints" / "step-2").iterdir())
@@ -1095,6 +1126,7 @@ def test_keep_gb(flags, finished, tmp_path):
 KEEP_BEST = "--eval_every 1 --keep_last 1 --keep_best eval/reward_mean --no-vision_audit --reward reward.py:planned"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scores, save_every, kept", [
     ("9 1 5 2 3 4 0", 1, [6, 2]),      # 9 is of step 0, which has no checkpoint
     ("9 7 5 8 3 7 0", 2, [6, 2])])     # neither have steps 1, 3 and 5
@@ -1117,6 +1149,7 @@ def test_a_loss_is_best_where_it_is_lowest(tmp_path, name, best):
         args=SimpleNamespace(keep_best=name), out=tmp_path, folder=tmp_path / "checkpoints")) == best
 
 
+@pytest.mark.slow
 def test_the_best_is_remembered_over_a_kill(flags, tmp_path):
     argv = flags(tmp_path / "run", f"{KEEP_BEST} --steps 5 --save_blocking")
     live(argv, 1, [(die, "update_actor", 3)], codes=[-signal.SIGKILL], SCORES="0 1 5")
@@ -1124,6 +1157,7 @@ def test_the_best_is_remembered_over_a_kill(flags, tmp_path):
     assert steps(tmp_path / "run") == [5, 2]
 
 
+@pytest.mark.slow
 def test_save_strategies(flags, tmp_path):
     """Who writes at the same time; what is written does not depend on it."""
     for strategy in ("unrestricted", "single_node", "single_process", "single_thread"):
@@ -1138,6 +1172,7 @@ def test_save_strategies(flags, tmp_path):
 
 
 # ----------------------------------------------------------------------------- one run per folder, signals
+@pytest.mark.slow
 def test_one_live_run_per_folder(flags, copy):
     """A second run is refused; the lock of a dead one is no obstacle."""
     argv = flags(copy, "--steps 3")
@@ -1153,6 +1188,7 @@ def test_one_live_run_per_folder(flags, copy):
     assert steps(copy)[0] == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number, rank", [(signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1), (signal.SIGINT, 0)])
 def test_preemption(flags, undisturbed, tmp_path, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
@@ -1165,6 +1201,7 @@ def test_preemption(flags, undisturbed, tmp_path, number, rank):
     assert_bitwise(tmp_path / "run", undisturbed("grpo", 2))
 
 
+@pytest.mark.slow
 def test_a_silent_rank_ends_the_job_within_the_timeout(flags, tmp_path):
     started = time.time()
     life = ranks.start(ppo.main, flags(tmp_path / "run", "--timeout 5"), world=2, patches=[(hang, 2, 1)])
@@ -1174,6 +1211,7 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, tmp_path):
     assert re.search("(?i)timed? ?out", life.told())
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_dead_rank(flags, undisturbed, tmp_path):
     """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no one's attention."""
     out = tmp_path / "run"

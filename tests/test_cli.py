@@ -390,6 +390,7 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     assert result.stderr.count("\nerror:") <= 1 and SCRIPT.name + '", line' not in result.stderr
 
 
+@pytest.mark.slow
 def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
     """torchrun ends all workers as soon as one has ended: the message must come out even if rank 0 is slower."""
     slow = "import os, time\nif os.environ.get('RANK') == '0':\n    time.sleep(1)\n"
@@ -398,6 +399,7 @@ def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
     assert_one_message(result, "unrecognized arguments: --nonsense 1")
 
 
+@pytest.mark.slow
 def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
@@ -448,6 +450,7 @@ def hub(qwen25, monkeypatch, tmp_path):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     """With a model from the hub; a plan takes no weights from there."""
     flags = ["--model", "someone/tiny", "--data", picture_rows, "--eval_data", picture_rows, "--out",

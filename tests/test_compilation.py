@@ -13,22 +13,10 @@ import train_ppo_vl as ppo
 from common.vlm import compilation
 from common.vlm import model as vlm
 
+pytestmark = pytest.mark.slow
+
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-LENGTHS = (60, 75, 90, 110, 130, 150, 200, 300, 400, 16384)  # of packs, in which the same samples stand
-
-
-@pytest.fixture
-def no_compiler(monkeypatch):
-    """A machine whose compiler fails; what was compiled before is forgotten, and afterwards again."""
-    def failing(graph, inputs, **options):
-        raise RuntimeError("ptxas not found")
-
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", failing)
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(enable_autograd_cache=False):  # what earlier runs left on disk
-        yield
-    torch._dynamo.reset()
-    compilation.PROBLEMS.clear()
+LENGTHS = (60, 90, 150, 400, 16384)  # of packs, in which the same samples stand
 
 
 def graphs() -> int:
@@ -68,7 +56,7 @@ def test_compiled_layers_compute_the_same(qwen25, picture_rows):
     for size in LENGTHS:
         compare(env, other, size)
         found.append(graphs())
-    assert 0 < found[0] <= 12 and found[1:] == [found[1]] * (len(LENGTHS) - 1) and not compilation.PROBLEMS
+    assert 0 < found[0] <= 12 and found[1:] == [found[1]] * (len(LENGTHS) - 1)
     assert all(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model))
     assert not any(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model))
 
@@ -87,28 +75,10 @@ def test_a_run_is_the_same(qwen25, task, tmp_path):  # noqa: F811
             assert compiled[metric] == pytest.approx(eager[metric], rel=1e-4, abs=1e-6), metric
 
 
-FORMS = {"qwen2_5_vl": ("--lora_rank", "2", "--gradient_checkpointing"), "gemma3": (), "qwen3_5_moe": ()}
-
-
-@pytest.mark.parametrize("kind", FORMS)
-def test_without_a_compiler_graphs_run_as_they_were_traced(kind, tmp_path, picture_rows, no_compiler, capsys):
-    """Which is said once. Linear attention and experts stay as they are written; windows and adapters are compiled."""
-    rows = str(tmp_path / "rows.jsonl")
-    if kind == "qwen2_5_vl":
-        rows = picture_rows
-        write_checkpoint(tmp_path, kind)
-    else:
-        write_family(kind, tmp_path, picture_rows)
-    env, other = make(tmp_path, rows, *FORMS[kind]), make(tmp_path, rows, *FORMS[kind], "--compile", "layers")
-    before = graphs()
-    compare(env, other, 110)
-    assert 0 < graphs() - before < 30
-    said = capsys.readouterr().out
-    assert said.count("warning: rank 0: torch.compile of a decoder layer failed") == 1 and "RuntimeError: ptxas not found" in said
-
-
-def test_rollouts_stay_eager(qwen25, picture_rows, no_compiler):
+@needs_compiler
+def test_rollouts_stay_eager(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--compile", "layers")
+    torch._dynamo.reset()  # what other tests have compiled would be used again
     before = graphs()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert graphs() == before and len(batch) == 8

@@ -299,6 +299,7 @@ def pyarrow(tmp_path_factory):
         yield pyarrow
 
 
+@pytest.mark.slow
 def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
     """Structs of embedded bytes; a table gives every part of a message every key, if only as null."""
     def picture(image):

@@ -421,6 +421,7 @@ def test_bom_crlf_blank_lines_and_line_separators(load):
     assert [p.text for p in prompts] == [rendered(("user", text)) for text in ("a", "b\u2028c", "d")]
 
 
+@pytest.mark.slow
 def test_limit_order_and_speed(load):
     """5,000 rows with a picture in a few seconds at worst; 100,000 should take well under a minute."""
     start = time.process_time()

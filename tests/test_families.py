@@ -361,6 +361,7 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
 
 
+@pytest.mark.slow
 def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
     """Uneven shares, windows and pictures, tiles, experts and their balance."""
     kinds, plan = ["qwen2", "gemma3", "smolvlm", "qwen3_vl_moe", "qwen3_5"], []

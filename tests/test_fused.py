@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from common import logprobs
-from common.fused import Fused
+from common.logprobs import Fused
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_compiled_race_draws_the_same_ids():
     """From the same noise, bit for bit; of other batches and vocabularies without compiling anew, banned ids among them."""
@@ -27,7 +28,7 @@ def test_the_compiled_race_draws_the_same_ids():
             ids, noise = fused(logits, keys, logprobs._id_hashes(vocabulary, logits.device))
             assert torch.equal(noise, logprobs.exponential_noise(vocabulary, keys))
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
-    assert not fused.problem and fused.compiled is not None
+    assert not fused.failed and fused.compiled is not None
 
 
 def test_a_function_that_does_not_compile_runs_as_it_is(monkeypatch, capsys):
@@ -41,7 +42,7 @@ def test_a_function_that_does_not_compile_runs_as_it_is(monkeypatch, capsys):
     double = Fused(lambda x: 2 * x, ("cpu",))
     assert [double(torch.tensor(value)).item() for value in (1, 2)] == [2, 4]
     said = capsys.readouterr().out
-    assert said.count("warning") == 1 and "failed, which costs only time: RuntimeError: ptxas not found" in said
+    assert said.count("warning") == 1 and "failed, which costs only time: ptxas not found" in said
 
 
 def test_a_cpu_compiles_nothing():

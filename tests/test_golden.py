@@ -70,6 +70,7 @@ def write(tmp_path, capfd):
     return write
 
 
+@pytest.mark.slow
 def test_runs_are_killed_in_the_middle_and_resumed(write, tmp_path):
     (tmp_path / "a").mkdir()
     stale = tmp_path / "a" / "judge-1-whole.jsonl"

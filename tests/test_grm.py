@@ -648,6 +648,7 @@ def test_two_ranks_are_one_rank(one_rank, two_ranks):
         assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
 
 
+@pytest.mark.slow
 def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
     """Dies in step 4, goes on from step 2: records, evaluations and weights are those of the undisturbed run."""
     argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
@@ -678,6 +679,7 @@ def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     assert ours.read_bytes() == theirs.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp_path, monkeypatch):
     argv, update = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2"), grm.update
 

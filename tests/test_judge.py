@@ -138,6 +138,7 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
     assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")

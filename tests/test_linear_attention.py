@@ -460,6 +460,7 @@ def test_an_export_keeps_types_and_the_multi_token_prediction(official, picture_
     assert "model.safetensors is missing" in vlm_weights.export(env.actor, env.processor, tmp_path / "again")
 
 
+@pytest.mark.slow
 def test_runs_resume_bit_by_bit(qwen35, task, tmp_path):
     """PPO with a critic, and GRPO with adapters and recomputed activations: weights and metrics of the whole run are those of
     its parts."""

@@ -376,7 +376,7 @@ def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.9], [3.0], [-5.0, 5.0, 1e6], [2.0] * 50, [0.0]])
-def test_figures.plot_curves(tmp_path, values):
+def test_plot_curves(tmp_path, values):
     lines = ['{"type": "header"}'] + [json.dumps({"step": i, "x": v, "y": 1}) for i, v in enumerate(values)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     figures.plot_curves(tmp_path / "metrics.jsonl", ["x", "y", "not in this run"], tmp_path / "curve.png", "title")

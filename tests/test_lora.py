@@ -219,6 +219,7 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
 RUN = (*LORA, "--steps", "4", "--minibatches", "2", "--kl_coef", "0.1", "--actor_lr", "1e-2")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
     ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
@@ -248,6 +249,7 @@ def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
     assert all(".lora_" in key for key in tensors(tmp_path / "checkpoints" / "step-3"))
 
 
+@pytest.mark.slow
 def test_one_rank_equals_two(qwen25, task, tmp_path):
     """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")

@@ -127,6 +127,7 @@ def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
     assert torch.equal(score(env.actor, env.batch), logprobs)
 
 
+@pytest.mark.slow
 def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     """Evaluated in place of the weights and exported beside them; what is trained, and its samples,
     do not feel it."""
@@ -190,6 +191,7 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     assert answers[0] == answers[1] != answers[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
     more = (*EMA, "--offload", offload, "--actor_lr", "1e-2", "--save_every", "2")
@@ -237,6 +239,7 @@ def run_apart(lines: list[list[str]]) -> None:
     print(f"{len(MOVED)} tensors moved", flush=True)
 
 
+@pytest.mark.slow
 def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     """Reference, judge, scalar reward model, critic and average; two steps without moves, and one
     and one with them. Three ranks: uneven shards, some of them empty."""

@@ -177,6 +177,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 # the peak in a layer, and at the head, whose
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, checkpointing, vocabulary, chunk",
     [
@@ -291,6 +292,7 @@ def cells(text: str) -> dict[str, list[float]]:
     return {row[1]: [float(x) for x in row[2].split()] for row in rows if row}
 
 
+@pytest.mark.slow
 def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     """Numbers by hand, in GiB on each of eight GPUs; what the plan prints fits with checkpointing
     and not without."""

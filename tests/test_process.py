@@ -31,6 +31,7 @@ def heed_interrupts() -> None:
 
 
 # -------------------------------------------------------------------------------- start
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("flags, code, message", [("--help", 0, ""), ("--config none.json", 2, "No such file")])
 def test_help_and_refusals(script, flags, code, message):
@@ -50,6 +51,7 @@ def test_help_and_refusals(script, flags, code, message):
     ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
 ])
+@pytest.mark.slow
 def test_exit_code_0_means_done(program, code, said):
     imports = "import os, signal, sys\nfrom common import process"
     result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
@@ -71,6 +73,7 @@ process.run_main(main)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_asks_for_a_stop_with_one_line():
     """It is remembered for the end of the step, by one process of each machine with one line."""
     for local_rank, lines in (("0", 1), ("1", 0)):
@@ -106,6 +109,7 @@ while True:
     assert python(waiting).returncode == -signal.SIGINT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_request_to_stop_waits_for_the_end_of_the_step(number):
     result = python(LOOP.format(signals=f"[signal.{number}] * (step == 1)"))
@@ -124,6 +128,7 @@ def test_a_dead_reader_costs_nothing():
         assert run.wait(60) == 0 and Path(folder, "done").is_dir()
 
 
+@pytest.mark.slow
 def test_the_message_stands_at_the_end_of_torchruns_output():
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ppo_vl.py"]
     result = subprocess.run([*line, "--config", "none.json"], cwd=ROOT, capture_output=True, text=True, timeout=120)

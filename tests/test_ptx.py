@@ -137,6 +137,7 @@ def test_every_row_is_drawn_once_per_pass(env):
     assert [ppo.start_text(env.text, 4, number, warm)[1] for number in range(2)] == drawn[:2]
 
 
+@pytest.mark.slow
 def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_path):
     more = ptx(rows, "--ptx_batch", "2", "--minibatches", "2", "--critic_warmup_steps", "1", "--save_every", "2",
                "--critic_lr", "1e-3")

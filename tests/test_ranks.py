@@ -74,6 +74,7 @@ os.kill(os.getpid(), 9)
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_the_tests():
     path = os.pathsep.join(str(ROOT / name) for name in ("", "launch", "tests"))
     program = subprocess.run([sys.executable, "-c", PROGRAM], env=os.environ | {"PYTHONPATH": path},

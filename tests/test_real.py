@@ -20,6 +20,8 @@ import train_ppo_vl as ppo
 from common.vlm import data
 from common.vlm import weights as vlm_weights
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [
     "Hello world", " two  spaces\tand a tab\n\nand lines ", "naïve café — “quotes” … 日本語 🙂 Ωμέγα",
     "def f(x):\n    return x**2  # 3.14159\n", "1234567890 $5,000.00 50 %", "don't won't I'll", "<b>not special</b> &amp;", "",
@@ -52,11 +54,8 @@ def real():
 
 @pytest.fixture(scope="module")
 def oracle(real):
-    """The same weights in transformers, in both types."""
-    loaded = {}
-    for name in ("float32", "bfloat16"):
-        loaded[name] = AutoModelForCausalLM.from_pretrained(real, dtype=getattr(torch, name)).requires_grad_(False).eval()
-    return loaded
+    """The same weights in transformers, in float32."""
+    return AutoModelForCausalLM.from_pretrained(real, dtype=torch.float32).requires_grad_(False).eval()
 
 
 @pytest.fixture(scope="module")
@@ -94,35 +93,22 @@ def test_prompts_are_those_of_the_chat_template(real, rows):
         assert prompt.input_ids.tolist() == expected
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rollouts_are_those_of_transformers(real, oracle, rows, dtype):
-    """64 greedy tokens = `generate`'s in float32; in bfloat16, where sums of another order break ties otherwise, each is
-    within rounding of the likeliest. Log-probs of samples, from the sampler and from packed rows, are those of one float32
-    forward each; in bfloat16 they are off by no more than half as much again as transformers' own."""
-    flags = ["--advantage", "grpo", "--dtype", dtype, "--max_new_tokens", "64", "--temperature", "0.8"]
-    env = start(real, rows, *flags)
+def test_rollouts_are_those_of_transformers(real, oracle, rows):
+    """64 greedy tokens = `generate`'s. Log-probs of samples, from the sampler and from packs, are those of one forward each."""
+    env = start(real, rows, "--advantage", "grpo", "--max_new_tokens", "64", "--temperature", "0.8")
     greedy = ppo.rollout(env.actor, take(env), ppo.replace(env.sampling, greedy=True), 1)
-    plain = oracle[dtype]
-    same = total = 0
     for prompt, tokens in zip(greedy.prompts, greedy.split(greedy.tokens)):
         ids = prompt.input_ids[None]
-        expected = plain.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
-                                  repetition_penalty=1.0)[0, ids.shape[1]:]
-        if dtype == "float32":
-            assert tokens.tolist() == expected.tolist()
-        logits = forced(plain, prompt.input_ids, tokens)
-        behind = logits.max(-1).values - logits.gather(1, tokens[:, None])[:, 0]
-        assert behind.max() < {"float32": 1e-3, "bfloat16": 0.6}[dtype]
-        same, total = same + int((behind == 0).sum()), total + len(tokens)
-    assert total > 100 and same / total > {"float32": 0.999, "bfloat16": 0.95}[dtype]
+        expected = oracle.generate(input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=64,
+                                   repetition_penalty=1.0)[0, ids.shape[1]:]
+        assert tokens.tolist() == expected.tolist()
+    assert len(greedy.tokens) > 100
 
     samples = ppo.rollout(env.actor, take(env), env.sampling, 3)
-    packed = ppo.compute_logprobs(env.actor, samples)
-    exact, theirs = (scores(model, samples) for model in (oracle["float32"], plain))
-    noise = (theirs - exact).abs().mean()                                     # of transformers' own bfloat16; 0 in float32
+    packed, exact = ppo.compute_logprobs(env.actor, samples), scores(oracle, samples)
     for ours in (samples.logprobs, packed):
         gap = (ours - exact).abs()
-        assert gap.mean() < 1.5 * noise + 1e-5 and gap.max() < {"float32": 2e-4, "bfloat16": 1.0}[dtype], (gap.max(), gap.mean(), noise)
+        assert gap.mean() < 1e-5 and gap.max() < 2e-4, (gap.max(), gap.mean())
 
 
 def scores(model, samples) -> torch.Tensor:
@@ -143,7 +129,7 @@ def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
     def ours() -> torch.Tensor:
         return samples.split(ppo.compute_logprobs(env.actor, samples))[0]
 
-    base = forced(oracle["float32"], prompt.input_ids, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    base = forced(oracle, prompt.input_ids, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     assert (ours() - base).abs().max() < 2e-4
     torch.manual_seed(0)
     with torch.no_grad():
@@ -172,8 +158,8 @@ def run_flags(real, rows, out, *more: str) -> list[str]:
 
 
 def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path):
-    """With a critic and adapters, in bfloat16: step 2 after a resume is step 2 without, bit for bit, and so is its export."""
-    flags = ["--dtype", "bfloat16", "--lora_rank", "4", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--save_every", "1"]
+    """With a critic and adapters: step 2 after a resume is step 2 without, bit for bit, and so is its export."""
+    flags = ["--lora_rank", "4", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--save_every", "1"]
     ppo.main(run_flags(real, rows, tmp_path / "whole", *flags))
     ppo.main(run_flags(real, rows, tmp_path / "resumed", *flags, "--resume", str(tmp_path / "whole" / "checkpoints" / "step-1")))
     steps = {}

@@ -36,6 +36,7 @@ def whole(qwen25, task, tmp_path_factory):  # noqa: F811
     return out, train(qwen25, task, out, *KL, "--steps", "5", "--reference_every", "2")
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
     out, steps = whole
     actors, references = ([role(out / "checkpoints" / f"step-{step}", name) for step in range(1, 6)]
@@ -51,6 +52,7 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
     assert max(drift[0], drift[2], drift[4]) < 1e-5 < 1e-3 < min(drift[1], drift[3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [3, 4])
 def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # noqa: F811
     """Between two copies and right after one; with its weights in host memory, too."""

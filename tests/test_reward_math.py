@@ -49,6 +49,7 @@ DIFFERENT = [("4", "5"), (r"\sqrt{12}", r"2\sqrt{2}"), ("-4", "4"), (r"\frac{1}{
              ("A", "B"), ("5", r"5\pi")]
 
 
+@pytest.mark.slow
 def test_what_is_equal(score):
     grades = score([(rf"so it is \boxed{{{given}}}.", reference) for given, reference in EQUAL])
     assert dict(zip(EQUAL, grades)) == dict.fromkeys(EQUAL, 1.0)
@@ -70,6 +71,7 @@ def test_text_that_cannot_be_parsed_earns_nothing(score):
     assert score([(response, "5") for response in responses]) == [0.0] * len(responses)
 
 
+@pytest.mark.slow
 def test_an_answer_without_end_is_wrong_and_stops_nothing(score):
     """sympy would write out a number of 369 million digits; the answers around it get their grades."""
     assert score([(r"\boxed{1}", "1"), (r"\boxed{9^{9^{9}}}", "1"), (r"\boxed{2}", "2")]) == [1.0, 0.0, 1.0]

@@ -164,6 +164,7 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     assert torch.equal(first.logprobs[int(first.lengths[0]):], second.logprobs)
 
 
+@pytest.mark.slow
 def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
     """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
     env, poll, init = start(qwen25, picture_rows, "--max_new_tokens", "64"), [1], ppo.RolloutEngine.__init__
@@ -246,14 +247,13 @@ def graphs_of(monkeypatch):
     """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
     stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes."""
     init = ppo.RolloutEngine.__init__
-    monkeypatch.setattr(graphs, "PROBLEMS", [])
 
     def use(replay=lambda step, size, capacity: step(size, capacity)):
         captured = []
 
         def init_with_graphs(engine, *args):
             init(engine, *args)
-            engine.graphs = graphs.StepGraphs(engine.state, 1, engine.compute.dtype, engine.cache.linear is None)
+            engine.graphs = graphs.StepGraphs(1)
 
         def capture(step, size, capacity, pool):
             engine = step.__self__
@@ -283,67 +283,27 @@ def graphs_of(monkeypatch):
 STOPPING = ("--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
 
 
-def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of, capsys):
+def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of):
     """What surrounds a captured graph: batches are padded to few sizes, the cache's capacity stands for its length, the
-    state that a graph has seen never moves, and the comparison with an eager step leaves no trace."""
+    state that a graph has seen never moves."""
     env = start(checkpoint, picture_rows, *STOPPING)
     expected = generate(env, take(env), 5)
     captured = graphs_of()
     samples, tokens = generate(env, take(env), 5)
     assert tokens == expected[1] and (samples.logprobs - expected[0].logprobs).abs().max() < 1e-5
     assert len(captured) == len(set(captured)) > 1 and set(captured) <= {1, 2, 4, 7}
-    assert not graphs.PROBLEMS and "warning" not in capsys.readouterr().out
 
 
-def nothing(step, size, capacity):
-    """A graph that replays into the void."""
-
-
-def other_tokens(step, size, capacity):
-    step(size, capacity)
-    engine = step.__self__
-    engine.last[:size] = (engine.last[:size] + 1) % 100
-
-
-def other_logprobs(step, size, capacity):
-    engine = step.__self__
-    before = engine.out_logprobs.clone()
-    step(size, capacity)
-    engine.out_logprobs += 0.01 * (engine.out_logprobs != before)
-
-
-WRONG = {nothing: "tokens differ", other_tokens: "tokens differ",
-         other_logprobs: "log-probs differ by 0.01 on average, at most 0.001"}
-
-
-@pytest.mark.parametrize("replay", WRONG)
-def test_a_graph_that_does_something_else_is_found(qwen25, picture_rows, graphs_of, capsys, replay):
-    """At its first replay, by an eager step from the same state; that rollout and all later ones go on without graphs."""
+def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):
     env = start(qwen25, picture_rows, *STOPPING)
-    _, expected = generate(env, take(env), 5)
-    captured = graphs_of(replay)
-    assert generate(env, take(env), 5)[1] == expected and len(captured) == 1
-    assert generate(env, take(env), 5)[1] == expected and len(captured) == 1
-    said = capsys.readouterr().out
-    assert said.count("warning: rank 0: the CUDA graph of") == 1 and re.search(WRONG[replay], said)
-    assert said.count("decoding goes on without graphs") == 1
-
-
-def test_a_capture_that_fails_is_said_once(qwen25, picture_rows, graphs_of, capsys, monkeypatch):
-    env = start(qwen25, picture_rows, *STOPPING)
-    _, expected = generate(env, take(env), 5)
     graphs_of()
-    tried = []
 
     def fail(step, size, capacity, pool):
-        tried.append(size)
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "capture", fail)
-    for _ in range(2):
-        assert generate(env, take(env), 5)[1] == expected
-    assert len(tried) == 1
-    assert capsys.readouterr().out.count("could not be captured: operation not permitted when stream is capturing") == 1
+    with pytest.raises(process.UserError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
+        generate(env, take(env), 5)
 
 
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):

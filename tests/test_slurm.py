@@ -17,6 +17,8 @@ from conftest import ROOT
 from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, steps, task,  # noqa: F401
                              undisturbed)
 
+pytestmark = pytest.mark.slow
+
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
 SLOW = '''
 

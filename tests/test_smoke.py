@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 import smoke
+
+pytestmark = pytest.mark.slow
 
 
 def run_smoke(folder: Path, *flags: str) -> subprocess.CompletedProcess:

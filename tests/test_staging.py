@@ -168,6 +168,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="peaks are read as Linux tells them")
 def test_a_save_needs_one_copy_of_host_memory(tmp_path):
     """The first save 1.0 times the state, from then on what is there already; both exact, though training went on."""

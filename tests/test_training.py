@@ -732,6 +732,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
 
 
+@pytest.mark.slow
 def test_a_step_without_spread_is_told_until_it_changes(qwen25, task, tmp_path, capsys):
     """Nine tenths of the prompts earn the same in steps 1, 2 and 4; a killed run goes on where it was."""
     (task / "equal.py").write_text(
@@ -886,6 +887,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsys):
     """Weights and average, of the newest checkpoint and of an earlier one, as the finished run wrote them at those steps."""
     line = ("--steps", "4", "--save_every", "1", "--keep_last", "9", "--ema_beta", "0.9")
@@ -1254,6 +1256,7 @@ def test_dropped_prompts_are_counted_on_two_ranks(both):
     assert [record["rollout/dropped_prompts"] for record in records(both("skip")[1])] == [1, 2]
 
 
+@pytest.mark.slow
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
     four, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--prompts_per_step", "2",

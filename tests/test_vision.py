@@ -44,6 +44,7 @@ def env(checkpoint, picture_rows):
     return env
 
 
+@pytest.mark.slow
 def test_gradients_equal_one_backward_per_sample(env):
     """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with checkpointing."""
     batch = env.batch
@@ -129,6 +130,7 @@ def test_learning_rate_and_decay_of_the_tower(env):
 RUN = ("--train_vision", "--kl_coef", "0.1", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--steps", "4", "--minibatches", "2")
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
     ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
     ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
@@ -163,6 +165,7 @@ def test_refusals(qwen25, picture_rows, tmp_path):
         start(qwen25, picture_rows, "--train_vision", "--lora_rank", "2")
 
 
+@pytest.mark.slow
 def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     """With a critic and a reference, several packs, rows without pictures and ranks without rows; and a judge."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")

@@ -14,7 +14,6 @@ import torch.nn as nn
 from torch import Tensor
 from transformers import AttentionInterface
 
-from common.fused import describe, warn_of
 from common.vlm.attention import ATTENTION_NAME, PackedAttention, language_attention
 from common.vlm.linear_attention import DeltaNet
 from common.vlm.model import decoder, routers
@@ -22,8 +21,6 @@ from common.vlm.model import decoder, routers
 # Most graphs of one piece of code. Layers differ in kind, in whether their input has a gradient,
 # and in whether adapters are on: torch's own limit of 8 is below the product of these.
 GRAPHS = 32
-# Why graphs were not compiled in this process; empty: nothing is wrong.
-PROBLEMS: list[str] = []
 
 
 class CompiledLayer(nn.Module):
@@ -58,11 +55,8 @@ def compile_layers(model: nn.Module) -> None:
 @functools.cache
 def compiled_class(kind: type) -> type:
     """The class of a layer with `CompiledLayer` before it."""
-    from torch._inductor.compile_fx import compile_fx  # seconds of import
-
-    backend = functools.partial(compile_fx, inner_compile=compile_graph)
     code = inspect.unwrap(kind.forward)  # gradient checkpointing stays outside
-    compiled = torch.compile(code, backend=backend, dynamic=True)
+    compiled = torch.compile(code, dynamic=True)
     return type(kind.__name__, (CompiledLayer, kind), {"compiled": compiled})
 
 
@@ -70,18 +64,3 @@ def compiled_class(kind: type) -> type:
 def left_out(kind: type) -> type:
     """The class of a part of a layer that is not compiled."""
     return type(kind.__name__, (kind,), {"forward": torch.compiler.disable(kind.forward)})
-
-
-def compile_graph(graph: torch.fx.GraphModule, inputs: list, **options) -> Callable:
-    """torch's own compiler of a forward or a backward; where it fails, which is said once, the
-    graph runs as it was traced."""
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    try:
-        return compile_fx_inner(graph, inputs, **options)
-    except Exception as error:  # compilers raise anything
-        PROBLEMS.append(describe(error))
-    if len(PROBLEMS) == 1:
-        warn_of("a decoder layer", PROBLEMS[0])
-    return make_boxed_func(graph.forward)
