@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A language model that somebody has trained, SmolLM2-135M, learns to look: real pictures, 2 CPU cores, in 15 minutes.
+# A language model that somebody has trained, SmolLM2-135M, learns to look: real pictures, 2 CPU cores, in 10 minutes.
 #
 #   bash launch/real_words.sh                 pictures, GRPO
 #   bash launch/real_words.sh --critic        pictures, PPO with a critic
@@ -43,7 +43,7 @@ if [ ! -f real/smollm2/config.json ]; then
 fi
 [ "$task" != fetch ] || exit 0
 stamp="$(date +%Y%m%d-%H%M%S)"
-common=(--advantage "$advantage" --dtype bfloat16 --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
+common=(--advantage "$advantage" --lora_rank 16 --actor_lr 5e-4 --samples_per_prompt 8 --temperature 0.7
         --minibatches 2 --max_prompt_tokens 128 --max_tokens_per_pack 2048 --save_every 0)
 [ "$advantage" = grpo ] || common+=(--critic_lr 1e-3)
 folder() {    # of --out if that is among the flags, else $1
@@ -84,7 +84,7 @@ out="$(folder "runs/pictures-$advantage-$stamp")"
 from=launch/real_rewards.py    # the held-out questions come with a grey picture and with another row's, too: measured, not rewarded
 recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"another\": [[\"$from:another\", 0]]}"
 train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
-    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 8 --out "$out"
+    --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 16 --out "$out"
 echo
 python launch/real_words.py table "$out"
 echo

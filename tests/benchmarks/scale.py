@@ -20,12 +20,11 @@ GIB, GB = 2**30, 1e9
 # vision tower, which has depth 32, hidden_size 1280, patches of 2 x 14 x 14 and a merger of 2 x 2 in all of them.
 MODELS = {"3B": (2048, 11008, 36, 16, 2, 151936, True, 3420), "7B": (3584, 18944, 28, 28, 4, 152064, False, 3420),
           "32B": (5120, 27648, 64, 40, 8, 152064, False, 3456), "72B": (8192, 29568, 80, 64, 8, 152064, False, 3456)}
-GPUS = (8, 16, 32, 64, 128, 256, 512)
+GPUS = (8, 64, 512)
 HEAD_DIM = 128
 
 # One step, the same per GPU at every size (weak scaling): what the tables assume and a user would change.
 STEP = {"sequences per GPU": 32, "samples per prompt": 8, "prompt tokens": 1000, "response tokens": 1000, "updates": 1}
-BATCH = 1024                        # sequences of a step in the table of strong scaling, at any number of GPUs
 PACK = 16384                        # --max_tokens_per_pack
 NODE = 8                            # GPUs that share NVLink
 NVLINK = 300e9                      # bytes per second that a ring of collectives reaches on H100 NVLink 4 (450e9 nominal)
@@ -182,60 +181,18 @@ def tables() -> dict[str, str]:
     rows = []
     for name in MODELS:
         size, (actor, critic) = parameters(name), trained(name)
-        hidden, inner, layers, heads, kv, vocabulary, tied, _ = MODELS[name]
-        rows.append([name, *map(str, (hidden, inner, layers, f"{heads} / {kv}", vocabulary, "yes" if tied else "no")),
-                     *(f"{value / 1e9:.2f}" for value in (actor, critic, size["tower"])), f"{size['layer'] / 1e6:.0f}",
-                     f"{checkpoint_bytes(name) / GB:.0f}", f"{checkpoint_bytes(name) / STORAGE:.0f}"])
-    found["models"] = table(
-        [
-            "model",
-            "hidden",
-            "inner",
-            "layers",
-            "heads / kv",
-            "vocabulary",
-            "tied",
-            "actor (1e9)",
-            "critic",
-            "tower",
-            "layer (1e6)",
-            "checkpoint (GB)",
-            "its writing (s)",
-        ],
-        rows,
-    )
+        rows.append([name, *(f"{value / 1e9:.2f}" for value in (actor, critic, size["tower"])), f"{size['layer'] / 1e6:.0f}",
+                     f"{checkpoint_bytes(name) / GB:.0f}"])
+    found["models"] = table(["model", "actor (1e9)", "critic", "tower", "layer (1e6)", "checkpoint (GB)"], rows)
     rows = []
     for name in MODELS:
         for gpus in GPUS:
             moved, work = traffic(name, gpus), compute_seconds(name)
             update = sum(moved.values()) - moved["rollout gather"]
-            rows.append([name, str(gpus), *(f"{moved[key] / GB:.0f}" for key in moved),
-                         *(f"{moved['rollout gather'] / bandwidth(gpus, ports):.1f} + {update / bandwidth(gpus, ports):.1f}"
-                           if gpus > NODE or ports == 8 else "" for ports in (8, 1)),
-                         f"{work['update']:.0f}", f"{work['decode']:.0f}"])
-    found["traffic"] = table(
-        [
-            "model",
-            "GPUs",
-            "rollout gather (GB)",
-            "score gather",
-            "update gather",
-            "reduce-scatter",
-            "seconds, 8 ports a node (rollout + update)",
-            "1 port a node",
-            "update's arithmetic (s)",
-            "decoding (s)",
-        ],
-        rows,
-    )
-    rows = []
-    for gpus in GPUS:
-        tokens = BATCH * (STEP["prompt tokens"] / STEP["samples per prompt"] + STEP["response tokens"]) / gpus
-        bound = {ports: FLOPS / bandwidth(gpus, ports) for ports in (8, 1)}
-        rows.append([str(gpus), f"{BATCH / STEP['samples per prompt'] / gpus:.2g}", f"{tokens:.0f}", f"{tokens / 4:.0f}",
-                     f"{bound[8]:.0f}", f"{bound[1]:.0f}"])
-    found["strong"] = table(["GPUs", "prompts per GPU", "tokens per GPU and update, 1 update a step", "4 updates a step",
-                             "tokens that hide the traffic, 8 ports", "1 port"], rows)
+            seconds = [f"{(moved['rollout gather'] + update) / bandwidth(gpus, ports):.1f}" if gpus > NODE or ports == 8 else ""
+                       for ports in (8, 1)]
+            rows.append([name, str(gpus), f"{sum(moved.values()) / GB:.0f}", *seconds, f"{work['update'] + work['decode']:.0f}"])
+    found["traffic"] = table(["model", "GPUs", "traffic (GB)", "its seconds, 8 ports a node", "1 port", "arithmetic and decoding (s)"], rows)
     rows = []
     for name in MODELS:
         for gpus in GPUS:
@@ -245,7 +202,7 @@ def tables() -> dict[str, str]:
                 [
                     name,
                     str(gpus),
-                    *(f"{need[key] / GB:.0f}" for key in ("states", "gathered", "cache", "rollout", "update")),
+                    *(f"{need[key] / GB:.0f}" for key in ("states", "rollout", "update")),
                     "yes" if not fits else "no: " + ", ".join(fits),
                 ]
             )
@@ -259,7 +216,7 @@ def tables() -> dict[str, str]:
     names = step_seconds("7B", next(iter(TASKS.values())))
     found["step"] = table(["computed, s", *names, "GRPO with KL", "PPO with critic and KL", "reported by others, s"], steps)
     found["memory"] = table(
-        ["model", "GPUs", "states (GB)", "rollout weights", "rollout cache", "rollout in all", "update in all", "fits 80 GB?"],
+        ["model", "GPUs", "states (GB)", "rollout", "update", "fits 80 GB?"],
         rows,
     )
     return found
