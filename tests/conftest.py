@@ -61,6 +61,15 @@ def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str
     return folder
 
 
+SLOWEST = ("test_checkpoint.py", "test_slurm.py", "test_real.py", "test_compilation.py", "test_training.py", "test_smoke.py",
+           "test_benchmarks.py")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that both processes are busy to the end."""
+    items.sort(key=lambda item: SLOWEST.index(item.path.name) if item.path.name in SLOWEST else len(SLOWEST))
+
+
 def rounding(additions: int) -> float:
     """Bound of the relative error of sums in float32 whose order is free: each of so many additions rounds by at most
     epsilon / 2, in both orders. Where all of a path can be computed in float64, a test does that instead."""

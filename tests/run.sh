@@ -11,7 +11,7 @@ arguments=("$@")
 set --    # a sourced file without arguments of its own sees ours
 source launch/setup.sh pytest pytest-xdist
 pytest=(python -m pytest tests -q -rs --durations 10)
-both=(-n 2 --dist loadscope)    # a file stays in one process, where its runs are made once
+both=(-n 2 --dist loadscope --no-loadscope-reorder)    # a file stays in one process, where its runs are made once
 case "${arguments[*]}" in
     "") exec "${pytest[@]}" "${both[@]}" -m "not slow" ;;
     all) ;;

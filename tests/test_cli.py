@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import ranks
 import torch
 from transformers import AutoModelForImageTextToText
 
@@ -378,8 +379,8 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
                           timeout=300)
 
 
-def torchrun(ranks: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
     return run([*launcher, str(SCRIPT), *flags], **environment)
 
 
@@ -399,14 +400,13 @@ def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
     assert_one_message(result, "unrecognized arguments: --nonsense 1")
 
 
-@pytest.mark.slow
 def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
-    result = torchrun(2, ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"),
-                          "--prompts_per_step", "2"])
-    assert_one_message(result, f"{rows}: 1 of 2 rows are bad")
-    assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in result.stderr
+    line = ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"), "--prompts_per_step", "2"]
+    told = ranks.run(ppo.main, line, world=2, codes=[2, 2])
+    assert told.count("error: ") == 1 == told.count(f"{rows}: 1 of 2 rows are bad") and "Traceback" not in told
+    assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in told
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 

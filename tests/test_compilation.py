@@ -16,7 +16,7 @@ from common.vlm import model as vlm
 pytestmark = pytest.mark.slow
 
 needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="needs a C++ compiler")
-LENGTHS = (60, 90, 150, 400, 16384)  # of packs, in which the same samples stand
+LENGTHS = (60, 90, 150, 16384)  # of packs, in which the same samples stand
 
 
 def graphs() -> int:

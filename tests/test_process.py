@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import ranks
 import torch
 from conftest import ROOT
 
@@ -18,10 +19,19 @@ from common import distributed, process
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    """A program that may import the project, in a process of its own."""
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | environment, timeout=60,
-                          capture_output=True, text=True, preexec_fn=heed_interrupts)
+def python(code: str, **environment: str) -> SimpleNamespace:
+    """A program that may import the project, in a process of its own: its exit code, and what it printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
+        code, = ranks.start(execute, code, outputs, **environment).wait(60)
+        return SimpleNamespace(returncode=code, **{path.name: path.read_text() for path in outputs})
+
+
+def execute(code: str, outputs: list[Path]) -> None:
+    heed_interrupts()
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    exec(code, {"__name__": "__main__"})
 
 
 def heed_interrupts() -> None:
@@ -32,8 +42,8 @@ def heed_interrupts() -> None:
 
 # -------------------------------------------------------------------------------- start
 @pytest.mark.slow
-@pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("flags, code, message", [("--help", 0, ""), ("--config none.json", 2, "No such file")])
+@pytest.mark.parametrize("script, flags, code, message", [
+    (SCRIPTS[0], "--help", 0, ""), (SCRIPTS[1], "--config none.json", 2, "No such file")])
 def test_help_and_refusals(script, flags, code, message):
     result = subprocess.run([sys.executable, script, *flags.split()], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
@@ -51,7 +61,6 @@ def test_help_and_refusals(script, flags, code, message):
     ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
 ])
-@pytest.mark.slow
 def test_exit_code_0_means_done(program, code, said):
     imports = "import os, signal, sys\nfrom common import process"
     result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
@@ -73,7 +82,6 @@ process.run_main(main)
 """
 
 
-@pytest.mark.slow
 def test_ctrl_c_asks_for_a_stop_with_one_line():
     """It is remembered for the end of the step, by one process of each machine with one line."""
     for local_rank, lines in (("0", 1), ("1", 0)):
@@ -109,7 +117,6 @@ while True:
     assert python(waiting).returncode == -signal.SIGINT
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", ["SIGTERM", "SIGHUP", "SIGUSR1"])
 def test_a_request_to_stop_waits_for_the_end_of_the_step(number):
     result = python(LOOP.format(signals=f"[signal.{number}] * (step == 1)"))
@@ -126,15 +133,6 @@ def test_a_dead_reader_costs_nothing():
         run = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=heed_interrupts)
         run.stdout.close()
         assert run.wait(60) == 0 and Path(folder, "done").is_dir()
-
-
-@pytest.mark.slow
-def test_the_message_stands_at_the_end_of_torchruns_output():
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "train_ppo_vl.py"]
-    result = subprocess.run([*line, "--config", "none.json"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    *_, root_cause = result.stderr.split("Root Cause (first observed failure):")
-    assert result.returncode == 1 and "exitcode  : 2" in root_cause
-    assert "error: --config none.json: cannot be read: No such file" in root_cause and "Traceback (most" not in root_cause
 
 
 @pytest.mark.parametrize("visible, refused", [(None, True), ("0,1", True), ("", False), ("-1", False)])

@@ -191,15 +191,15 @@ exec "$@"
 """
 
 
-def test_an_array_of_supervised_runs_as_a_cluster_wants_them(cluster, qwen25, tmp_path):
-    """Two nodes each; a file that sets the environment up, a command that torchrun is run by, CPUs, a seed per run."""
+def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_path):
+    """Two nodes; a file that sets the environment up, a command that torchrun is run by, CPUs, a seed per run."""
     (tmp_path / "train_grm_vl.py").symlink_to(ROOT / "train_grm_vl.py")
     (tmp_path / "rows.jsonl").write_text("".join(
         f'{{"prompt": "how many circles are there?", "response": "{n}"}}\n' for n in (1, 2, 3, 4)))
     (tmp_path / "env.sh").write_text(SETUP)
     (tmp_path / "inside.sh").write_text(CONTAINER)
     environment = cluster | {"SETUP": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
-    job = ask(environment, "sbatch", "--parsable", "--nodes", "2", "--array", "3-4", "--cpus-per-task", "2", "--chdir", str(tmp_path),
+    job = ask(environment, "sbatch", "--parsable", "--nodes", "2", "--array", "3", "--cpus-per-task", "2", "--chdir", str(tmp_path),
               str(ROOT / "launch" / "train.slurm"), "train_grm_vl.py", "--seed", "%a",
               "--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--steps", "3", "--prompts_per_step", "1",
               "--max_prompt_tokens", "128", "--max_tokens_per_pack", "256", "--out", f"{tmp_path}/run-%a").strip()
@@ -207,17 +207,15 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_them(cluster, qwen25, tm
     try:
         wait_for(lambda: set(states()) <= {"COMPLETED", "FAILED"}, 200, "end of the jobs")
         log = "\n".join(f"{path.name}: {path.read_text()}" for path in sorted((tmp_path / "logs").iterdir()))
-        assert states() == ["COMPLETED"] * 2 and log.count("2 x cpu") == 2, log
+        assert states() == ["COMPLETED"] and log.count("2 x cpu") == 1, log
     finally:
         subprocess.run(["scancel", job], env=cluster)
-    names = {f"train-{job}_{seed}{end}" for seed in (3, 4) for end in (".out", "-0.log")}
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == names
-    for seed in (3, 4):
-        assert json.loads((tmp_path / f"run-{seed}" / "args.json").read_text())["seed"] == seed
-        assert (tmp_path / f"run-{seed}" / "export" / "step-3" / "model.safetensors").exists()
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"train-{job}_3.out", f"train-{job}_3-0.log"}
+    assert json.loads((tmp_path / "run-3" / "args.json").read_text())["seed"] == 3
+    assert (tmp_path / "run-3" / "export" / "step-3" / "model.safetensors").exists()
     cpus = min(2, os.cpu_count())
     notes = (tmp_path / "notes").read_text().splitlines()
-    assert sorted(notes) == sorted(f"{node}: yes, array {seed}, {cpus} CPUs of 2" for node in (0, 1) for seed in (3, 4))
+    assert sorted(notes) == [f"{node}: yes, array 3, {cpus} CPUs of 2" for node in (0, 1)]
 
 
 # ----------------------------------------------------------------------------- two agents, no SLURM

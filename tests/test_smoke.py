@@ -14,7 +14,7 @@ import smoke
 pytestmark = pytest.mark.slow
 
 
-def run_smoke(folder: Path, *flags: str) -> subprocess.CompletedProcess:
+def run_smoke(folder: Path) -> subprocess.CompletedProcess:
     """The program as it is started, but for the installation."""
     (folder / "launch").mkdir(parents=True)
     (folder / "launch" / "smoke.sh").write_text((ROOT / "launch" / "smoke.sh").read_text())
@@ -23,7 +23,7 @@ def run_smoke(folder: Path, *flags: str) -> subprocess.CompletedProcess:
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in own}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", str(folder / "launch" / "smoke.sh"), "--out", str(folder / "out"), *flags]
+    command = ["bash", str(folder / "launch" / "smoke.sh"), "--out", str(folder / "out")]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
@@ -43,10 +43,19 @@ def test_it_passes_here(tmp_path):
     assert after > before >= 2 or after == before + 1
 
 
-def test_it_fails_with_the_reason(tmp_path):
-    done = run_smoke(tmp_path, "--min_new_tokens", "7")
-    assert done.returncode == 1 and "FAIL after" in done.stdout
-    assert "sdpa: exit code 2; see" in done.stdout and "no checkpoint was committed" in done.stdout
+class Alone(smoke.Run):
+    """Without torchrun."""
+
+    def __init__(self, name, out, ranks, flags):
+        super().__init__(name, out, 1, flags)
+
+
+def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(smoke, "Run", Alone)
+    monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
+    assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "7"]) == 1
+    told = capsys.readouterr().out
+    assert "FAIL after" in told and "sdpa: exit code 2; see" in told and "no checkpoint was committed" in told
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert not report["passed"] and "--min_new_tokens 7 exceeds --max_new_tokens 6" in report["runs"][0]["tail"]
 
