@@ -76,6 +76,9 @@ def rounding(additions: int) -> float:
     return additions * torch.finfo(torch.float32).eps
 
 
+ROUNDING = rounding(128)  # in float32, of the tiny models: their matrix products sum up to 128 terms
+
+
 def our_name(name: str) -> str:
     """A parameter of transformers' model, as ours calls it."""
     for moved in ("A_log", "dt_bias"):

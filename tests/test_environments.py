@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, computing, start, take, write_checkpoint
+from conftest import ROOT, ROUNDING, computing, start, take, write_checkpoint
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
@@ -82,7 +82,7 @@ def expected_logprobs(env, oracle, batch, gradient: bool = False) -> torch.Tenso
 def check_exact(env, oracle, batch) -> None:
     """Recorded and packed log-probs, of whole groups in one row and of single samples, = the oracle's."""
     expected = expected_logprobs(env, oracle, batch)
-    bound = 1e-5 * expected.abs().max()
+    bound = ROUNDING * expected.abs().max()
     assert (batch.logprobs - expected).abs().max() < bound
     for apart in (False, True):
         with computing(env.actor, apart=apart, max_tokens_per_pack=10**6 if not apart else 300):
@@ -182,7 +182,7 @@ def same(one, other, bits: bool = False) -> None:
         dataclasses.replace(said, seconds=0, pictures=[], features=None) for said in other.conversations]
     for name in ("tokens", "lengths", "stream", "is_own", "places", "truncated"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
-    assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < 1e-5
+    assert torch.equal(one.logprobs, other.logprobs) if bits else (one.logprobs - other.logprobs).abs().max() < ROUNDING
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
     monkeypatch.undo()
     linear_attention.choose_rule.cache_clear()
     gap = float((ppo.compute_logprobs(hybrid.actor, batch) - batch.logprobs).abs().max())
-    assert gap < 1e-5 if fault is None else gap > 1e-3
+    assert gap < ROUNDING if fault is None else gap > 1e-3
 
 
 def test_environments_run_side_by_side(qwen25, picture_rows):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import build_rewards, start, take, write_checkpoint
+from conftest import ROUNDING, build_rewards, start, take, write_checkpoint
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -158,7 +158,7 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         ours = family_of(family.oracle.config).vision_inputs(patches, grids, prompt.grids)
         assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
         for name, value in ours.items():
-            assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < 1e-5, name
+            assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING, name
         found += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
     assert {t for t, *_ in found} == {1, 2, 3} and len(found) == 7
     said = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
