@@ -358,7 +358,7 @@ def load_examples(path: str, dataset: int, args: Args, processor: data.Processor
             prompt = judgements.judge_prompt(
                 processor, ask, index, source, args.data, folder=folder, row=row
             )
-            target = judgements.encode_target(processor, frame, ask["text"], limit)
+            target = judgements.encode_target(processor, frame, ask["text"])
             size = len(prompt.input_ids) + len(target)
             if size > limit:
                 raise ValueError(

@@ -30,8 +30,6 @@ from common import flags
 from common.distributed import from_main, gather_objects, is_main, raise_on_all_ranks
 from common.files import (
     kill_point,
-    never_through_links,
-    remove_tree,
     sync_folder,
     write_durably,
     write_pointer,
@@ -122,12 +120,12 @@ class Checkpoints:
         dies. Leaves ``mark`` for the other ranks to see. Rank 0 only. Raises ValueError."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            self.lock = open(self.out / ".lock", "a+", opener=never_through_links)
+            self.lock = open(self.out / ".lock", "a+")
             self.lock_file()
             # Left by a process that was killed during a save, an export or this method.
             for pattern in ("checkpoints/.tmp-*", "export*/.step-*", ".tmp-seen-*"):
                 for path in self.out.glob(pattern):
-                    remove_tree(path)
+                    shutil.rmtree(path)
             mark.mkdir()
         except BlockingIOError as error:
             self.lock.seek(0)

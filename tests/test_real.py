@@ -79,7 +79,7 @@ def test_texts_come_back_from_their_tokens(real):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        assert processor.token_ids(text, 1000) == ids and processor.decode([torch.tensor(ids, dtype=torch.int64)]) == [text]
+        assert processor.token_ids(text) == ids and processor.decode([torch.tensor(ids, dtype=torch.int64)]) == [text]
     assert max(len(tokenizer.encode(f" {word}")) for word in ("the", "and", "water", "school", "people")) == 1
     assert tokenizer.decode([tokenizer.eos_token_id]) == "<|im_end|>" and processor.stop_ids == (tokenizer.eos_token_id,)
 

@@ -30,13 +30,7 @@ from common.process import UserError
 from common.settings import DataArgs
 from common.vlm import images
 from common.vlm.families import family_of, is_clip
-from common.vlm.folder import (
-    TEMPLATE_LIMIT,
-    characters_per_token,
-    read_model_config,
-    read_settings,
-    read_tokenizer,
-)
+from common.vlm.folder import read_model_config, read_settings, read_tokenizer
 from common.vlm.rows import (  # noqa: F401  (what scripts use of this room)
     Prompt,
     load_prompts,
@@ -78,7 +72,6 @@ class Processor:
             self._set_template()
             self._set_tokens()
             self.family.prepare(self.files, self.tokenizer, args)
-            self.characters_per_token = characters_per_token(self.tokenizer)
         except (OSError, ValueError) as error:
             raise ValueError(f"checkpoint {folder}: {error}") from error
 
@@ -152,36 +145,19 @@ class Processor:
         )
 
     def render(self, chat: list[dict], **options) -> str:
-        """Chat messages as the template's text. Raises ValueError: a template that fails, or that
-        does not end."""
+        """Chat messages as the template's text. Raises ValueError: a template that fails."""
         try:
-            with TEMPLATE_LIMIT:
-                return self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
-        except TimeoutError as error:
-            raise ValueError(
-                f"the chat template has not rendered this within {TEMPLATE_LIMIT.seconds:g} s: "
-                "does it loop without end?"
-            ) from error
+            return self.tokenizer.apply_chat_template(chat, tokenize=False, **options)
         # A template is a program that came with the checkpoint, and raises what it likes.
         except Exception as error:
             raise ValueError(f"the chat template cannot render this ({error!r})") from error
 
-    def token_ids(
-        self, text: str, limit: int, known: int = 0, add_special_tokens: bool = False
-    ) -> list[int]:
-        """The ids of a text. Raises ValueError: an id that the model has no embedding for, or,
-        before anything is computed, so many characters that they and the ``known`` tokens with them
-        are more than ``limit`` tokens.
-        """
-        least = known + -(-len(text) // self.characters_per_token)
-        if least > limit:
-            raise ValueError(
-                f"text too long: {len(text)} characters are at least {least} tokens; the limit is "
-                f"{limit}"
-            )
-        ids = self.tokenizer.backend_tokenizer.encode(
+    def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """The ids of a text. Raises ValueError: an id that the model has no embedding for."""
+        encoding = self.tokenizer.backend_tokenizer.encode(
             text, add_special_tokens=add_special_tokens
-        ).ids
+        )
+        ids = encoding.ids
         largest = max(ids, default=-1)
         if largest >= self.vocab_size:
             token = self.tokenizer.convert_ids_to_tokens(largest)
@@ -191,30 +167,27 @@ class Processor:
             )
         return ids
 
-    def encode(
-        self, messages: list[dict], grids: tuple, limit: int = 1 << 30
-    ) -> tuple[str, Tensor, int]:
+    def encode(self, messages: list[dict], grids: tuple) -> tuple[str, Tensor, int]:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each
         picture and clip expanded, and how many of these are image tokens.
 
-        Raises ValueError: a reserved token in a message, a template that fails, not one placeholder
-        per picture or clip, or a text that must have more than ``limit`` tokens.
+        Raises ValueError: a reserved token in a message, a template that fails, or not one
+        placeholder per picture or clip.
         """
         text = self._render_prompt(messages)
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.
         has_bos = self.family.template_has_bos or text.startswith(self.tokenizer.bos_token or "")
-        ids = self.ids_with_pictures(expanded, counts, limit, add_special_tokens=not has_bos)
+        ids = self.ids_with_pictures(expanded, counts, add_special_tokens=not has_bos)
         return text, ids, sum(counts)
 
     def ids_with_pictures(
-        self, text: str, counts: list[int], limit: int, add_special_tokens: bool = False
+        self, text: str, counts: Sequence[int], add_special_tokens: bool = False
     ) -> Tensor:
         """(P,) int64 of a text with image tokens, each of which is repeated as often as ``counts``
         says. Raises ValueError: see `encode`."""
-        known = sum(counts) - len(counts)
-        ids = np.array(self.token_ids(text, limit, known, add_special_tokens), dtype=np.int64)
+        ids = np.array(self.token_ids(text, add_special_tokens), dtype=np.int64)
         is_image = np.isin(ids, self.family.visual_token_ids())
         if is_image.sum() != len(counts):
             raise ValueError(
@@ -225,17 +198,15 @@ class Processor:
         repeats[is_image] = counts
         return torch.from_numpy(ids.repeat(repeats))
 
-    def ids_behind(
-        self, context: str, text: str, counts: Sequence[int] = (), limit: int = 1 << 30
-    ) -> Tensor:
+    def ids_behind(self, context: str, text: str, counts: Sequence[int] = ()) -> Tensor:
         """(n,) int64 ids of a text that follows another: some tokenizers put a space before the
         beginning of a text. Where the two share a token, the text is encoded alone. Raises
         ValueError: see `encode`."""
-        known = self.token_ids(context, limit)
-        ids = self.ids_with_pictures(context + text, counts, limit + len(context))
+        known = self.token_ids(context)
+        ids = self.ids_with_pictures(context + text, counts)
         if ids[: len(known)].tolist() == known:
             return ids[len(known) :]
-        return self.ids_with_pictures(text, counts, limit)
+        return self.ids_with_pictures(text, counts)
 
     def _render_prompt(self, messages: list[dict]) -> str:
         """Messages as the template's text, up to the response, with nothing lost."""

@@ -17,7 +17,6 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.video_utils import load_video
 
-from common.files import open_regular
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
 # not be able to.
@@ -36,13 +35,11 @@ EXIF_ORIENTATION = 0x0112
 
 @contextmanager
 def _open_image(path: str):
-    """A picture file opened by its header, refused by its size before any body is decoded."""
+    """A picture file opened by its header, refused by its size before its body is decoded."""
     try:
-        with open_regular(path) as file, Image.open(file, formats=IMAGE_FORMATS) as image:
-            if not 0 < image.width * image.height <= MAX_DECODED_PIXELS:
-                raise ValueError(
-                    f"{image.width}x{image.height} pixels; allowed are {MAX_DECODED_PIXELS} in all"
-                )
+        with Image.open(path, formats=IMAGE_FORMATS) as image:
+            if image.width * image.height > MAX_DECODED_PIXELS:
+                raise ValueError(f"{image.width}x{image.height} pixels")
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error

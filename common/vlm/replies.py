@@ -146,7 +146,7 @@ def encode_opening(
     how many of them are image tokens. Raises ValueError: more than ``limit`` tokens."""
     *before, last = prompt.messages
     messages = [*before, {**last, "content": last["content"] + opening.content}]
-    text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids, limit)
+    text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids)
     if len(ids) > limit:
         raise ValueError(
             f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"

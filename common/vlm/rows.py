@@ -176,26 +176,12 @@ def read_lines(path: str) -> list[tuple[str, bytes]]:
 
 def parse_row(line: bytes) -> dict:
     try:
-        row = ROW_DECODER.decode(line.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
+        row = json.loads(line)
+    except ValueError as error:
         raise ValueError(f"invalid JSON ({error}); a row is one line") from error
     if not isinstance(row, dict):
         raise ValueError(f"a row must be a JSON object, not {row!r:.80}")
     return row
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object of a row. Raises ValueError: a key stands there twice, and only one of the
-    values would count."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"key {twice!r:.80} is given twice")
-    return found
-
-
-ROW_DECODER = json.JSONDecoder(object_pairs_hook=_distinct)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -433,7 +419,7 @@ def make_prompt(processor, asked: Asked, args: DataArgs | None = None) -> Prompt
     grids = asked.grids
     if grids is None:
         grids = tuple(media_grid(processor.family, path) for path in paths)
-    text, input_ids, image_tokens = processor.encode(messages, grids, limit)
+    text, input_ids, image_tokens = processor.encode(messages, grids)
     if len(input_ids) > limit:
         videos = " and videos" if any(map(is_clip, grids)) else ""
         raise ValueError(

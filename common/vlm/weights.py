@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
-from common.files import read_json, remove_tree, sync_folder, write_pointer
+from common.files import read_json, sync_folder, write_pointer
 from common.flags import absolute
 from common.fsdp import copy_shard, shard_of
 from common.settings import ModelArgs
@@ -135,7 +135,7 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]
-    names = list(read_json(index, required={"weight_map": dict})["weight_map"].values())
+    names = list(read_json(index)["weight_map"].values())
     for name in names:
         inside = (
             isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
@@ -725,7 +725,7 @@ def write_weights(
     """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
     weight that is not finite, or one of the ``kept`` whose file is gone."""
     if aside.is_symlink() or aside.exists():
-        remove_tree(aside)
+        shutil.rmtree(aside)
     aside.mkdir(parents=True)
     for file, tensors in files:
         for key in set(plan.filename_to_tensors.get(file, [])) - tensors.keys():
