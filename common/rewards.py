@@ -179,7 +179,7 @@ class RewardMix:
             raise UserError("\n  ".join([problem, *bad[:5]]))
 
     def check_media(self, source: Source, processor: Processor, rows: list[Prompt]) -> None:
-        """Raises ValueError: a row whose pictures or videos the source's model cannot see."""
+        """Raises ValueError: a row whose images or videos the source's model cannot see."""
         for row in rows:
             if row.images and source.name in self.weights(row.label):
                 try:
@@ -264,13 +264,13 @@ class RewardMix:
     ) -> dict[str, Tensor]:
         """Columns (n,) of a function, a rule or a server; each rank calls it for its samples."""
         indices, rank = batch.prompt_index[used].tolist(), dist.get_rank()
-        own = [k for k, index in enumerate(indices) if batch.owners[index] == rank]
+        mine = [k for k, index in enumerate(indices) if batch.owners[index] == rank]
         columns: dict[str, list[float]] = {}
         with distributed.raise_on_all_ranks():
-            if own:  # a rank may have no samples
-                given = read_samples(batch, texts, [used[k] for k in own])
-                columns = score_samples(source, given, self.args)
-        parts = [(k, part) for k, part in distributed.gather_objects([own, columns]) if k]
+            if mine:  # a rank may have no samples
+                samples = read_samples(batch, texts, [used[k] for k in mine])
+                columns = score_samples(source, samples, self.args)
+        parts = [(k, part) for k, part in distributed.gather_objects([mine, columns]) if k]
         names = [sorted(part) for _, part in parts]
         if any(part != names[0] for part in names):
             raise UserError(f"--reward {source.spec}: components differ between calls: {names}")
@@ -286,9 +286,9 @@ class RewardMix:
         values, count = None, len(next(iter(rewards.values())))
         with distributed.raise_on_all_ranks(f"--reward_combiner {self.args.reward_combiner}: "):
             if distributed.is_main():
-                given = {name: column.tolist() for name, column in rewards.items()}
+                lists = {name: column.tolist() for name, column in rewards.items()}
                 try:
-                    values = [float(value) for value in self.combiner(given)]
+                    values = [float(value) for value in self.combiner(lists)]
                 except (Exception, SystemExit) as error:  # the user's own code
                     raise ValueError(describe(error)) from error
                 if len(values) != count:
@@ -341,10 +341,10 @@ def check_finite(rewards: Tensor, by_source: dict[str, Tensor]) -> Tensor:
     """The rewards (S,). Raises UserError: some are NaN or too large for float32."""
     bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
     if bad:
-        said = {name: float(values[bad[0]]) for name, values in by_source.items()}
+        first = {name: float(values[bad[0]]) for name, values in by_source.items()}
         raise UserError(
             f"rewards must be finite float32 numbers: {len(bad)} of {len(rewards)} are not; for"
-            f" the first of them the sources say {said}"
+            f" the first of them the sources say {first}"
         )
     return rewards
 
