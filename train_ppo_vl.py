@@ -989,7 +989,7 @@ def build_reward_models(
 
     Raises:
         UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
-            trained on, rows with pictures or videos that its family cannot see.
+            trained on, rows with images or videos that its family cannot see.
     """
     models: dict[str, nn.Module] = {}
     if args.run.export_only:
@@ -998,7 +998,7 @@ def build_reward_models(
     for source in reward.model_sources():
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             folder = weights.resolve_folder(source.folder, weights=not planned)
-            # A reward model sees pictures at the size that it was trained on.
+            # A reward model sees images at the size that it was trained on.
             processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
             reward.check_media(source, processor, rows.train + rows.held_out)
             shares_tower = weights.same_tower(folder, processor, actor.model, actor.processor)
@@ -1163,8 +1163,8 @@ def load_reward_models(
     for source in reward.model_sources():
         module = models[source.name]
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            found = shard_and_load(module, args, ranks)
-            if source.kind == "rm" and not found & weights.VALUE_HEADS:
+            loaded = shard_and_load(module, args, ranks)
+            if source.kind == "rm" and not loaded & weights.VALUE_HEADS:
                 raise ValueError(
                     f"no value head: none of the weights {', '.join(sorted(weights.VALUE_HEADS))}"
                 )
@@ -1268,8 +1268,9 @@ def sample_and_score(
         if args.algorithm.advantage == "remax":
             reward.score(greedy, actor.processor)
             # the greedy response to each sample's prompt: one per prompt, in prompt order
-            own = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
-            batch.greedy_rewards, batch.greedy_lengths = greedy.rewards[own], greedy.lengths[own]
+            greedy_of = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
+            batch.greedy_rewards = greedy.rewards[greedy_of]
+            batch.greedy_lengths = greedy.lengths[greedy_of]
             generated += len(greedy.tokens)
     return batch, generated
 
@@ -1280,7 +1281,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     The actor is unsharded once; then no collective runs, so ranks may finish at different times.
     """
     actor.eval()
-    own, envs = batch.own_prompts(), None
+    mine, envs = batch.own_prompts(), None
     if sampling.environment is not None:
         envs = EnvRollout(
             sampling.environment,
@@ -1289,17 +1290,17 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
             sampling.max_new_tokens,
             seed=(sampling.seed, sampling.stream),
         )
-        batch = envs.open(batch, own, samples_per_prompt)
+        batch = envs.open(batch, mine, samples_per_prompt)
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
-        engine = RolloutEngine(actor, batch, sampling, own, samples_per_prompt, envs)
+        engine = RolloutEngine(actor, batch, sampling, mine, samples_per_prompt, envs)
         failing = nullcontext() if envs is None else distributed.raise_on_all_ranks("--env ")
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with failing, torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # its slots and graphs
     memory.release()
-    samples = [(index, number) for index in own for number in range(samples_per_prompt)]
+    samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
     for index, number in samples:
         responses[index].append(results[index, number].tokens)
@@ -1448,13 +1449,13 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
 
 def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
     """(N,) bool: which tokens take part in the policy loss."""
-    kept = torch.ones(len(batch.tokens), dtype=torch.bool)
+    mask = torch.ones(len(batch.tokens), dtype=torch.bool)
     if algorithm.high_entropy_ratio < 1:
         ratio = algorithm.high_entropy_ratio
-        kept &= losses.high_entropy_mask(batch.entropy, batch.lengths, ratio)
+        mask &= losses.high_entropy_mask(batch.entropy, batch.lengths, ratio)
     if algorithm.mask_truncated:
-        kept &= ~batch.truncated.repeat_interleave(batch.lengths)
-    return kept
+        mask &= ~batch.truncated.repeat_interleave(batch.lengths)
+    return mask
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
@@ -1515,13 +1516,13 @@ def minibatches_of(
             )
 
 
-def minibatch_weights(batch: Batch, indices, kept: Tensor, args: Args) -> Tensor:
+def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor:
     """(N,) loss weight of every token in the minibatch of the prompts ``indices``, from its counts
-    over all ranks; 0 elsewhere and where ``kept`` (N,) is false."""
+    over all ranks; 0 elsewhere and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
-    lengths = batch.per_sample_sum(kept) * in_minibatch
+    lengths = batch.per_sample_sum(mask) * in_minibatch
     per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
-    return per_sample.float().repeat_interleave(batch.lengths) * kept  # (N,)
+    return per_sample.float().repeat_interleave(batch.lengths) * mask  # (N,)
 
 
 def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> dict[str, float]:
@@ -1587,9 +1588,9 @@ def update_actor(
             if text is not None:
                 stats.append(backward_text(actor, text, text_batch, args))
             if updates:  # after an update the policy is no longer the one that sampled
-                for found in stats:
-                    found.pop("sampler_gap", None)
-                    found.pop("sampler_kl", None)
+                for part in stats:
+                    part.pop("sampler_gap", None)
+                    part.pop("sampler_kl", None)
             norm, applied = trained.update(step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
@@ -1618,16 +1619,16 @@ def actor_loss(
     # (T,) each
     old, sampled, advantages = pack.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
     weight, policy_weight = pack.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
-    (kept,) = pack.pick(batch.in_policy_loss)  # (T,) bool
+    (in_loss,) = pack.pick(batch.in_policy_loss)  # (T,) bool
 
-    inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), kept)
+    inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), in_loss)
     clips = args.clip if algorithm.policy_loss != "ppo" else (*args.clip, algorithm.dual_clip)
     out = POLICY_LOSSES[algorithm.policy_loss].compute(inputs, *clips)
     terms = out.per_token
     if algorithm.importance_cap:
         terms = terms * (old - sampled).exp().clamp(max=algorithm.importance_cap)
     loss = (policy_weight * terms).sum()
-    # counted on the host: kept.sum() would wait for the device
+    # counted on the host: in_loss.sum() would wait for the device
     n_kept = int(batch.in_policy_loss[pack.flat].sum())
     stats = policy_stats(inputs, out, n_kept) | sampler_stats(logp.detach(), sampled)
     stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
@@ -1812,10 +1813,10 @@ def evaluate(
                 )
             if args.rollout.vision_audit:
                 gaps.append(vision_gaps(actor, batch))
-            found = sample_records(batch, actor.processor)
+            answers = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
-            pictures += shown_samples(batch, found, picks)
-            records += found
+            pictures += shown_samples(batch, answers, picks)
+            records += answers
             conversations += batch.conversations
             labels += [batch.prompts[index].label for index in batch.prompt_index.tolist()]
     if not records:
@@ -1852,8 +1853,8 @@ def values_and_returns(
     values = compute_values(critic, batch)
     returns = returns_to_explain(advantage_inputs(batch, state, args))
     rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
-    kept = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
-    return torch.stack([values, returns])[:, kept]
+    mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
+    return torch.stack([values, returns])[:, mask]
 
 
 def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
@@ -1864,10 +1865,10 @@ def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
     """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
     any."""
-    shown = transcripts.gather_pictures(batch, picks)
+    images = transcripts.gather_pictures(batch, picks)
     if not distributed.is_main():
         return []
-    return sample_pictures([records[i] for i in picks], shown)
+    return sample_pictures([records[i] for i in picks], images)
 
 
 # what the line of an evaluation shows, after accuracies
@@ -1973,7 +1974,7 @@ def report(
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.optim.steps):
-        # pictures of different prompts
+        # images of different prompts
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
             records = sample_records(batch, actor.processor)
@@ -1981,11 +1982,11 @@ def report(
     accuracies = [key for key in metrics if key.endswith("accuracy_reward")]
     names = {key.removeprefix("rollout/").removesuffix("_reward"): key for key in accuracies}
     names = {"reward": "rollout/reward"} | names | SHOWN
-    shown = {name: f"{metrics[key]:.3f}" for name, key in names.items() if key in metrics}
-    log.step(step, metrics | checkpoints.metrics(), shown)
+    values = {name: f"{metrics[key]:.3f}" for name, key in names.items() if key in metrics}
+    log.step(step, metrics | checkpoints.metrics(), values)
     for record in records[:1]:
-        said = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
-        log.line(f"  {said}  reward {record['reward']:.3f}")
+        answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
+        log.line(f"  {answer}  reward {record['reward']:.3f}")
     failed = describe_failures(batch.conversations)
     if failed:
         log.line(f"warning: step {step}: {failed}")
