@@ -107,7 +107,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if stopping and step < last:
                 break
             if evaluates_after(step, args, rows) and not log.has_evaluation(step):
-                checkpoints.check_keep_best(evaluate(judge, rows, state, log, args))
+                evaluate(judge, rows, state, log, args)
             checkpoints.export_if_due(step, last, trained, rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -855,7 +855,6 @@ def report(
             records[: args.run.log_samples], "response_text", "{nats_per_token} nats per token"
         )
         log.samples(step, records, cards)
-    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
@@ -875,7 +874,8 @@ def draw_cards(records: list[dict], text: str, caption: str) -> list:
         for record in records:
             info, said = record["info"], caption.format(**record)
             frames = images.read_frames(info["images"], 6)
-            cards.append(sample_card(frames, info["question"], record[text], said))
+            spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
+            cards.append(sample_card(frames, spoken, said))
     return cards
 
 

@@ -62,7 +62,7 @@ from common.conversations import check_failures, describe_failures
 from common.dialogue import Episode, EnvRollout, Response
 from common.flags import flag
 from common.process import UserError, catch_signals, run_main
-from common.records import sample_pictures, sample_records, summarise
+from common.records import sample_cards, sample_records, summarise
 from common.vlm import attention, data, replies, weights
 from common.vlm import model as vlm
 
@@ -112,7 +112,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             if evaluates_after(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, pictures, state)
-                checkpoints.check_keep_best(metrics)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
                 break
@@ -1868,7 +1867,7 @@ def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[I
     images = transcripts.gather_pictures(batch, picks)
     if not distributed.is_main():
         return []
-    return sample_pictures([records[i] for i in picks], images)
+    return sample_cards([records[i] for i in picks], images)
 
 
 # what the line of an evaluation shows, after accuracies
@@ -1998,7 +1997,6 @@ def report(
         f"{log.out}/samples"
     )
     warn(log, state, "spread", flat > 0.9 * prompts, text)
-    log.write_due(args.checkpoint.max_failed_saves)
 
 
 def warn(log: logging.RunLogger, state: TrainState, name: str, holds: bool, text: str) -> None:

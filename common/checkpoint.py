@@ -35,7 +35,7 @@ from common.files import (
     write_pointer,
 )
 from common.fsdp import Trainable, shard_of
-from common.logging import due, read_records
+from common.logging import due
 from common.process import UserError
 from common.settings import CheckpointArgs
 from common.staging import Staging
@@ -430,9 +430,9 @@ class Checkpoints:
         self.delete_old(save)
 
     def delete_old(self, save: Save) -> None:
-        """Delete checkpoints beyond --keep_last and --keep_gb, except the one just written, the
-        best, and the newest from before a model's updates were skipped."""
-        kept = {save.step, self.best_step()}
+        """Delete checkpoints beyond --keep_last and --keep_gb, except the one just written and
+        the newest from before a model's updates were skipped."""
+        kept = {save.step}
         before = self.newest_before(save.step, save.skipped_steps)
         if before is not None:
             kept.add(before[0])
@@ -449,21 +449,6 @@ class Checkpoints:
                 shutil.rmtree(aside)
             except OSError as error:
                 print(f"warning: the old checkpoint {path} was not deleted: {error}", flush=True)
-
-    def best_step(self) -> int | None:
-        """The step with the best --keep_best metric among those that have a checkpoint. It is read
-        from the run's records, which survive a kill; a resume drops those of steps that are
-        repeated."""
-        name, path = self.args.keep_best, self.out / "metrics.jsonl"
-        records = read_records(path) if name and path.exists() else []
-        # Compare whole names: a metric of a reward source may end in the same word.
-        sign = -1 if name in ("eval/loss", "eval/likelihood_ece") else 1
-        values = {}
-        for record in records:
-            if "step" in record and isinstance(record.get(name), int | float):
-                values[record["step"]] = sign * record[name]
-        saved = [step for step, _ in complete_checkpoints(self.folder) if step in values]
-        return max(saved, key=values.get, default=None)
 
     def newest_before(self, step: int, skipped: dict[str, int]) -> tuple[int, Path] | None:
         """Step and folder of the newest checkpoint from before the ``skipped`` steps up to
@@ -497,13 +482,6 @@ class Checkpoints:
         for saves since the last record."""
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
-
-    def check_keep_best(self, metrics: dict[str, float]) -> None:
-        """Raises UserError if an evaluation has no metric of the name of --keep_best."""
-        name = self.args.keep_best
-        if name and name not in metrics:
-            found = ", ".join(sorted(metrics))
-            raise UserError(f"--keep_best {name} is not a metric of the evaluation: {found}")
 
     def check_skipped(self, state, roles: Roles, most: int) -> None:
         """Raises UserError on every rank if in ``most`` steps in a row (0: never) all updates of a

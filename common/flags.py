@@ -447,10 +447,6 @@ class Refusals:
         self(not (values.model and rows), "--model and --data are needed together")
         self(values.eval_only and not values.eval_data, "--eval_only needs --eval_data")
         self(
-            values.keep_best and not (values.eval_data and values.eval_every),
-            "--keep_best needs --eval_data and evaluations (--eval_every)",
-        )
-        self(
             values.export_only and values.eval_only,
             "--export_only and --eval_only: choose one of them",
         )

@@ -14,22 +14,20 @@ import math
 import os
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
-from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common import distributed
-from common.cards import WIDTH as CARD_WIDTH
 from common.cards import contact_sheet
 from common.files import replace_durably, sync_folder
 from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
@@ -216,8 +214,8 @@ class RunLogger:
     call.
 
     The first ``first_step`` steps are already done: records of later ones are dropped, here and in
-    TensorBoard. What cannot be written is kept, and tried again by `write_due`. An evaluation
-    without training has a folder of its own, so that the records of the training stay as they are.
+    TensorBoard. An evaluation without training has a folder of its own, so that the records of the
+    training stay as they are.
     """
 
     def __init__(self, run: RunArgs, recorded: dict[str, Any], total_steps: int, first_step: int):
@@ -232,11 +230,7 @@ class RunLogger:
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
-        self.last_step = -1  # the last one recorded
-        self.failed = 0  # steps in a row whose records could not be written
         self._evaluated: set[int] = set()
-        # place -> what is due there, in order
-        self._unwritten: dict[str, list[Callable[[], None]]] = {}
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -250,8 +244,8 @@ class RunLogger:
                 self.out.mkdir(parents=True, exist_ok=True)
                 replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
                 self._open_records(recorded)
-                threading.excepthook = report_thread
-                self._open_tensorboard(first_step + 1 if first_step else 0)
+                purge = first_step + 1 if first_step else 0
+                self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
         self._evaluated = set(distributed.from_main(sorted(self._evaluated)))
 
     def _open_records(self, recorded: dict[str, Any]) -> None:
@@ -265,47 +259,21 @@ class RunLogger:
             records = [
                 record for record in read_records(path) if record.get("step", -1) <= self.first_step
             ]
-        self.last_step = max((record["step"] for record in records if "step" in record), default=-1)
         self._evaluated = {record["step"] for record in records if is_evaluation(record)}
-        missing = self._missing_steps(records)
-        if missing:
-            self.line(
-                f"warning: {path} has no records of steps {spans(missing)}, which were not "
-                "written or are lost"
-            )
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
         records.append(header | {"arguments": recorded})
         aside = path.with_suffix(".tmp")
         write_text(aside, as_lines(records))
         sync_folder(aside)  # or a power cut would leave an empty file in the place of all records
         os.replace(aside, path)
-        # Unbuffered: what a failed write leaves behind can be cut off.
-        self._file = open(path, "ab", buffering=0)
-        self._torn: int | None = None  # where half a record begins that a failed write has left
-
-    def _missing_steps(self, records: list[dict]) -> list[int]:
-        # A run that began from another run's checkpoint has no records of the steps before it.
-        begun = next((record["first_step"] for record in records if "first_step" in record), None)
-        if begun is None:
-            own = (self.out / "checkpoints" / f"step-{self.first_step}").exists()
-            begun = 0 if own else self.first_step
-        recorded = {record.get("step") for record in records}
-        return sorted(set(range(begun + 1, self.first_step + 1)) - recorded)
-
-    def _open_tensorboard(self, purge_step: int) -> None:
-        # seconds of import that only rank 0 needs
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer: SummaryWriter | None = SummaryWriter(
-            self.out / "tensorboard", purge_step=purge_step
-        )
+        self._file = open(path, "a", encoding="utf-8", buffering=1)
 
     # What a run tells
 
     def step(self, step: int, metrics: dict[str, float], shown: dict[str, str]) -> None:
         """Record a step; print ``shown`` on one line and next to the bar. Raises UserError: see
         `_record`."""
-        self._record(step, metrics | {"perf/failed_records": self.failed})
+        self._record(step, metrics)
         self.line(
             f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in shown.items())
         )
@@ -344,27 +312,32 @@ class RunLogger:
         with distributed.raise_on_all_ranks(f"samples of step {step}: "):
             if distributed.is_main():
                 check_finite(records)
-        if not distributed.is_main():
-            return
-        name = f"samples/{stem}-{step:06d}"
-        self._write_or_keep(
-            f"{name}.jsonl", partial(write_text, self.out / f"{name}.jsonl", as_lines(records))
-        )
-        if pictures:
-            widest = max(picture.width for picture in pictures)
-            sheet = contact_sheet(pictures, columns=max(1, 4 * CARD_WIDTH // widest))
-            self._write_or_keep(
-                f"{name}.png", partial(write_picture, self.out / f"{name}.png", sheet)
-            )
-            self._write_or_keep(
-                "tensorboard", partial(self._add_picture, f"samples/{stem}", sheet, step)
-            )
+        with self.writing(f"samples of step {step}"):
+            if distributed.is_main():
+                name = f"samples/{stem}-{step:06d}"
+                write_text(self.out / f"{name}.jsonl", as_lines(records))
+                if pictures:
+                    sheet = contact_sheet(pictures)
+                    sheet.save(self.out / f"{name}.png")
+                    image = np.asarray(sheet)  # (H, W, 3) uint8
+                    self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
 
     def text(self, name: str, text: str) -> None:
         """Write a text file of that name, with folders, below the run's folder: all of it, or, when
-        the process is killed meanwhile, nothing."""
-        if distributed.is_main():
-            self._write_or_keep(name, partial(replace_text, self.out / name, text))
+        the process is killed meanwhile, nothing. Raises UserError: see `writing`."""
+        with self.writing(name):
+            if distributed.is_main():
+                path = self.out / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                replace_durably(path, text)
+
+    @contextmanager
+    def writing(self, what: str):
+        """Raises UserError on every rank alike: what is written inside cannot be, as on a full
+        disk."""
+        prefix = f"{what} cannot be written, free space and start again from the newest checkpoint"
+        with distributed.raise_on_all_ranks(f"--out {self.out}: {prefix}: "):
+            yield
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
@@ -372,38 +345,13 @@ class RunLogger:
             tqdm.write(text)
             sys.stdout.flush()  # a redirected stdout would keep the line for minutes
 
-    def write_due(self, limit: int) -> None:
-        """Try to write what is due. Raises UserError after ``limit`` steps in a row in which that
-        failed."""
-        problem = self.write_records()
-        if not problem:
-            self.failed = 0
-            return
-        self.failed += 1
-        self.line(
-            f"warning: records up to step {self.last_step} were not written ({self.failed} in a "
-            f"row); they are retried after the next step: {problem}"
-        )
-        if self.failed >= limit:
-            raise UserError(
-                f"records could not be written {self.failed} times in a row, the last because: "
-                f"{problem}"
-            )
-
     def close(self, step: int, last: int, metrics: dict[str, float]) -> dict[str, float]:
         """Say how a run of ``last`` steps ended after ``step`` steps, and where its results are.
         Returns the metrics.
 
         Raises:
-            UserError: the last records could not be written.
             Exit: a signal ended the run.
         """
-        problem = self.write_records()
-        if problem:
-            raise UserError(
-                f"the run ended after step {step}, but its last records could not be written: "
-                f"{problem}"
-            )
         stopped = step < last and not self.eval_only
         if stopped:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
@@ -421,8 +369,7 @@ class RunLogger:
         self.bar.close()
         if distributed.is_main():
             self._file.close()
-            if self._writer is not None:
-                self._writer.close()
+            self._writer.close()
         if stopped:
             leave_group()
             raise Exit(EXIT_PREEMPTED)
@@ -442,85 +389,16 @@ class RunLogger:
                 raise UserError(
                     f"metric {name} is {value} at step {step}; all metrics must be finite"
                 )
-        if not distributed.is_main():
-            return
-        self.last_step = step
-        line = json.dumps({"step": step} | record) + "\n"
-        self._write_or_keep("metrics.jsonl", partial(self._append, line.encode()))
-        self._write_or_keep("tensorboard", partial(self._add_points, step, record))
-
-    def _append(self, line: bytes) -> None:
-        if self._torn is not None:
-            self._file.truncate(self._torn)
-        self._torn, written = self._file.seek(0, os.SEEK_END), 0
-        while written < len(line):
-            # a disk that is nearly full takes a part of it
-            written += self._file.write(line[written:])
-        self._torn = None
-
-    def _add_points(self, step: int, record: dict[str, float]) -> None:
-        if self._writer is None:
-            self._open_tensorboard(step)
-        for name, value in record.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def _add_picture(self, name: str, sheet: Image.Image, step: int) -> None:
-        if self._writer is None:
-            self._open_tensorboard(step)
-        self._writer.add_image(name, np.asarray(sheet), step, dataformats="HWC")  # (H, W, 3) uint8
-        self._writer.flush()
-
-    def _write_or_keep(self, place: str, write: Callable[[], None]) -> None:
-        queue = self._unwritten.setdefault(place, [])
-        queue.append(write)
-        # after others that have failed, it waits with them for the end of the step
-        if len(queue) == 1:
-            self._flush(place)
-
-    def _flush(self, place: str) -> str:
-        # What is due at one place, in order, as far as it goes; returns why not further.
-        queue = self._unwritten[place]
-        try:
-            while queue:
-                queue[0]()
-                queue.pop(0)
-        except OSError as error:
-            if place == "tensorboard":
-                # its thread is dead and its file may end in half a point: begin another
-                self._writer = None
-            return f"{self.out / place}: {error}"
-        del self._unwritten[place]
-        return ""
-
-    def write_records(self) -> str:
-        """Write what is still due. Returns on every rank why that was not possible, or ""."""
-        problems = [self._flush(place) for place in list(self._unwritten)]
-        return distributed.from_main(next(filter(None, problems), ""))
-
-
-def report_thread(failure: threading.ExceptHookArgs) -> None:
-    """What ended a thread, but for TensorBoard's: the next flush raises its OSError, and that is
-    reported."""
-    if type(failure.thread).__name__ != "_AsyncWriterThread" or not issubclass(
-        failure.exc_type, OSError
-    ):
-        threading.__excepthook__(failure)
+        with self.writing(f"the record of step {step}"):
+            if distributed.is_main():
+                self._file.write(json.dumps({"step": step} | record) + "\n")
+                for name, value in record.items():
+                    self._writer.add_scalar(name, value, step)
+                self._writer.flush()
 
 
 def is_evaluation(record: dict) -> bool:
     return any(name.startswith("eval/") for name in record)
-
-
-def spans(steps: list[int]) -> str:
-    """Ascending numbers as text: 1, 4-6."""
-    parts: list[list[int]] = []
-    for step in steps:
-        if parts and step == parts[-1][-1] + 1:
-            parts[-1][1:] = [step]
-        else:
-            parts.append([step])
-    return ", ".join("-".join(map(str, part)) for part in parts)
 
 
 def environment() -> dict[str, Any]:
@@ -599,13 +477,3 @@ def write_text(path: Path, text: str) -> None:
     # the escape again.
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
-
-
-def replace_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_durably(path, text)
-
-
-def write_picture(path: Path, picture: Image.Image) -> None:
-    with open(path, "wb") as file:
-        picture.save(file, "PNG")

@@ -5,7 +5,7 @@ import math
 from PIL import Image
 
 from common.buffers import Batch
-from common.cards import GREEN, Section, conversation_card, panel, sample_card
+from common.cards import sample_card
 from common.transcripts import messages, turn_texts
 from common.vlm.data import Processor, user_text
 from common.vlm.images import read_frames
@@ -50,49 +50,32 @@ def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     return records
 
 
-def sample_pictures(records: list[dict], shown: list[list[Image.Image]]) -> list[Image.Image]:
-    """Pictures of samples: the images, frames of the videos, what was asked, what was answered,
-    what it earned; of conversations the turns side by side, with the pictures that environments
-    have ``shown``."""
-    pictures = []
-    for k, record in enumerate(records):
+def sample_cards(records: list[dict], shown: list[list[Image.Image]]) -> list[Image.Image]:
+    """Pictures of samples: the images, frames of the videos and what environments have ``shown``,
+    what was asked and answered, turn by turn, and what it earned."""
+    cards = []
+    for record, pictures in zip(records, shown):
         caption = f"reward {record['reward']:.2f}   "
         if "advantage" in record:
             caption += f"advantage {record['advantage']:+.2f}   "
         caption += f"reference: {record['reference']}\n{record.get('judgement', '')}"
-        frames = read_frames(record["images"], 6)
-        if "conversation" in record:
-            panels = conversation_panels(record, frames, list(shown[k]))
-            pictures.append(conversation_card(panels, caption.strip()))
-            continue
-        pictures.append(
-            sample_card(frames, record["question"], record["response"], caption.strip())
-        )
-    return pictures
+        images = read_frames(record["images"], 6) + list(pictures)
+        cards.append(sample_card(images, spoken_text(record), caption.strip()))
+    return cards
 
 
-def conversation_panels(
-    record: dict, frames: list[Image.Image], shown: list[Image.Image]
-) -> list[Image.Image]:
-    """One panel for the prompt, with a first observation, and one for each turn with the reply to
-    it; ``shown`` are the pictures of all replies, in order."""
-    panels, pictures = [], frames
-    sections = [Section("PROMPT", record["question"], 10)]
-    for message in record["conversation"]:
-        if message["role"] == "assistant":
-            panels.append(panel(pictures, sections))
-            turn = Section(f"TURN {len(panels)}", message["content"], 14)
-            pictures, sections = [], [turn]
-            continue
-        texts = [part["text"] for part in message["content"] if part["type"] == "text"]
-        label = message["role"].upper()
-        sections.append(Section(label, "\n".join(texts) or "(a picture)", 10, GREEN))
-        count = len(message["content"]) - len(texts)
-        pictures = pictures + shown[:count]
-        shown = shown[count:]
-    ended = record.get("env_error") or record["ended"].replace("_", " ")
-    sections.append(Section("ENDED", ended, 4, GREEN))
-    return [*panels, panel(pictures, sections)]
+def spoken_text(record: dict) -> str:
+    """Question and answer, or all turns of a conversation, as one text."""
+    turns = record.get("conversation") or [{"role": "assistant", "content": record["response"]}]
+    parts = [f"PROMPT\n{record['question']}"]
+    for turn in turns:
+        content = turn["content"]
+        if not isinstance(content, str):
+            content = " ".join(part.get("text", "(a picture)") for part in content)
+        parts.append(f"{turn['role'].upper()}\n{content.strip() or '(empty)'}")
+    if record.get("env_error"):
+        parts.append(f"ERROR\n{record['env_error']}")
+    return "\n\n".join(parts)
 
 
 def summarise(records: list[dict], count: int) -> dict[str, float]:

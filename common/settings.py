@@ -241,14 +241,8 @@ class CheckpointArgs:
     keep_gb: float = flag(
         0.0,
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
-        "the newest or the best; 0: no limit",
+        "the newest; 0: no limit",
         low=0,
-        neutral=True,
-    )
-    keep_best: str = flag(
-        "",
-        "an eval metric, such as eval/reward_mean or a judge's eval/accuracy: its best checkpoint "
-        "is kept too, where it is highest (a loss or ece: lowest); empty: none",
         neutral=True,
     )
     save_strategy: str = flag(

@@ -7,9 +7,6 @@ conversation_metrics turns, seconds, errors, and how samples ended
 gather_pictures      the pictures of some samples, from the ranks that have them
 """
 
-import base64
-import io
-
 import torch.distributed as dist
 from PIL import Image
 
@@ -103,19 +100,8 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     own = {}
     for i in picks:
         if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
-            own[i] = list(map(as_png, batch.conversations[i].pictures))
-    found = {}
+            own[i] = batch.conversations[i].pictures
+    by_sample: dict[int, list[Image.Image]] = {}
     for part in distributed.gather_objects(own):
-        found |= {int(i): list(map(from_png, coded)) for i, coded in part.items()}
-    return [found[i] for i in picks]
-
-
-def as_png(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
-
-
-def from_png(coded: str) -> Image.Image:
-    file = io.BytesIO(base64.b64decode(coded))
-    return Image.open(file, formats=["PNG"]).convert("RGB")
+        by_sample |= part
+    return [by_sample[i] for i in picks]

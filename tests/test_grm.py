@@ -620,7 +620,7 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     path = write(tmp_path / "sft.jsonl", rows)
     grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(tmp_path / "run"), "--steps", "40", "--lr", "3e-3",
               "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
-              "--keep_best", "eval/exact_match", "--save_every", "20"])
+              "--save_every", "20"])
     evaluations = [record for record in records(tmp_path / "run") if "eval/loss" in record]
     assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)
@@ -834,8 +834,6 @@ def test_flags():
                           "--model m --data d --max_prompt_tokens 99999": "must hold one example", "--model m --data ,": "separated",
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
-                          "--model m --data d --keep_best eval/accuracy": "--keep_best needs --eval_data and evaluations",
-                          "--model m --data d --eval_data e --eval_every 0 --keep_best eval/loss": "--keep_best needs",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
         with pytest.raises(process.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -698,7 +698,7 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
 def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     """The mode at the start, a decoded sample per record, lengths and passes; large advantages are nothing to warn of."""
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
-    monkeypatch.setattr("common.records.sample_card", lambda *args: captions.append(args[3]) or draw(*args))
+    monkeypatch.setattr("common.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
 
     def told_with(log, step, metrics, shown):
         bars.append(shown)
