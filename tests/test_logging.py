@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import resource
 import time
 
 import numpy as np
@@ -22,7 +21,7 @@ from common import distributed, logging, process
 from common.cards import CHARACTERS, contact_sheet, sample_card, wrap
 from common.logging import (Largest, Mean, MetricSums, RunLogger, StageTimer, due, environment, evaluation_due,
                             read_records)
-from common.process import UserError, run_main
+from common.process import UserError
 from common.settings import RunArgs
 
 
