@@ -53,25 +53,14 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from common import (
-    accuracy,
-    budget,
-    checkpoint,
-    distributed,
-    flags,
-    fsdp,
-    logging,
-    logprobs,
-    memory,
-    settings,
-)
-from common import judge as judgements
+from common import distributed, flags, logging, logprobs
 from common.buffers import Batch, Pack
-from common.cards import sample_card
+from common.data import images, loader as data
+from common.distributed import UserError, catch_signals, run_main
 from common.flags import flag
-from common.process import UserError, catch_signals, run_main
-from common.vlm import data, images, weights
-from common.vlm import model as vlm
+from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
+from common.rewards import accuracy, judge as judgements, rules
+from common.rewards.cards import sample_card
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -129,7 +118,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------
 # Flags of the judge. The others (models, data, optimizers, checkpoints, runs), which both scripts
-# share, are in common/settings.py.
+# share, are in common/flags.py.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -196,14 +185,14 @@ class EvalArgs:
 
 @dataclass(frozen=True)
 class Args:
-    model: settings.ModelArgs
-    data: settings.DataArgs
+    model: flags.ModelArgs
+    data: flags.DataArgs
     judge: JudgeArgs
     update: UpdateArgs
-    optim: settings.OptimArgs
+    optim: flags.OptimArgs
     eval: EvalArgs
-    checkpoint: settings.CheckpointArgs
-    run: settings.RunArgs
+    checkpoint: flags.CheckpointArgs
+    run: flags.RunArgs
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
@@ -789,9 +778,9 @@ def read_verdict(judge_json: dict, example: Example, text: str) -> str | None:
     which = judge_json["which_answer"]
     # Also the right verdict: a judge that was not trained on scores knows none of them.
     words = [*verdicts_of(judge_json, example.kind), example.verdict or ""]
-    said = judgements.parse_verdict(text, which, words)
+    said = rules.parse_verdict(text, which, words)
     if not said and example.kind == "response":  # any text may be its verdict
-        said = judgements.parse_verdict(text, which, None)
+        said = rules.parse_verdict(text, which, None)
     return said
 
 

@@ -38,33 +38,26 @@ from PIL import Image
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import (
+from common import distributed, flags, logging, logprobs, losses
+from common.buffers import Batch, Pack, check_failures, describe_failures
+from common.data import loader as data
+from common.distributed import UserError, catch_signals, run_main
+from common.envs import environments, replies
+from common.envs.dialogue import EnvRollout, Episode, Response
+from common.flags import flag
+from common.model import (
+    attention,
     budget,
     checkpoint,
-    distributed,
-    environments,
-    flags,
+    forward as vlm,
     fsdp,
     graphs,
-    judge,
-    logging,
-    logprobs,
     looks,
-    losses,
     memory,
-    reward_models,
-    rewards,
-    settings,
-    transcripts,
+    weights,
 )
-from common.buffers import Batch, Pack
-from common.conversations import check_failures, describe_failures
-from common.dialogue import Episode, EnvRollout, Response
-from common.flags import flag
-from common.process import UserError, catch_signals, run_main
-from common.records import sample_cards, sample_records, summarise
-from common.vlm import attention, data, replies, weights
-from common.vlm import model as vlm
+from common.rewards import judge, mix as rewards, models as reward_models, transcripts
+from common.rewards.records import sample_cards, sample_records, summarise
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -147,7 +140,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 # -------------------------------------------------------------------------------------------------
 # Flags that decide what a step computes. The others (models, data, rewards, optimizers,
-# checkpoints, runs) are in common/settings.py.
+# checkpoints, runs) are in common/flags.py.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -452,17 +445,17 @@ class UpdateArgs:
 
 @dataclass(frozen=True)
 class Args:
-    model: settings.ModelArgs
-    data: settings.DataArgs
+    model: flags.ModelArgs
+    data: flags.DataArgs
     rows: RowArgs
     rollout: RolloutArgs
-    env: settings.EnvArgs
-    reward: settings.RewardArgs
+    env: flags.EnvArgs
+    reward: flags.RewardArgs
     algorithm: AlgorithmArgs
     update: UpdateArgs
-    optim: settings.OptimArgs
-    checkpoint: settings.CheckpointArgs
-    run: settings.RunArgs
+    optim: flags.OptimArgs
+    checkpoint: flags.CheckpointArgs
+    run: flags.RunArgs
 
     @property
     def prompts_per_rollout(self) -> int:

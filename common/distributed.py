@@ -1,30 +1,290 @@
-"""Ranks: joining the process group, gathering, failing and stopping together.
+"""Processes and ranks: how a process ends, threads with deadlines, joining the process group,
+gathering, failing and stopping together.
 
+    run_main                       what a script's main raises becomes one message and an exit code
+    catch_signals                  a request to stop is remembered for the end of the step
+    Workers                        a user's programs side by side in threads, each with a time limit
     start                          join the process group -> Ranks: where this process stands in it
-    warm_up                        the first collectives, while memory is still free
-    gather_ragged, gather_objects     what every rank has, on every rank
-    from_main                      what rank 0 has, on every rank
+    gather_ragged, gather_objects  what every rank has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
     stop_requested                 a signal to one rank stops all of them after the step in progress
 
 CPU tensors travel over gloo, GPU tensors over NCCL. Every rank calls, with whatever it has.
 """
 
+import ctypes
+import json
+import math
 import os
+import queue
+import signal
 import socket
-from contextlib import contextmanager
+import sys
+import threading
+import time
+import traceback
+import unicodedata
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Iterable, TextIO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from common import process
-from common.process import UserError
+
+# Unicode categories: control, format, surrogate, line separator, paragraph separator.
+INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """The text with every invisible character written as an escape, except those in ``keep``. A
+    message could otherwise recolour the terminal, or forge a line of its own."""
+    shown = []
+    for character in text:
+        invisible = character not in keep and unicodedata.category(character) in INVISIBLE
+        shown.append(ascii(character)[1:-1] if invisible else character)
+    return "".join(shown)
+
+
+EXIT_USER_ERROR = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: the same command goes on
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+# Signals that arrived; all ranks look at them together between two steps.
+STOP_SIGNALS: list[int] = []
+
+
+class UserError(ValueError):
+    """A mistake of the user: rank 0 prints it once, without a traceback; all ranks exit with code
+    2."""
+
+
+class Exit(SystemExit):
+    """An end that this program chose. Any other SystemExit comes from user code and is an error."""
+
+
+# -------------------------------------------------------------------------------------------------
+# Start and signals
+# -------------------------------------------------------------------------------------------------
+
+
+def die_with_torchrun() -> None:
+    """On Linux, let the kernel end this worker when its torchrun ends, even by SIGKILL.
+
+    SIGKILL and not SIGTERM, which would ask for a save after the step: a step may take minutes, and
+    the save may wait for torchrun's store, which is gone. Committed checkpoints survive a kill at
+    any moment. A process that torchrun did not start is left alone: it may outlive its shell.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
+        problem = os.strerror(ctypes.get_errno())
+        print(
+            f"warning: prctl: {problem}; this worker would survive a SIGKILL of its torchrun",
+            flush=True,
+        )
+    if os.getppid() != parent:  # torchrun died before the kernel knew: no signal will come
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def default_interrupt() -> None:
+    """Let Ctrl-C end this process at once, without a traceback; where it is ignored, it stays
+    ignored."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def catch_signals() -> None:
+    """SIGTERM (a cancelled job), SIGHUP (a closed terminal), SIGUSR1 (SLURM's warning) and Ctrl-C
+    ask for a stop after the step in progress; a second Ctrl-C ends the process at once."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+        if signal.getsignal(number) is not signal.SIG_IGN or number == signal.SIGUSR1:
+            signal.signal(number, request_stop)
+
+
+def request_stop(number: int, _frame: Any) -> None:
+    """Signal handler: remember the signal for the end of the step."""
+    STOP_SIGNALS.append(number)
+    if number != signal.SIGINT:
+        return
+    # The kernel itself acts on the second Ctrl-C, which torchrun turns into SIGTERM: Python runs no
+    # handler while the process waits inside a collective.
+    default_interrupt()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        message = (
+            "Ctrl-C: saving after the step in progress; a second Ctrl-C stops at once without "
+            "saving"
+        )
+        with suppress(BrokenPipeError):  # of a `| tee log` that the same Ctrl-C has ended
+            os.write(2, f"\n{message}\n".encode())  # a print could interrupt another print
+
+
+class Output:
+    """A stream whose reader may die, as `| tee log` does of the Ctrl-C that the run survives: what
+    can no longer be written is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with self.without_reader():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.without_reader():
+            self.stream.flush()
+
+    @contextmanager
+    def without_reader(self):
+        try:
+            yield
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+# -------------------------------------------------------------------------------------------------
+# End
+# -------------------------------------------------------------------------------------------------
+
+
+def run_main(program: Callable[[], Any]) -> None:
+    """Run a script's main; what it raises becomes one message and an exit code."""
+    die_with_torchrun()
+    default_interrupt()
+    with redirect_stdout(Output(sys.stdout)), redirect_stderr(Output(sys.stderr)):
+        try:
+            program()
+        except UserError as error:
+            # torchrun ends the others as soon as one has exited
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # Lines after the first are indented: what a file or a server said must not pass for a
+            # message of its own.
+            message = "error: " + printable(str(error), keep="\n\t").replace("\n", "\n  ")
+            if int(os.environ.get("RANK", 0)) == 0:
+                print(message, file=sys.stderr, flush=True)
+            tell_torchrun(message)
+            leave_group()
+            raise Exit(EXIT_USER_ERROR) from None
+        except Exit:
+            raise
+        except (Exception, SystemExit):  # a SystemExit of user code, whatever its code, is an error
+            traceback.print_exc()
+            tell_torchrun(traceback.format_exc())
+            os._exit(1)  # no destructor may wait for the other ranks
+    leave_group()
+
+
+def tell_torchrun(message: str) -> None:
+    """Leave a message for the summary that torchrun prints last."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": details}))
+
+
+def leave_group() -> None:
+    """Leave the process group if this process has joined one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def describe(error: BaseException) -> str:
+    """What user code raised, and its lines that led there, the innermost first."""
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in frames
+        if not frame.filename.startswith(("<", os.path.dirname(__file__)))
+    ]
+    once = dict.fromkeys(lines)  # an error that is raised again at its own line has it twice
+    where = f" ({' < '.join(once)})" if lines else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+class LateError(TimeoutError):
+    """A call was given up, and may be running still."""
+
+
+class Call(Future):
+    """A call in a thread: its result, or what it raised."""
+
+    seconds: float = 0.0  # that it took
+
+
+class Workers:
+    """Threads that run calls in the order of submission.
+
+    A call that outlasts ``limit`` seconds ends with a LateError that names the flag ``limit_name``.
+    Its thread goes on for itself, what it returns is ignored, and another takes its place.
+    """
+
+    def __init__(self, threads: int, limit: float = math.inf, limit_name: str = ""):
+        self.threads, self.limit, self.limit_name = threads, limit, limit_name
+        self.waiting: queue.SimpleQueue = queue.SimpleQueue()
+        self.running: dict[Call, float] = {}  # when they began; who takes one out says how it ended
+        for _ in range(threads):
+            self.add_thread()
+
+    def submit(self, function: Callable, *args: Any) -> Call:
+        call = Call()
+        self.waiting.put((call, function, args))
+        return call
+
+    def add_thread(self) -> None:
+        threading.Thread(target=self.work, daemon=True).start()
+
+    def work(self) -> None:
+        """In a thread: run calls until `close`."""
+        while (submitted := self.waiting.get()) is not None:
+            call, function, args = submitted
+            self.running[call] = time.monotonic()
+            result = error = None
+            try:
+                result = function(*args)
+            except BaseException as problem:  # who waits raises it; a SystemExit would vanish here
+                error = problem
+            if not self.take(call):
+                return  # it was given up, and another thread has taken this one's place
+            call.set_exception(error) if error else call.set_result(result)
+
+    def take(self, call: Call) -> bool:
+        """Take a call out of the running ones; False: it is not among them any more."""
+        began = self.running.pop(call, None)
+        if began is not None:
+            call.seconds = time.monotonic() - began
+        return began is not None
+
+    def give_up_late(self) -> None:
+        """End the calls that have outlasted the limit."""
+        for call, began in list(self.running.items()):
+            if time.monotonic() - began > self.limit and self.take(call):
+                problem = f"took longer than {self.limit:g} s ({self.limit_name})"
+                call.set_exception(LateError(problem))
+                self.add_thread()
+
+    def wait_for_any(self, calls: Iterable[Call]) -> None:
+        """Until one of the calls has ended. Late ones are given up, whoever submitted them: they
+        would keep their threads from the calls that wait here."""
+        while not wait(calls, 0.1, FIRST_COMPLETED).done:
+            self.give_up_late()
+
+    def close(self) -> None:
+        """Let the threads end once they are done."""
+        for _ in range(self.threads):
+            self.waiting.put(None)
+
 
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
@@ -188,4 +448,4 @@ def check_same_flags(flags: dict[str, Any]) -> None:
 
 def stop_requested() -> bool:
     """Whether any rank was asked to stop: the same answer on all of them."""
-    return any(gather_objects(bool(process.STOP_SIGNALS)))
+    return any(gather_objects(bool(STOP_SIGNALS)))

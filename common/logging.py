@@ -12,6 +12,7 @@ an error.
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,10 +29,9 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from common import distributed
-from common.cards import contact_sheet
-from common.files import replace_durably, sync_folder
-from common.process import EXIT_PREEMPTED, Exit, UserError, leave_group
-from common.settings import RunArgs
+from common.distributed import EXIT_PREEMPTED, Exit, UserError, leave_group
+from common.flags import RunArgs
+
 
 # -------------------------------------------------------------------------------------------------
 # Metrics of a step
@@ -477,3 +477,58 @@ def write_text(path: Path, text: str) -> None:
     # the escape again.
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
+
+
+def contact_sheet(cards: list[Image.Image], columns: int = 4) -> Image.Image:
+    """The cards in rows of ``columns``, in cells as large as the largest one. ValueError without
+    cards."""
+    gap, columns = 14, min(columns, len(cards))
+    rows = -(-len(cards) // columns)
+    width = gap + max(card.width for card in cards)
+    height = gap + max(card.height for card in cards)
+    sheet = Image.new("RGB", (gap + width * columns, gap + height * rows), "#e4e8ee")
+    for i, card in enumerate(cards):
+        row, column = divmod(i, columns)
+        sheet.paste(card, (gap + width * column, gap + height * row))
+    return sheet
+
+
+# -------------------------------------------------------------------------------------------------
+# Files that survive a power cut
+# -------------------------------------------------------------------------------------------------
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file whose content is on the disk when this returns."""
+    with open(path, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    """Make what is in a file, or new names and renames in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
+
+
+def replace_durably(path: Path, text: str) -> None:
+    """Replace a text file: readers see the old content or the new one."""
+    aside = path.with_name(f".{path.name}.tmp")
+    write_durably(aside, text)
+    os.replace(aside, path)
+
+
+def write_pointer(pointer: Path, name: str) -> None:
+    """Replace a file that holds the name of its newest neighbour."""
+    replace_durably(pointer, name + "\n")
+    sync_folder(pointer.parent)
+
+
+def kill_point(name: str) -> None:
+    """A marked instant of the save protocol. Tests set KILL_AT to die there; otherwise nothing
+    happens."""
+    own_rank = os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0")
+    if own_rank and os.environ.get("KILL_AT") == name:
+        os.kill(os.getpid(), signal.SIGKILL)

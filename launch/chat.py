@@ -15,15 +15,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common import distributed  # before torch: it limits the threads of this process
+from common import distributed
 
 import torch
 import transformers
 
-from common.settings import DataArgs
-from common.vlm.data import Processor, load_pixels
-from common.vlm.rows import Asked, make_prompt
-from common.vlm.weights import resolve_folder
+from common.flags import DataArgs
+from common.data.loader import Processor, load_pixels
+from common.data.rows import Asked, make_prompt
+from common.model.weights import resolve_folder
 
 
 class Chat:

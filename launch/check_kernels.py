@@ -25,9 +25,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common.logprobs import linear_logprobs
-from common.vlm import attention
-from common.vlm.attention import BACKENDS, DecodeAttention, PackedAttention, SlotCache, choose_backend
-from common.vlm.linear_attention import PackedDelta, padded_rule
+from common.model import attention
+from common.model.attention import (
+    BACKENDS,
+    DecodeAttention,
+    PackedAttention,
+    SlotCache,
+    choose_backend,
+)
+from common.model.linear_attention import PackedDelta, padded_rule
 
 # A short prompt, and one that fills its slot but for one token, each with two responses, the first of one token.
 SEGMENTS = [(0, 7, 0, 0), (7, 8, 0, 7), (8, 40, 0, 7), (40, 295, 40, 40), (295, 296, 40, 295), (296, 316, 40, 295)]

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.cards import GREY, INK, PAPER, font
+from common.rewards.cards import GREY, INK, PAPER, font
 from common.logging import read_records
 
 SERIES = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")

@@ -20,12 +20,14 @@ import torch.nn as nn
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import budget, memory, rewards
+from common.model import budget, memory
+from common.rewards import mix as rewards
 from common.buffers import Batch, assign_blocks, make_blocks
 from common.distributed import raise_on_all_ranks
 from common.flags import Parser
-from common.process import UserError, run_main
-from common.vlm import data, weights
+from common.distributed import UserError, run_main
+from common.data import loader as data
+from common.model import weights
 
 
 def parse_args(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:

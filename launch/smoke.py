@@ -28,11 +28,12 @@ import transformers
 
 import check_kernels
 import toy
-from common import distributed, memory
-from common.files import read_json
+from common import distributed
+from common.model import memory
+from common.data.folder import read_json
 from common.logging import read_records
-from common.process import UserError
-from common.vlm.attention import choose_backend, flash_attn_problem
+from common.distributed import UserError
+from common.model.attention import choose_backend, flash_attn_problem
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging

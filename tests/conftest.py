@@ -133,7 +133,7 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
 
 def take(env, count: int | None = None):
     """The first prompts of the file as one batch without samples, pictures decoded."""
-    from common.vlm import data as vlm_data
+    from common.data import loader as vlm_data
 
     rows = env.prompts[:count]
     with vlm_data.PromptLoader(env.processor, env.args.data) as loader:
@@ -157,7 +157,7 @@ def computing(module, apart=False, **changes):
     with a copy of its prompt."""
     import dataclasses
 
-    from common.vlm import model as vlm
+    from common.model import forward as vlm
 
     compute, make_blocks = module.model.compute, vlm.make_blocks
     module.model.compute = dataclasses.replace(compute, **changes)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 
-from common.vlm import weights
+from common.model import weights
 
 OPERATOR = "_flash_attention_forward"
 

@@ -17,10 +17,13 @@ from test_training import gradient, hand_batch, write_samples  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import fsdp, losses, process, rewards as common_rewards, settings
+from common import distributed, flags, losses
+from common.model import fsdp
+from common.rewards import mix as common_rewards
 from common.buffers import Batch
-from common.vlm import data, model as vlm, weights as vlm_weights
-from common.vlm.data import load_pixels
+from common.data import loader as data
+from common.model import forward as vlm, weights as vlm_weights
+from common.data.loader import load_pixels
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
 
@@ -622,7 +625,7 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, capsys, advant
     assert answers[0] == answers[1] and len(answers[0]) == 8
     state = json.loads((tmp_path / "parts" / "checkpoints" / "step-4" / "state.json").read_text())
     assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
-    with pytest.raises(process.UserError, match="flags that alter the result .*--rollouts_per_step 2 -> 1"):
+    with pytest.raises(distributed.UserError, match="flags that alter the result .*--rollouts_per_step 2 -> 1"):
         dynamic(qwen25, ruled, tmp_path / "parts", *more, "5")
 
 
@@ -648,7 +651,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
     rollouts = max(1, limit)
     args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
-    reward = common_rewards.load(settings.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = common_rewards.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
     with data.PromptLoader(env.processor, args.data, order) as loader:
         samples, rolled = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)

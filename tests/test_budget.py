@@ -19,8 +19,9 @@ from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import budget, distributed, memory, process
-from common.vlm import attention
+from common import distributed
+from common.model import budget, memory
+from common.model import attention
 
 GIB = 2**30
 GRAPHICS = SimpleNamespace(device=torch.device("cuda"), world=8)
@@ -114,10 +115,10 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
     assert check(dry) is True
     assert "gradient checkpointing: on; without it the peak is" in capsys.readouterr().out
     assert check(dry, "gradient_checkpointing=on") is True
-    with pytest.raises(process.UserError, match=r"memory of the GPUs: peak: .* does not fit by .* --gradient_checkpointing on"):
+    with pytest.raises(distributed.UserError, match=r"memory of the GPUs: peak: .* does not fit by .* --gradient_checkpointing on"):
         check(dry, "gradient_checkpointing=off")
     reported(monkeypatch, 30.0)
-    with pytest.raises(process.UserError, match="does not fit by"):
+    with pytest.raises(distributed.UserError, match="does not fit by"):
         check(dry)
 
 
@@ -132,7 +133,7 @@ def test_a_save_must_fit_into_the_host(seven_b, picture_rows, monkeypatch):  # n
     reported(monkeypatch, 140.0, host=needed + 1)
     assert check(dry) is False
     reported(monkeypatch, 140.0, host=needed - 1)
-    with pytest.raises(process.UserError, match=rf"need {needed:.1f} GiB of host memory for the 8 ranks .* --save_every 0"):
+    with pytest.raises(distributed.UserError, match=rf"need {needed:.1f} GiB of host memory for the 8 ranks .* --save_every 0"):
         check(dry)
     for more, times in (("--save_every", "0"), 0), (("--offload", "optimizer"), 20 / 12), (("--ema_beta", "0.9"), None):
         other = planned(seven_b, picture_rows, *LINE, *more).needed.host_bytes() * 8
@@ -239,7 +240,7 @@ def test_the_flag_of_old():
     for line, value in ((["--gradient_checkpointing"], "on"), (["--gradient_checkpointing", "off"], "off"), ([], "auto")):
         args = ppo.parse_args(["--model", "m", "--data", "d.jsonl", *line, "--out", "x"])
         assert (args.model.gradient_checkpointing, str(args.run.out)) == (value, "x")
-    with pytest.raises(process.UserError, match="did you mean --gradient_checkpointing"):
+    with pytest.raises(distributed.UserError, match="did you mean --gradient_checkpointing"):
         ppo.parse_args(["--model", "m", "--data", "d.jsonl", "--no-gradient_checkpointing"])
 
 

@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from common import buffers
-from common.buffers import (PER_TOKEN, Batch, balanced_partition, build_pack, make_blocks, assign_blocks,
-                            ragged_index)
+from common.buffers import (
+    Batch,
+    PER_TOKEN,
+    assign_blocks,
+    balanced_partition,
+    build_pack,
+    make_blocks,
+    ragged_index,
+)
 from common.flags import parse_datasets
-from common.vlm.data import data_order, mix, take_rows
+from common.data.loader import data_order, mix, take_rows
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below

@@ -7,8 +7,8 @@ import torch
 
 import check_kernels
 from common import logprobs
-from common.vlm import attention
-from common.vlm.attention import DecodeAttention, PackedAttention
+from common.model import attention
+from common.model.attention import DecodeAttention, PackedAttention
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

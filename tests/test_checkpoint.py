@@ -26,9 +26,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 import train_ppo_vl as ppo
-from common import checkpoint, distributed, files, fsdp, logging, process, storage
-from common.memory import resident_bytes
-from common.vlm import weights as vlm_weights
+from common import distributed, logging
+from common.model import checkpoint, fsdp, storage
+from common.model.memory import resident_bytes
+from common.model import weights as vlm_weights
 
 REWARD = '''
 import os
@@ -56,7 +57,7 @@ ALGORITHMS = {
 
 # ----------------------------------------------------------------------------- what a life may suffer
 def die(function: str, call: int, ranks: list[int] | None = None) -> None:
-    """SIGKILL of this process at the given call (1-based) of a function of the script, or of common/vlm/weights.py."""
+    """SIGKILL of this process at the given call (1-based) of a function of the script, or of common/model/weights.py."""
     module = ppo if hasattr(ppo, function) else vlm_weights
     original, calls = getattr(module, function), []
 
@@ -312,7 +313,7 @@ def train(argv: list[str]) -> dict[str, float]:
 
 
 def refused(argv: list[str], *parts: str) -> None:
-    with pytest.raises(process.UserError) as error:
+    with pytest.raises(distributed.UserError) as error:
         ppo.main(argv)
     for part in parts:
         assert part in str(error.value)
@@ -440,7 +441,7 @@ def test_killed_at_a_marked_point(flags, undisturbed, tmp_path, point, rank, sur
     shutil.copytree(undisturbed("grpo", 2), out)
     for step in (3, 4, 5, 6):
         shutil.rmtree(out / "checkpoints" / f"step-{step}")
-    files.write_pointer(out / "checkpoints" / "latest", "step-2")
+    logging.write_pointer(out / "checkpoints" / "latest", "step-2")
     before = contents(out / "checkpoints" / "step-2")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
     life = ranks.start(ppo.main, argv, world=2, KILL_AT=point, KILL_RANK=str(rank))
@@ -1005,7 +1006,7 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
     name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
     save_file(weights | {name: weights[name] + 1}, critic / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(process.UserError, match="1 weights of its vision tower differ"):
+    with pytest.raises(distributed.UserError, match="1 weights of its vision tower differ"):
         start(qwen25, picture_rows, "--critic_model", str(critic))
 
 
@@ -1085,7 +1086,7 @@ def test_one_live_run_per_folder(flags, copy):
 def test_preemption(flags, undisturbed, tmp_path, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(tmp_path / "run", ALGORITHMS["grpo"] + " --save_every -1")
-    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[process.EXIT_PREEMPTED] * 2)
+    output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[distributed.EXIT_PREEMPTED] * 2)
     assert "stopped by a signal after step 2" in output and "Traceback" not in output
     assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
     assert steps(tmp_path / "run") == [2]                        # its evaluation is the next life's

@@ -20,9 +20,9 @@ from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import flags as common_flags, losses, process
-from common.settings import ModelArgs
-from common.vlm import attention, weights
+from common import distributed, flags as common_flags, losses
+from common.flags import ModelArgs
+from common.model import attention, weights
 
 SCRIPT = Path(ppo.__file__)
 ROOT = SCRIPT.parent
@@ -176,7 +176,7 @@ def test_refused_before_the_process_group(monkeypatch, line):
 
     monkeypatch.setattr(ppo.dist, "init_process_group", refuse)
     monkeypatch.setattr(ppo.dist, "is_initialized", lambda: False)
-    with pytest.raises(process.UserError) as refusal:
+    with pytest.raises(distributed.UserError) as refusal:
         ppo.main(NEEDED + line.split(" "))
     assert REFUSED[line] in str(refusal.value)
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
@@ -213,7 +213,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("script, line, ours", FOREIGN)
 def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
-    with pytest.raises(process.UserError, match=re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
+    with pytest.raises(distributed.UserError, match=re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
         script.parse_args(line.split())
 
 
@@ -229,7 +229,7 @@ def test_suggested_flags_exist():
 
 def test_a_config_with_an_unknown_flag_is_answered_too(tmp_path):
     (tmp_path / "a.json").write_text('{"learning_rate": 1e-6}')
-    with pytest.raises(process.UserError, match=r"unknown flags: \['learning_rate'\]; did you mean --actor_lr\?"):
+    with pytest.raises(distributed.UserError, match=r"unknown flags: \['learning_rate'\]; did you mean --actor_lr\?"):
         ppo.parse_args(["--config", str(tmp_path / "a.json")])
 
 
@@ -256,20 +256,20 @@ def test_varlen_needs_a_gpu():
 
 def test_too_old_a_transformers_is_named(tmp_path):
     (tmp_path / "transformers.py").write_text("__version__ = '4.57.1'\n")
-    result = subprocess.run([sys.executable, "-c", "import common.vlm"], cwd=SCRIPT.parent, capture_output=True, text=True,
+    result = subprocess.run([sys.executable, "-c", "import common"], cwd=SCRIPT.parent, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert "ImportError: transformers 4.57.1: too old; Python 3.11, torch 2.11 and transformers 5.17" in result.stderr
 
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
 def test_model_and_data_are_needed_together(line):
-    with pytest.raises(process.UserError, match="--model and --data are needed together"):
+    with pytest.raises(distributed.UserError, match="--model and --data are needed together"):
         ppo.parse_args(line.split())
 
 
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
     monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
-    with pytest.raises(process.UserError, match="toy.py did not write the embedded toy"):
+    with pytest.raises(distributed.UserError, match="toy.py did not write the embedded toy"):
         common_flags.embedded_toy("questions", "none.json")
 
 
@@ -283,7 +283,7 @@ def test_two_machines_may_write_the_toy_at_the_same_time(monkeypatch, tmp_path):
 
 
 def test_all_problems_are_told_at_once():
-    with pytest.raises(process.UserError) as refusal:
+    with pytest.raises(distributed.UserError) as refusal:
         ppo.parse_args(NEEDED + "--steps 0 --gamma 2 --minibatches 3 --stop_strings x".split())
     assert str(refusal.value).count("\n") == 3
 
@@ -323,14 +323,14 @@ def test_flags_that_are_no_contradiction():
 def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(process.UserError) as refusal:
+    with pytest.raises(distributed.UserError) as refusal:
         ppo.parse_args(["--config", str(path)])
     assert message in str(refusal.value)
 
 
 def test_missing_config_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(process.UserError, match=str(path)):
+        with pytest.raises(distributed.UserError, match=str(path)):
             ppo.parse_args(["--config", str(path)])
 
 

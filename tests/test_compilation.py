@@ -10,8 +10,8 @@ from test_families import write_family
 from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, records, score, task  # noqa: F401
 
 import train_ppo_vl as ppo
-from common.vlm import compilation
-from common.vlm import model as vlm
+from common.model import compilation
+from common.model import forward as vlm
 
 pytestmark = pytest.mark.slow
 

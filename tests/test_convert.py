@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from common.judge import judge_settings, load_judgements
-from common.settings import DataArgs
-from common.vlm.data import Processor
-from common.vlm.images import read_image
-from common.vlm.rows import load_prompts
+from common.rewards.judge import judge_settings, load_judgements
+from common.flags import DataArgs
+from common.data.loader import Processor
+from common.data.images import read_image
+from common.data.rows import load_prompts
 
 
 # ---- Pictures

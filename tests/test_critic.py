@@ -11,8 +11,8 @@ from test_training import fresh
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import fsdp
-from common.vlm.data import load_pixels
+from common.model import fsdp
+from common.data.loader import load_pixels
 
 
 class Scorer:

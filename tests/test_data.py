@@ -17,11 +17,11 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
-from common.settings import DataArgs
-from common.vlm.data import Processor, load_pixels
-from common.vlm.images import image_size, read_image
-from common.vlm.rows import load_prompts, parse_columns
-from common.vlm.weights import build_on_meta, materialize, resolve_folder
+from common.flags import DataArgs
+from common.data.loader import Processor, load_pixels
+from common.data.images import image_size, read_image
+from common.data.rows import load_prompts, parse_columns
+from common.model.weights import build_on_meta, materialize, resolve_folder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<|box_start|>"]

@@ -23,13 +23,15 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import dialogue, environments, judge as judgements, losses, process, rewards
-from common.conversations import Conversation
-from common.deadlines import LateError, Workers
-from common.vlm import linear_attention
-from common.vlm.linear_attention import SlotStates
-from common.vlm import replies
-from common.vlm.data import Processor
+from common import distributed, losses
+from common.envs import dialogue, environments
+from common.rewards import judge as judgements, mix as rewards
+from common.buffers import Conversation
+from common.distributed import LateError, Workers
+from common.model import linear_attention
+from common.model.linear_attention import SlotStates
+from common.envs import replies
+from common.data.loader import Processor
 
 PROGRAMS = ROOT / "tests" / "talkers.py"
 
@@ -314,11 +316,11 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         assert (earned[batch.number > 0] == 0).all() and (earned[batch.number == 0] > 1).all()
         assert (batch.lengths > 0).all() and not batch.truncated.any()
     check_exact(env, AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval(), batch)
-    with pytest.raises(process.UserError, match="--env .*Bad: rows.jsonl:1: KeyError"):
+    with pytest.raises(distributed.UserError, match="--env .*Bad: rows.jsonl:1: KeyError"):
         talk(env, "Bad", 2, on_env_error="stop")
     env_row = dialogue.env_row
     monkeypatch.setattr(dialogue, "env_row", lambda row, seed, number: env_row(row, seed, number=2))
-    with pytest.raises(process.UserError, match="--env .*Bad: rows.jsonl:1: ZeroDivisionError"):
+    with pytest.raises(distributed.UserError, match="--env .*Bad: rows.jsonl:1: ZeroDivisionError"):
         talk(env, "Bad", 2, on_env_error="stop")
 
 
@@ -358,7 +360,7 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
     args = dataclasses.replace(env.args.env, env="late", env_workers=8, env_timeout=0.2)
     answering = environments.Environment(Hangs, "user", False, False, args, 512)
     sampling = dataclasses.replace(env.sampling, environment=answering)
-    with pytest.raises(process.UserError, match="--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
+    with pytest.raises(distributed.UserError, match="--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
         ppo.rollout(env.actor, take(env), sampling, 1)
     time.sleep(1.5)
     assert log.count("reset ends") == 4 and "close" not in log
@@ -380,7 +382,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows, rule):
     env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
     who = {"stop": "", "zero": "8 of 8 samples failed, the first: "}[rule]
-    with pytest.raises(process.UserError, match=f"{who}.*Endless: rows.jsonl:1: .*too long with the first observation"):
+    with pytest.raises(distributed.UserError, match=f"{who}.*Endless: rows.jsonl:1: .*too long with the first observation"):
         talk(env, "Endless", 2, on_env_error=rule)
 
 
@@ -568,7 +570,7 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
             settings = json.loads((folder / "tokenizer_config.json").read_text())
             (folder / "chat_template.jinja").unlink(missing_ok=True)
             (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-        with pytest.raises(process.UserError, match=message):
+        with pytest.raises(distributed.UserError, match=message):
             ppo.main(run_flags(folder, labelled, tmp_path / "refused", *more))
 
     text = toy.CHAT_TEMPLATE

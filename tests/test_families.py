@@ -25,11 +25,14 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTex
 import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, fsdp, process, rewards
+from common import distributed
+from common.model import fsdp
+from common.rewards import mix as rewards
 from common.buffers import Batch
-from common.vlm import attention as vlm_attention, data as vlm_data, model as vlm, weights as vlm_weights
-from common.vlm.data import Processor
-from common.vlm.families import FAMILIES, family_of
+from common.data import loader as vlm_data
+from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
+from common.data.loader import Processor
+from common.data.families import FAMILIES, family_of
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
@@ -420,7 +423,7 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     model = write_family("internvl", tmp_path, picture_rows)
     rope, data = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, tmp_path / "rows.jsonl"
     edit_config(tmp_path, "text_config", rope_parameters=rope, max_position_embeddings=512)
-    with pytest.raises(process.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
+    with pytest.raises(distributed.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
         start(tmp_path, data)
     env = start(tmp_path, data, "--max_prompt_tokens", "500")
     rotary = env.actor.model.model.language_model.rotary_emb
@@ -433,10 +436,10 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
     edit_config(other, "text_config", max_position_embeddings=511)
     for role in (("--critic_model", str(other)), ("--kl_coef", "0.1", "--advantage", "grpo", "--reference_model", str(other))):
-        with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+        with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
     env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
-    with pytest.raises(process.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
+    with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
         build_rewards(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
 
 
@@ -466,7 +469,7 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
     assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
     assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
     save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(process.UserError, match="weight differs from the weight that config.json ties it to"):
+    with pytest.raises(distributed.UserError, match="weight differs from the weight that config.json ties it to"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
@@ -486,13 +489,13 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     assert torch.equal(of_reference, expected)
     assert (of_actor - expected).abs().max() > 0.01
     edit_config(other, None, vocab_size=400)
-    with pytest.raises(process.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
+    with pytest.raises(distributed.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
         start(tmp_path / "actor", data, *flags)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_text_model_refuses_pictures(family, picture_rows):
-    with pytest.raises(process.UserError, match=f"1 images for {family.kind}, a model of text only"):
+    with pytest.raises(distributed.UserError, match=f"1 images for {family.kind}, a model of text only"):
         start(family.folder, picture_rows)
 
 
@@ -609,7 +612,7 @@ def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_dense_model_has_no_experts_to_balance(family):
-    with pytest.raises(process.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
+    with pytest.raises(distributed.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
         start(family.folder, family.data, "--aux_loss_coef", "0.1")
 
 
@@ -630,7 +633,7 @@ def test_experts_one_by_one_are_the_reason_of_a_refusal(tmp_path, picture_rows):
     kind = "qwen3_5_moe"
     AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind))).save_pretrained(tmp_path)
     save_processor(kind, tmp_path, make_tokenizer(kind))
-    with pytest.raises(process.UserError, match=r"the files hold experts one by one, as .*experts\.\d+\..*one tensor for all"):
+    with pytest.raises(distributed.UserError, match=r"the files hold experts one by one, as .*experts\.\d+\..*one tensor for all"):
         start(tmp_path, picture_rows)
 
 

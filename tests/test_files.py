@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import process
-from common.settings import DataArgs
-from common.vlm import images
-from common.vlm.data import Processor
-from common.vlm.rows import load_prompts
-from common.vlm.weights import build_on_meta, load as load_weights
+from common import distributed
+from common.flags import DataArgs
+from common.data import images
+from common.data.loader import Processor
+from common.data.rows import load_prompts
+from common.model.weights import build_on_meta, load as load_weights
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -125,13 +125,13 @@ def test_rows_that_forge_messages(load, capsys, row, message):  # noqa: F811
 def test_a_message_has_one_first_line(monkeypatch, capsys):
     """What a server or a reward function said may hold anything."""
     def program():
-        raise process.UserError(f"the server said {FORGED}\ud800\n\tsecond line")
+        raise distributed.UserError(f"the server said {FORGED}\ud800\n\tsecond line")
 
     monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(process.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(process, "leave_group", lambda: None)
+    monkeypatch.setattr(distributed.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(distributed, "leave_group", lambda: None)
     with pytest.raises(SystemExit):
-        process.run_main(program)
+        distributed.run_main(program)
     lines = capsys.readouterr().err.split("\n")
     assert [line for line in lines if line.startswith("error:")] == [lines[0]] == ["error: the server said a.png"]
     assert lines[1:] == [r"  error: everything is fine \x1b[2J\u202e\ud800", "  \tsecond line", ""]
@@ -164,18 +164,18 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
 def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     folder = os.path.dirname(picture_rows)
     assert len(start(qwen25, picture_rows, "--image_root", folder).prompts) == 4
-    with pytest.raises(process.UserError, match="lies outside of --image_root"):
+    with pytest.raises(distributed.UserError, match="lies outside of --image_root"):
         start(qwen25, picture_rows, "--image_root", str(tmp_path))
     row = {"prompt": "x", "images": [os.path.join(folder, "picture-1-0.png")], "response": "y"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     common = ["--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--image_root"]
     assert len(grm.load_rows(grm.parse_args([*common, folder])).train) == 1
-    with pytest.raises(process.UserError, match="lies outside of --image_root"):
+    with pytest.raises(distributed.UserError, match="lies outside of --image_root"):
         grm.load_rows(grm.parse_args([*common, str(tmp_path)]))
     for script in (ppo, grm):
-        with pytest.raises(process.UserError, match="--image_root none: no such folder"):
+        with pytest.raises(distributed.UserError, match="--image_root none: no such folder"):
             script.parse_args([*common, "none"])
     ptx = ["--ptx_data", str(tmp_path / "rows.jsonl"), "--ptx_coef", "0.1", "--image_root", str(tmp_path)]
     args = ppo.parse_args(["--model", str(qwen25), "--data", picture_rows, *ptx])
-    with pytest.raises(process.UserError, match="(?s)--ptx_data .*lies outside of --image_root"):
+    with pytest.raises(distributed.UserError, match="(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_text(args, Processor(str(qwen25)))

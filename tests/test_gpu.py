@@ -15,11 +15,11 @@ from test_training import score
 import check_kernels
 import toy
 import train_ppo_vl as ppo
-from common import distributed, logprobs, process
-from common.fsdp import bare_forwards, unsharded
-from common.settings import ModelArgs
-from common.vlm import model as vlm, weights
-from common.vlm.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
+from common import distributed, logprobs
+from common.model.fsdp import bare_forwards, unsharded
+from common.flags import ModelArgs
+from common.model import forward as vlm, weights
+from common.model.attention import DecodeAttention, PackedAttention, SlotCache, choose_backend
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 HEADS, KV_HEADS, GROUP, DIM = 4, 2, 2, 64
@@ -142,7 +142,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(process.UserError, match="2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
+    with pytest.raises(distributed.UserError, match="2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
         distributed.start(60.0, 0)
 
 

@@ -24,10 +24,13 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import accuracy, distributed, fsdp, judge as judgements, process
+from common import distributed
+from common.model import fsdp
+from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
-from common.vlm import data, model as vlm
-from common.vlm.data import Processor, load_pixels
+from common.data import loader as data
+from common.model import forward as vlm
+from common.data.loader import Processor, load_pixels
 
 CRITIQUE = "{A} is red and {B} is not.\nSo"
 ROWS = [
@@ -255,7 +258,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
                  "--max_skipped_steps", "2")
     message = ("step 2: the gradient of the judge was not finite and all its updates were skipped, 2 steps "
                r"in a row; the first parameter that is not finite is \S*layers\.0\.mlp\.up_proj\.weight")
-    with pytest.raises(process.UserError, match=message):
+    with pytest.raises(distributed.UserError, match=message):
         grm.main(argv)
     assert [record["train/skipped"] for record in records(tmp_path / "run") if "step" in record] == [1, 1]
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -337,7 +340,7 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
     kept = weight.clone()
     weight[0] = torch.nan
     try:
-        with pytest.raises(process.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; check"):
+        with pytest.raises(distributed.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; check"):
             evaluate(env, tmp_path, env.held_out[:2], 3)
     finally:
         weight.copy_(kept)
@@ -506,12 +509,12 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts():
     words = ["A", "B", "tie"]
-    assert judgements.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
-    assert judgements.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
+    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
+    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
     for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
-        assert judgements.parse_verdict(text, "last", words) is None, text
-    assert judgements.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
-    assert judgements.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
+        assert rules.parse_verdict(text, "last", words) is None, text
+    assert rules.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
+    assert rules.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
 
 
 def test_a_right_score_is_right_where_no_scores_are_known(env):
@@ -625,7 +628,7 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)
     assert "exact_match 1.000" in (told := capsys.readouterr().out) and "chance" not in told
-    with pytest.raises(process.UserError, match="no reference answer, which verdict compares with"):
+    with pytest.raises(distributed.UserError, match="no reference answer, which verdict compares with"):
         import train_ppo_vl as ppo
         ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict", "--out", str(tmp_path / "rl")])
 
@@ -688,14 +691,14 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
         return update(*args)
 
     monkeypatch.setattr(grm.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(process, "STOP_SIGNALS", [])
+    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
-    assert stop.value.code == process.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 1
+    assert stop.value.code == distributed.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 1
     del stop
     gc.collect()
-    process.STOP_SIGNALS.clear()
+    distributed.STOP_SIGNALS.clear()
     grm.main(argv)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
 
@@ -711,7 +714,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
-    with pytest.raises(process.UserError, match="metrics.jsonl has a line that is no JSON"):
+    with pytest.raises(distributed.UserError, match="metrics.jsonl has a line that is no JSON"):
         grm.main(argv)
 
 
@@ -756,7 +759,7 @@ def test_who_learned_no_judgements_is_no_judge(qwen25, task, tmp_path):
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
-    with pytest.raises(process.UserError, match="step-4 holds judge, and not the actor of this run; .* its export as --model"):
+    with pytest.raises(distributed.UserError, match="step-4 holds judge, and not the actor of this run; .* its export as --model"):
         ppo.main(["--model", str(qwen25), "--data", picture_rows, "--advantage", "grpo", "--max_prompt_tokens", "512", "--steps", "9",
                   "--prompts_per_step", "4", "--out", str(tmp_path), "--resume", str(one_rank / "checkpoints" / "step-4")])
 
@@ -835,5 +838,5 @@ def test_flags():
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
-        with pytest.raises(process.UserError, match=message):
+        with pytest.raises(distributed.UserError, match=message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

@@ -18,11 +18,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, judge as judgements, process, reward_models, rewards
+from common import distributed
+from common.rewards import judge as judgements, mix as rewards, models as reward_models
 from common.buffers import Batch
-from common.records import sample_records
-from common.settings import DataArgs, RewardArgs
-from common.vlm import data, model as vlm
+from common.rewards.records import sample_records
+from common.flags import DataArgs, RewardArgs
+from common.data import loader as data
+from common.model import forward as vlm
 
 RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
 
@@ -152,7 +154,7 @@ def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
     for mode in ("verdict", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
-        with pytest.raises(process.UserError, match="the judge's log-probs are not finite"):
+        with pytest.raises(distributed.UserError, match="the judge's log-probs are not finite"):
             score(env, reward, batch)
 
 
@@ -243,7 +245,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
     tensors.pop("nothing", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(process.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
+    with pytest.raises(distributed.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
         build(env, rewards.load(env.args.reward))
 
 
@@ -306,7 +308,7 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
                                       "def sums(prompts, *_):\n    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
     for name in ("huge", "sums"):
         env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
-        with pytest.raises(process.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
+        with pytest.raises(distributed.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
             score(env, reward, batch)
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.model.language_model.norm.weight.data.fill_(math.nan)
@@ -316,7 +318,7 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
     save_file(tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)}, tmp_path / "rm" / "model.safetensors",
               metadata={"format": "pt"})
     env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
-    with pytest.raises(process.UserError, match="must be finite .* the sources say {'rm': nan}"):
+    with pytest.raises(distributed.UserError, match="must be finite .* the sources say {'rm': nan}"):
         score(env, reward, batch)
 
 
@@ -331,7 +333,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
         reward.combiner = rewards.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
-        with pytest.raises(process.UserError, match=message):
+        with pytest.raises(distributed.UserError, match=message):
             score(env, reward, batch)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
     assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
@@ -346,13 +348,13 @@ def rewards_of(*flags: str) -> rewards.RewardMix:
 def test_bad_recipes_are_refused(tmp_path):
     for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "1"]]}', '{"a": [["exact", NaN]]}',
                    '{"a": "exact"}', "{", "no.json", '{"a": [["exact", true]]}', '{"a": [[]]}', '{"a": [["exact", 1], ["exact", 2]]}'):
-        with pytest.raises(process.UserError, match="--reward_recipe"):
+        with pytest.raises(distributed.UserError, match="--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
-    with pytest.raises(process.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
+    with pytest.raises(distributed.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
         rewards_of("--reward", "exact,boxed")
-    with pytest.raises(process.UserError, match="--reward is empty"):
+    with pytest.raises(distributed.UserError, match="--reward is empty"):
         rewards_of("--reward", "")
-    with pytest.raises(process.UserError, match="--reward and --reward_recipe: choose one"):
+    with pytest.raises(distributed.UserError, match="--reward and --reward_recipe: choose one"):
         rewards_of("--reward", "exact", "--reward_recipe", '{"*": [["exact", 1]]}')
     path = tmp_path / "recipe.json"
     path.write_text('{"*": [["exact", 0.5], ["grm:a", 1], ["grm:b", 1]]}')
@@ -373,19 +375,19 @@ def test_a_recorded_recipe_can_be_read_from_any_folder(tmp_path, monkeypatch):
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
     reward = rewards.load(env.args.reward)
-    with pytest.raises(process.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
+    with pytest.raises(distributed.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = data.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
-    with pytest.raises(process.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
+    with pytest.raises(distributed.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
         rewards_of("--reward", "boxed").check_rows([row])
     rewards_of("--reward", "grm:x").check_rows([row])
-    with pytest.raises(process.UserError, match="no reference answer, which grm compares with"):
+    with pytest.raises(distributed.UserError, match="no reference answer, which grm compares with"):
         rewards_of("--reward", "grm:x", "--grm_question", "answers").check_rows([row])
 
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
-    with pytest.raises(process.UserError, match="judge.json names none"):
+    with pytest.raises(distributed.UserError, match="judge.json names none"):
         build(env, rewards.load(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.judge_question({"trained_on": trained}, "auto") == asked
@@ -453,13 +455,13 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     env, _, batch, _ = prepare(qwen25, picture_rows, "--reward", "exact")
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
-        with pytest.raises(process.UserError, match=f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
+        with pytest.raises(distributed.UserError, match=f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
             build(env, rewards.load(RewardArgs(reward=spec)), env.prompts)
     reward = rewards.load(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
     assert score(env, reward, few).rewards.isfinite().all()
-    with pytest.raises(process.UserError, match="grm:.*rows.jsonl:2: 1 images"):
+    with pytest.raises(distributed.UserError, match="grm:.*rows.jsonl:2: 1 images"):
         score(env, reward, batch)
 
 

@@ -18,8 +18,10 @@ from test_training import score
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed, fsdp, judge as judgements, rewards
-from common.vlm import model as vlm
+from common import distributed
+from common.model import fsdp
+from common.rewards import judge as judgements, mix as rewards
+from common.model import forward as vlm
 
 BACKENDS = ("varlen", "flash_attn")
 DECODING = {"varlen": OPERATOR, "flash_attn": "flash_attn_with_kvcache"}

@@ -12,8 +12,8 @@ from conftest import ROOT, start, take
 from PIL import Image
 
 import train_ppo_vl as ppo
-from common import environments
-from common.settings import EnvArgs
+from common.envs import environments
+from common.flags import EnvArgs
 
 FOLDER = ROOT / "launch" / "environments"
 

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ppo_vl as ppo
-from common.vlm import layers, weights
-from common.vlm import model as vlm
-from common.vlm.folder import read_model_config
+from common.model import layers, weights
+from common.model import forward as vlm
+from common.data.folder import read_model_config
 
 HAS_CUDA = torch.version.cuda is not None
 DEVICE = torch.device("cuda", 0) if HAS_CUDA else torch.device("cpu")

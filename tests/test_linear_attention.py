@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 import test_training
 import toy
 import train_ppo_vl as ppo
-from common import fsdp, process
+from common import distributed
+from common.model import fsdp
 from common.buffers import Batch
-from common.vlm import attention, linear_attention, model as vlm, weights as vlm_weights
-from common.vlm.data import load_pixels
-from common.vlm.linear_attention import PackedDelta, SlotStates
-from common.vlm.rows import Prompt
+from common.model import attention, forward as vlm, linear_attention, weights as vlm_weights
+from common.data.loader import load_pixels
+from common.model.linear_attention import PackedDelta, SlotStates
+from common.data.rows import Prompt
 
 task = test_training.task  # a fixture
 CPU = torch.device("cpu")
@@ -529,7 +530,7 @@ def test_quantized_checkpoints_are_refused(qwen35, picture_rows, tmp_path):
     settings = json.loads((tmp_path / "model" / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "fp8"}
     (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
-    with pytest.raises(process.UserError, match="quantized checkpoints are not supported"):
+    with pytest.raises(distributed.UserError, match="quantized checkpoints are not supported"):
         start(tmp_path / "model", picture_rows)
 
 

@@ -17,12 +17,22 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
 
-from common import distributed, logging, process
-from common.cards import CHARACTERS, contact_sheet, sample_card, wrap
-from common.logging import (Largest, Mean, MetricSums, RunLogger, StageTimer, due, environment, evaluation_due,
-                            read_records)
-from common.process import UserError
-from common.settings import RunArgs
+from common import distributed, logging
+from common.logging import contact_sheet
+from common.rewards.cards import CHARACTERS, sample_card, wrap
+from common.logging import (
+    Largest,
+    Mean,
+    MetricSums,
+    RunLogger,
+    StageTimer,
+    due,
+    environment,
+    evaluation_due,
+    read_records,
+)
+from common.distributed import UserError
+from common.flags import RunArgs
 
 
 def open_log(out, first_step: int = 0, **flags) -> RunLogger:
@@ -111,7 +121,7 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     def die(*_):
         raise KeyboardInterrupt  # as a kill would, between the first byte and the last
 
-    monkeypatch.setattr("common.files.os.fsync", die)
+    monkeypatch.setattr("common.logging.os.fsync", die)
     for name in ("eval/a.json", "eval/b.json"):
         with pytest.raises(KeyboardInterrupt):
             log.text(name, "new")
@@ -175,7 +185,7 @@ def test_how_a_run_ended(tmp_path, capsys):
     """A signal ends it with the exit code of a preempted job, after its last records."""
     log = open_log(tmp_path)
     log.step(2, {"x": 1.0}, {})
-    with pytest.raises(process.Exit) as stop:
+    with pytest.raises(distributed.Exit) as stop:
         log.close(2, 6, {})
     assert stop.value.code == 75 and steps(tmp_path) == [2]
     assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out

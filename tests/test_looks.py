@@ -13,9 +13,9 @@ from test_training import fresh, update_actor
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import looks
-from common.vlm import model as vlm
-from common.vlm.data import load_pixels
+from common.model import looks
+from common.model import forward as vlm
+from common.data.loader import load_pixels
 
 
 @pytest.fixture

@@ -18,8 +18,10 @@ import test_grm
 import test_training
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import fsdp, process
-from common.vlm import data, model as vlm, weights as vlm_weights
+from common import distributed
+from common.model import fsdp
+from common.data import loader as data
+from common.model import forward as vlm, weights as vlm_weights
 
 task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
@@ -235,7 +237,7 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     assert saved and all(".lora_" in key or "value_head" in key for key in saved)
     assert {key.split(".")[1] for key in saved} == {"model", "optimizer"} and {key.split(".")[0] for key in saved} == {
         "actor", "critic"}
-    with pytest.raises(process.UserError, match="flags that alter the result .*--lora_alpha 6 -> 7"):
+    with pytest.raises(distributed.UserError, match="flags that alter the result .*--lora_alpha 6 -> 7"):
         ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--lora_alpha", "7"))
 
 

@@ -9,7 +9,7 @@ from test_plan import LiveBytes
 
 import train_ppo_vl as ppo
 from common import logprobs, losses
-from common.process import UserError
+from common.distributed import UserError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LENGTHS = torch.tensor([3, 2])

@@ -27,8 +27,10 @@ from test_training import (
 from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
-from common import fsdp, judge as judgements, losses, process
-from common.vlm import model as vlm
+from common import distributed, losses
+from common.model import fsdp
+from common.rewards import judge as judgements
+from common.model import forward as vlm
 
 EMA = ("--ema_beta", "0.75")
 
@@ -209,10 +211,10 @@ def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
 def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
     train(qwen25, task, tmp_path, "--steps", "1")
     with pytest.raises(
-        process.UserError, match="flags that alter the result .*--ema_beta 0.0 -> 0.75"
+        distributed.UserError, match="flags that alter the result .*--ema_beta 0.0 -> 0.75"
     ):
         train(qwen25, task, tmp_path, "--steps", "2", *EMA)
-    with pytest.raises(process.UserError, match="cannot be loaded: .*Missing key .*ema"):
+    with pytest.raises(distributed.UserError, match="cannot be loaded: .*Missing key .*ema"):
         train(qwen25, task, tmp_path, "--steps", "2", *EMA, "--resume", "force")
 
 

@@ -12,13 +12,13 @@ from conftest import ROUNDING, our_name, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 
-from common.buffers import Batch, build_pack, make_blocks, assign_blocks
-from common.fsdp import unsharded
-from common.settings import DataArgs
-from common.vlm.attention import PackedAttention, bucket_segments
-from common.vlm.data import Processor, load_pixels, load_prompts
-from common.vlm.model import decoder, hidden_states, image_features, prompt_positions
-from common.vlm.weights import Compute, build_frozen, load, materialize, resolve_folder
+from common.buffers import Batch, assign_blocks, build_pack, make_blocks
+from common.model.fsdp import unsharded
+from common.flags import DataArgs
+from common.model.attention import PackedAttention, bucket_segments
+from common.data.loader import Processor, load_pixels, load_prompts
+from common.model.forward import decoder, hidden_states, image_features, prompt_positions
+from common.model.weights import Compute, build_frozen, load, materialize, resolve_folder
 
 CPU = torch.device("cpu")
 COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256)

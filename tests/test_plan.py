@@ -20,9 +20,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConf
 
 import plan
 import train_ppo_vl as ppo
-from common import budget, distributed, fsdp, memory, process, rewards
-from common.settings import DataArgs
-from common.vlm import attention as vlm_attention, data, model as vlm
+from common import distributed
+from common.model import budget, fsdp, memory
+from common.rewards import mix as rewards
+from common.flags import DataArgs
+from common.data import loader as data
+from common.model import attention as vlm_attention, forward as vlm
 
 ROLES = ("actor", "critic", "reference")
 OWN = SimpleNamespace(gpus=8, gib=80.0)
@@ -140,11 +143,11 @@ def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""
     line = ["--model", "m", "--data", "d.jsonl", "--hsdp", "3"]
-    with pytest.raises(process.UserError, match="--hsdp 3 must divide the number of ranks, 8"):
+    with pytest.raises(distributed.UserError, match="--hsdp 3 must divide the number of ranks, 8"):
         plan.main([script, "--", *line])
-    with pytest.raises(process.UserError, match="--hsdp 3 must divide the number of ranks, 1"):
+    with pytest.raises(distributed.UserError, match="--hsdp 3 must divide the number of ranks, 1"):
         distributed.start(60.0, 3)
-    with pytest.raises(process.UserError, match="it needs --data"):
+    with pytest.raises(distributed.UserError, match="it needs --data"):
         plan.main([script, "--", "--model", "m", "--eval_only", "--eval_data", "e.jsonl"])
 
 
@@ -346,7 +349,7 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     )
     assert 0.0 < table["activations"][1] < 10 and not (tmp_path / "out").exists()
     with pytest.raises(
-        process.UserError,
+        distributed.UserError,
         match=r"in update actor: does not fit by \d\d\.\d GiB; what would help: "
         r"--gradient_checkpointing on$",
     ):
@@ -432,7 +435,7 @@ def test_the_judges_plan(seven_b, tmp_path, capsys):
         [language / 2**30] * 2, abs=0.006
     )
     assert table["total"][0] == pytest.approx(peak, abs=0.006) and not (tmp_path / "out").exists()
-    with pytest.raises(process.UserError, match="does not fit by"):
+    with pytest.raises(distributed.UserError, match="does not fit by"):
         plan.main(["grm", "--", *line, "--gradient_checkpointing", "off"])
     capsys.readouterr()
     plan.main(["grm", "--", *line[:4], *line[6:]])  # without held-out rows there is no evaluation
@@ -448,8 +451,8 @@ def test_the_total_is_the_sum_of_a_column():
 def test_flags_of_the_plan_and_of_the_run():
     own, flags = plan.parse_args(["grm", "--gpus", "4", "--", "--model", "m", "--gpus", "2"])
     assert (own.script, own.gpus, own.gib) == ("grm", 4, 80.0) and flags == ["--model", "m", "--gpus", "2"]
-    with pytest.raises(process.UserError, match="--model is no flag of the plan; the flags of the run stand after --"):
+    with pytest.raises(distributed.UserError, match="--model is no flag of the plan; the flags of the run stand after --"):
         plan.parse_args(["ppo", "--model", "m"])
-    with pytest.raises(process.Exit) as ended:
+    with pytest.raises(distributed.Exit) as ended:
         plan.parse_args(["--help"])
     assert ended.value.code == 0

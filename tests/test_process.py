@@ -14,7 +14,7 @@ import ranks
 import torch
 from conftest import ROOT
 
-from common import distributed, process
+from common import distributed
 
 SCRIPTS = ("train_ppo_vl.py", "train_grm_vl.py")
 
@@ -54,16 +54,16 @@ def test_help_and_refusals(script, flags, code, message):
 # -------------------------------------------------------------------------------- exit codes
 @pytest.mark.parametrize("program, code, said", [
     ("pass", 0, ""),
-    ("raise process.UserError('no such row')", 2, "error: no such row\n"),
-    ("raise process.Exit(process.EXIT_PREEMPTED)", 75, ""),
+    ("raise distributed.UserError('no such row')", 2, "error: no such row\n"),
+    ("raise distributed.Exit(distributed.EXIT_PREEMPTED)", 75, ""),
     ("sys.exit(0)", 1, "SystemExit: 0"),  # of user code
     ("raise ValueError('a bug')", 1, "Traceback"),
     ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
 ])
 def test_exit_code_0_means_done(program, code, said):
-    imports = "import os, signal, sys\nfrom common import process"
-    result = python(f"{imports}\ndef main():\n    {program}\nprocess.run_main(main)")
+    imports = "import os, signal, sys\nfrom common import distributed"
+    result = python(f"{imports}\ndef main():\n    {program}\ndistributed.run_main(main)")
     assert result.returncode == code and said in result.stderr and bool(said) == bool(result.stderr)
     assert ("Traceback" in result.stderr) == (code == 1)
 
@@ -71,14 +71,14 @@ def test_exit_code_0_means_done(program, code, said):
 # -------------------------------------------------------------------------------- Ctrl-C
 LOOP = """
 import os, signal, time
-from common import process
+from common import distributed
 def main():
-    process.catch_signals()
+    distributed.catch_signals()
     for step in range(3):
-        print("step", step, process.STOP_SIGNALS, flush=True)
+        print("step", step, distributed.STOP_SIGNALS, flush=True)
         for number in {signals}:
             os.kill(os.getpid(), number)
-process.run_main(main)
+distributed.run_main(main)
 """
 
 
@@ -105,8 +105,8 @@ def test_a_second_ctrl_c_ends_a_process_that_waits_for_another():
     """In a collective, say: no signal handler of Python runs there, the kernel's own action does."""
     waiting = """
 import ctypes, os, signal, threading
-from common import process
-process.catch_signals()
+from common import distributed
+distributed.catch_signals()
 os.kill(os.getpid(), signal.SIGINT)
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 lock = ctypes.create_string_buffer(64)                  # a semaphore of value 0
@@ -146,7 +146,7 @@ def test_gpus_that_torch_cannot_use_are_not_left_idle(monkeypatch, visible, refu
     if not refused:
         assert distributed.choose_device().type == "cpu"
         return
-    with pytest.raises(process.UserError, match=r"torch .*, built for CUDA .*driver unknown.*: install a newer driver"):
+    with pytest.raises(distributed.UserError, match=r"torch .*, built for CUDA .*driver unknown.*: install a newer driver"):
         distributed.choose_device()
 
 
@@ -158,8 +158,8 @@ worker.wait()
 """
 WORKER = """
 import os, time
-from common import process
-process.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
+from common import distributed
+distributed.run_main(lambda: (print(os.getpid(), flush=True), time.sleep(20)))
 """
 
 
@@ -197,8 +197,8 @@ def test_a_launcher_that_died_before_the_kernel_was_asked(monkeypatch):
     parents, killed = iter([4711, 1]), []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     libc = SimpleNamespace(prctl=lambda *_: 0)
-    monkeypatch.setattr(process.ctypes, "CDLL", lambda *_, **__: libc)
-    monkeypatch.setattr(process.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(process.os, "kill", lambda *call: killed.append(call))
-    process.die_with_torchrun()
+    monkeypatch.setattr(distributed.ctypes, "CDLL", lambda *_, **__: libc)
+    monkeypatch.setattr(distributed.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(distributed.os, "kill", lambda *call: killed.append(call))
+    distributed.die_with_torchrun()
     assert killed == [(os.getpid(), signal.SIGKILL)]

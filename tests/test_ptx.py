@@ -11,8 +11,9 @@ from test_training import distance, fresh, gradient, task, tensors, train  # noq
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import process
-from common.vlm import data as vlm_data, model as vlm
+from common import distributed
+from common.data import loader as vlm_data
+from common.model import forward as vlm
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
     ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
-    with pytest.raises(process.UserError, match="flags that alter the result .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
+    with pytest.raises(distributed.UserError, match="flags that alter the result .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
         train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--max_rows", "4", "--resume", "must")
 
 
@@ -167,7 +168,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
     (tmp_path / "ptx.jsonl").write_text(json.dumps(line) + "\n")
-    with pytest.raises(process.UserError, match=f"(?s)--ptx_data .*{message}"):
+    with pytest.raises(distributed.UserError, match=f"(?s)--ptx_data .*{message}"):
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
 
@@ -179,5 +180,5 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
         step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", str(len(lines))),
                       "--on_bad_row", "skip")
         assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
-    with pytest.raises(process.UserError, match="ptx.jsonl:1: .*damaged.png"):
+    with pytest.raises(distributed.UserError, match="ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

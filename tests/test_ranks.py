@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 
-from common import distributed, process
+from common import distributed
 
 
 def look_around(folder: str) -> None:
@@ -39,7 +39,7 @@ def seen(note: str) -> None:
 
 def end(how: str) -> None:
     if how == "refusal":
-        raise process.UserError("no such row")
+        raise distributed.UserError("no such row")
     if how == "bug":
         raise ZeroDivisionError
     if how == "sleep":

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import rewards
+from common.rewards import mix as rewards
 
 RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
 NOTE = f"""#!{sys.executable}

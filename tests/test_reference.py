@@ -8,7 +8,7 @@ import torch
 from conftest import ROUNDING, start
 from test_training import task, tensors, train  # noqa: F401
 
-from common import process
+from common import distributed
 
 KL = ("--kl_coef", "0.1", "--actor_lr", "1e-2", "--save_every", "1", "--keep_last", "9", "--export_every",
       "0")
@@ -81,6 +81,6 @@ def test_a_reference_of_another_size_is_refused(qwen25, picture_rows, tmp_path):
     config["text_config"].pop("layer_types", None)
     (other / "config.json").write_text(json.dumps(config))
     message = "--reference_every: the reference .*other and the actor .* have weights of different names or shapes"
-    with pytest.raises(process.UserError, match=message):
+    with pytest.raises(distributed.UserError, match=message):
         start(qwen25, picture_rows, *KL, "--reference_every", "2", "--reference_model", str(other))
     start(qwen25, picture_rows, *KL, "--reference_model", str(other))

@@ -20,12 +20,13 @@ from PIL import Image
 from reward_server import LIES, RewardServer, open_pictures
 
 import train_ppo_vl as ppo
-from common import process, remote
-from common.remote import RewardError, Server
-from common.reward_functions import Samples, load_source, score_samples
-from common.settings import RewardArgs
-from common.vlm import images as vlm_images
-from common.vlm.images import read_image
+from common import distributed
+from common.rewards import remote
+from common.rewards.remote import RewardError, Server
+from common.rewards.functions import Samples, load_source, score_samples
+from common.flags import RewardArgs
+from common.data import images as vlm_images
+from common.data.images import read_image
 
 
 @pytest.fixture
@@ -205,7 +206,7 @@ def test_https_asks_only_who_has_a_certificate(server, pauses, tmp_path, monkeyp
 @pytest.mark.parametrize("url", ["http://", "http:///path", "http://host:port/", "https://me:secret@host/", "http://host/a b", "http://host/\n", "http://höst/",
                                  "http://host/#part", "http://[::1/"])
 def test_bad_address(url):
-    with pytest.raises(process.UserError, match="expected http://host:port/path"):
+    with pytest.raises(distributed.UserError, match="expected http://host:port/path"):
         load_source(url)
 
 
@@ -250,7 +251,7 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
 
 
 def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp_path):
-    with pytest.raises(process.UserError, match=r"(?s)answered HTTP 418.*sample 0 of 8"):
+    with pytest.raises(distributed.UserError, match=r"(?s)answered HTTP 418.*sample 0 of 8"):
         ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--reward",
                   server.url("status/418"), "--max_prompt_tokens", "512", "--max_new_tokens", "4", "--prompts_per_step", "4",
                   "--samples_per_prompt", "2", "--steps", "1"])

@@ -7,8 +7,8 @@ import extra_packages
 import pytest
 from conftest import ROOT
 
-from common.reward_functions import Samples, load_source, score_samples
-from common.settings import RewardArgs
+from common.rewards.functions import Samples, load_source, score_samples
+from common.flags import RewardArgs
 
 PATH = ROOT / "launch" / "reward_math.py"
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from common import process, rewards
-from common.remote import RewardError
-from common.reward_functions import Samples, Source, load_source, score_samples
-from common.judge import same_words
-from common.rules import answers_equal, extract_answer, format_score, parse_number
-from common.settings import RewardArgs
+from common import distributed
+from common.rewards import mix as rewards
+from common.rewards.remote import RewardError
+from common.rewards.functions import Samples, Source, load_source, score_samples
+from common.rewards.rules import same_words
+from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number
+from common.flags import RewardArgs
 
 
 def score(fn, n=4, workers=1, batch=0, rows=None, timeout=60.0):
@@ -327,5 +328,5 @@ def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
     spec = f"{tmp_path / 'leaves.py'}:f"
     mix = rewards.load(RewardArgs(reward="exact", reward_combiner=spec))
-    with pytest.raises(process.UserError, match=r"SystemExit: 0 \(leaves.py:3\b"):
+    with pytest.raises(distributed.UserError, match=r"SystemExit: 0 \(leaves.py:3\b"):
         mix.combine({"a": torch.zeros(2)})

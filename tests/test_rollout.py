@@ -11,10 +11,11 @@ from conftest import ROUNDING, computing, start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import fsdp, graphs, logprobs, process
-from common.vlm import attention as vlm_attention
-from common.vlm import data
-from common.vlm import model as vlm
+from common import distributed, logprobs
+from common.model import fsdp, graphs
+from common.model import attention as vlm_attention
+from common.data import loader as data
+from common.model import forward as vlm
 
 
 def generate(env, batch, count: int, **changes):
@@ -302,11 +303,11 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "capture", fail)
-    with pytest.raises(process.UserError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
+    with pytest.raises(distributed.UserError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
         generate(env, take(env), 5)
 
 
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
     if not torch.cuda.is_available():
-        with pytest.raises(process.UserError, match="needs a GPU"):
+        with pytest.raises(distributed.UserError, match="needs a GPU"):
             start(qwen25, picture_rows, "--cuda_graphs", "on")

@@ -12,8 +12,9 @@ import torch
 from conftest import ROOT
 from safetensors.torch import load_file
 
-from common import distributed, staging
-from common.staging import Staging, write_safetensors
+from common import distributed
+from common.model import staging
+from common.model.staging import Staging, write_safetensors
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,7 +147,7 @@ sys.path.insert(0, sys.argv[1])
 from common import distributed
 import torch
 from common import checkpoint
-from common.settings import CheckpointArgs
+from common.flags import CheckpointArgs
 
 def resident(field):
     return int(re.search(field + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024

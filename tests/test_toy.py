@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer,
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import toy
-from common import reward_functions
+from common.rewards import functions as reward_functions
 
 KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ppo_vl as ppo
 from common.buffers import Pack
-from common.vlm import attention as vlm_attention, weights
-from common.vlm.folder import read_model_config
+from common.model import attention as vlm_attention, weights
+from common.data.folder import read_model_config
 
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA"

@@ -28,14 +28,16 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common import buffers, distributed, fsdp, logging, losses, process, settings
-from common import judge as judgements
-from common.buffers import Batch, exchange_features
-from common.cards import sample_card
+from common import buffers, distributed, flags as common_flags, logging, losses
+from common.model import fsdp
+from common.rewards import judge as judgements
+from common.buffers import Batch
+from common.model.forward import exchange_features
+from common.rewards.cards import sample_card
 from common.distributed import gather_objects, gather_ragged, raise_on_all_ranks
-from common.vlm import data as vlm_data
-from common.vlm import model as vlm
-from common.vlm import weights as vlm_weights
+from common.data import loader as vlm_data
+from common.model import forward as vlm
+from common.model import weights as vlm_weights
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 REWARD = '''
@@ -373,7 +375,7 @@ def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
 # ------------------------------------------------------------------------------------------------ optimizer, schedule
 def test_lr_schedule():
     def factors(delay=0, **changes):
-        trained = SimpleNamespace(lr=1.0, delay=delay, args=settings.OptimArgs(**changes))
+        trained = SimpleNamespace(lr=1.0, delay=delay, args=common_flags.OptimArgs(**changes))
         rate = functools.partial(fsdp.Trainable.learning_rate, trained)
         return [round(rate(step), 4) for step in range(1 + delay, changes["steps"] + 1)]
 
@@ -698,7 +700,7 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
 def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     """The mode at the start, a decoded sample per record, lengths and passes; large advantages are nothing to warn of."""
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
-    monkeypatch.setattr("common.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
+    monkeypatch.setattr("common.rewards.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
 
     def told_with(log, step, metrics, shown):
         bars.append(shown)
@@ -717,7 +719,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
     for name in ("mean", "std", "min", "max"):
         assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
-    rows = vlm_data.load_prompts(str(task / "train.jsonl"), vlm_data.Processor(qwen25), settings.DataArgs())
+    rows = vlm_data.load_prompts(str(task / "train.jsonl"), vlm_data.Processor(qwen25), common_flags.DataArgs())
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total))
     assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
@@ -839,7 +841,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
         assert [source.split(":")[0] for source in sources].count("eval.jsonl") == 1
         drawn += sources
     assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
-    with pytest.raises(process.UserError, match="flags that alter the result .*--data"):
+    with pytest.raises(distributed.UserError, match="flags that alter the result .*--data"):
         train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", mixture(task).replace("0.75", "0.5"))
 
 
@@ -857,7 +859,7 @@ def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
 @pytest.mark.parametrize("spec, message", [("a.jsonl:0.5,b.jsonl", "all of them or none"), ("a.jsonl:-1", "weight above 0"),
                                            ("a.jsonl:x", "'x' is no number")])
 def test_bad_probabilities_are_refused(spec, message):
-    with pytest.raises(process.UserError, match=f"--data {spec}: .*{message}"):
+    with pytest.raises(distributed.UserError, match=f"--data {spec}: .*{message}"):
         ppo.parse_args(["--model", "m", "--data", spec])
 
 
@@ -896,11 +898,11 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
 
     def interrupted(trained, reference, batch, step, *more):
         if step == 3:
-            process.STOP_SIGNALS.append(signal.SIGTERM)
+            distributed.STOP_SIGNALS.append(signal.SIGTERM)
         return update(trained, reference, batch, step, *more)
 
     monkeypatch.setattr(ppo.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(process, "STOP_SIGNALS", [])
+    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(ppo, "update_actor", interrupted)
         train(qwen25, task, tmp_path / "half", *line)
@@ -921,9 +923,9 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
 
 
 def test_export_without_a_run(tmp_path):
-    with pytest.raises(process.UserError, match=f"--export_only: {tmp_path} holds no run"):
+    with pytest.raises(distributed.UserError, match=f"--export_only: {tmp_path} holds no run"):
         ppo.main(["--export_only", "--out", str(tmp_path)])
-    with pytest.raises(process.UserError, match="--export_only and --eval_only: choose one of them"):
+    with pytest.raises(distributed.UserError, match="--export_only and --eval_only: choose one of them"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
 
 
@@ -931,7 +933,7 @@ def test_a_component_beyond_float32_is_an_error_before_the_record(qwen25, task, 
     """Accepted as a finite number of Python, infinite as a float32: JSON cannot hold it."""
     (tmp_path / "huge.py").write_text("def f(p, responses, *_):\n    n = len(responses)\n"
                                       "    return {'reward': [0.5] * n, 'huge': [1e300] * n}\n".replace("*_", "r, l, i"))
-    with pytest.raises(process.UserError, match=r"samples of step 1: components/huge of sample 0 .*jsonl:\d.* is inf"):
+    with pytest.raises(distributed.UserError, match=r"samples of step 1: components/huge of sample 0 .*jsonl:\d.* is inf"):
         train(qwen25, task, tmp_path / "run", "--reward", f"{tmp_path / 'huge.py'}:f")
 
 
@@ -945,7 +947,7 @@ def test_profile_writes_a_trace(qwen25, task, tmp_path):
 # ------------------------------------------------------------------------------------------------ what goes wrong
 def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
     bad = ("--data", str(task / "bad.jsonl"))
-    with pytest.raises(process.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
+    with pytest.raises(distributed.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
         ppo.main(flags(qwen25, task, tmp_path / "a", *bad))
     steps = train(qwen25, task, tmp_path / "b", *bad, "--on_bad_row", "skip", "--steps", "2", "--minibatches", "4")
     assert [step["rollout/dropped_prompts"] for step in steps] == [1, 2]
@@ -961,13 +963,13 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
     one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
-    with pytest.raises(process.UserError, match="prompts of a batch is left"):
+    with pytest.raises(distributed.UserError, match="prompts of a batch is left"):
         train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
     bad = ("--eval_data", str(task / "bad.jsonl"), "--eval_only")
     held_out = ppo.main(flags(qwen25, task, tmp_path / "b", *bad, *one))
     assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
-    with pytest.raises(process.UserError, match="no held-out prompt is left"):
+    with pytest.raises(distributed.UserError, match="no held-out prompt is left"):
         ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", str(task / "all-bad.jsonl"), "--eval_only", *one))
 
 
@@ -976,7 +978,7 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     ("infinite", "(?s)inf, not a finite number.*response"),
     ("late", r"(?s)longer than 0\.2 s.*response"), ("nothing", "has no function 'nothing'")])
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
-    with pytest.raises(process.UserError, match=message):
+    with pytest.raises(distributed.UserError, match=message):
         ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}",
                        "--reward_timeout", "0.2", "--prompts_per_step", "8"))
 
@@ -1290,7 +1292,7 @@ def check_exchange() -> None:
     assert [part.tolist() for part in parts] == [(torch.arange(6 * r).view(-1, 3) + r).tolist() for r in range(world)]
     assert gather_objects({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
     for text, told in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
-        with pytest.raises(process.UserError) as error, raise_on_all_ranks("what: "):
+        with pytest.raises(distributed.UserError) as error, raise_on_all_ranks("what: "):
             raise ValueError(text)
         assert str(error.value) == told
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none

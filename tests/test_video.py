@@ -21,11 +21,12 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_vide
 from transformers.video_utils import VideoMetadata
 
 import train_ppo_vl as ppo
-from common import judge as judgements, remote, rewards
-from common.settings import DataArgs
-from common.vlm import data as vlm_data, images as vlm_images, model as vlm
-from common.vlm.families import family_of
-from common.vlm.rows import Asked, load_prompts, make_prompt
+from common.rewards import judge as judgements, mix as rewards, remote
+from common.flags import DataArgs
+from common.data import images as vlm_images, loader as vlm_data
+from common.model import forward as vlm
+from common.data.families import family_of
+from common.data.rows import Asked, load_prompts, make_prompt
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 FRAMES = 5                                                                                  # --video_frames of all tests

@@ -16,8 +16,10 @@ from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import fsdp, process
-from common.vlm import data, model as vlm
+from common import distributed
+from common.model import fsdp
+from common.data import loader as data
+from common.model import forward as vlm
 
 task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
@@ -159,9 +161,9 @@ def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
 def test_refusals(qwen25, picture_rows, tmp_path):
     for kind in ("llava", "qwen2"):
         write_family(kind, tmp_path / kind, picture_rows)
-        with pytest.raises(process.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
+        with pytest.raises(distributed.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
             start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
-    with pytest.raises(process.UserError, match="--train_vision and --lora_rank: choose one"):
+    with pytest.raises(distributed.UserError, match="--train_vision and --lora_rank: choose one"):
         start(qwen25, picture_rows, "--train_vision", "--lora_rank", "2")
 
 

@@ -18,9 +18,10 @@ from rollout import SAMPLES, SIZES, ppo, write_task  # sets one thread and the p
 
 import numpy as np
 import torch
-from common import distributed, environments
+from common import distributed
+from common.envs import environments
 from common.buffers import Batch
-from common.vlm import data
+from common.data import loader as data
 from machine import machine
 
 TURNS, LONGEST = 3, 64

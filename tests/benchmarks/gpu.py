@@ -31,13 +31,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import test_gpu
 import toy
 import train_ppo_vl as ppo
-from common import distributed, memory
+from common import distributed
+from common.model import memory
 from common.buffers import Batch, Pack
-from common.fsdp import bare_forwards
-from common.settings import DataArgs
-from common.vlm import model as vlm, weights
-from common.vlm.attention import BACKENDS, PackedAttention, cache_bytes
-from common.vlm.data import Processor
+from common.model.fsdp import bare_forwards
+from common.flags import DataArgs
+from common.model import forward as vlm, weights
+from common.model.attention import BACKENDS, PackedAttention, cache_bytes
+from common.data.loader import Processor
 from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -195,7 +195,8 @@ def time_startup(work: Path) -> None:
         importlib.import_module(name)
     others_done = clocks()
     import train_ppo_vl as ppo
-    from common import checkpoint, distributed
+    from common import distributed
+    from common.model import checkpoint
     stamps = []
 
     def stamp(name, began):
@@ -225,7 +226,7 @@ def time_startup(work: Path) -> None:
 
 
 def main() -> None:
-    from common.flags import embedded_toy  # late: what it imports is timed
+    from common.flags import embedded_toy
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=12)

@@ -29,7 +29,7 @@ import toy
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
-from common.vlm import data
+from common.data import loader as data
 from machine import machine
 from transformers import AutoModelForImageTextToText
 

@@ -34,7 +34,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import toy
 import train_ppo_vl as ppo
 from common import buffers, distributed
-from common.vlm import data, model as vlm
+from common.data import loader as data
+from common.model import forward as vlm
 from machine import machine
 from transformers import AutoModelForImageTextToText
 

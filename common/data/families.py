@@ -1,0 +1,485 @@
+"""One class per family of models: how its pictures and videos become tokens, patches and inputs of
+the vision tower.
+
+    config.json      -> token ids, attention segments, inputs of the tower    family_of(config)
+    small files      -> image processor, placeholders                         Family.prepare
+    width, height    -> grid -> text in the prompt and its image tokens       grid, expand
+    decoded picture  -> patches, and the grid again by what came out          patches, clip_patches
+
+A grid is what the tokens of a picture depend on: (1, h, w) patches, (height, width) in pixels once
+resized, tiles, or (rows, columns) of tiles. That of a clip has further entries: (t, h, w) patches,
+seconds per temporal patch, and the second at the middle of each.
+
+A new family is a new class here, one entry in CLASSES, and a test.
+"""
+
+import math
+import re
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor
+from transformers.models.idefics3.image_processing_pil_idefics3 import (
+    get_resize_output_image_size as idefics3_size,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
+
+from common.data.images import MAX_DECODED_PIXELS, sample_frames
+from common.flags import DataArgs
+
+BAD_PICTURES = "the settings of the image processor (preprocessor_config.json) cannot be used"
+Grid = tuple  # see above
+Patches = tuple[Tensor, Grid]
+Inputs = dict[str, Tensor]  # of a model of transformers, by name
+Files = dict[str, dict]  # the small files of a checkpoint, by name
+Segment = tuple  # (start, end, prefix_start, prefix_end[, whether its tokens all see each other])
+
+
+def is_clip(grid: Grid) -> bool:
+    return len(grid) > 3
+
+
+class Family:
+    """What the families have in common: square pictures of one size, one tensor of pixels, no
+    videos."""
+
+    model_types: tuple = ()
+    has_pictures = True
+    replies_show_pictures = True  # whether replies of environments may hold them
+    takes_videos = False
+    # Those that may prepare the pictures; the first one where the files do not say.
+    image_processors: tuple = ()
+    processor_options: dict = {}  # of every call of the image processor
+    # A pattern of the special tokens around pictures that no config names: never to be sampled.
+    unnamed_tokens = ""
+    # Whether the chat template writes it; or else the tokenizer, as the family's own processor
+    # does.
+    template_has_bos = False
+
+    def __init__(self, config):
+        self.config = config
+        self.image_token_id = getattr(config, "image_token_id", -1)  # -1: no token has it
+        self.video_token_id = -1
+        self.image_processor = self.frame_processor = None
+        # What the chat template writes for a picture and a clip.
+        self.placeholder = self.clip_placeholder = ""
+
+    # What a model needs
+
+    def visual_token_ids(self) -> Tensor:
+        """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a
+        clip."""
+        return torch.tensor([self.image_token_id, self.video_token_id])
+
+    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+        """The segments of a row as the family's decoder attends to them; ``image_index`` (M,)
+        ascending."""
+        return segments
+
+    def token_types(self, input_ids: Tensor) -> Inputs:
+        """What transformers asks for in some families: which tokens are pieces of pictures (1) or
+        clips (2)."""
+        return {}
+
+    def visual_types(self, input_ids: Tensor) -> Tensor:
+        pictures, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
+        return pictures.int() + 2 * clips.int()
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        """What transformers takes for pictures, of any number of prompts, as `data.load_pixels`
+        made them.
+
+        items: the prompts' grids, which tell pictures and clips apart; without, the tower takes
+        clips as pictures.
+        """
+        return {"pixel_values": patches}
+
+    # What the reading of rows needs
+
+    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
+        """Read from the files of a checkpoint how pictures are prepared. Raises ValueError: they
+        are missing or contradict each other."""
+        self.tokenizer = tokenizer
+        self.video_frames, self.video_fps = args.video_frames, args.video_fps
+        self.placeholder = self.token(self.image_token_id)
+        settings = files["processor_config"].get("image_processor") or files["preprocessor_config"]
+        if not settings:
+            raise ValueError("no preprocessor_config.json; take the base checkpoint's")
+        given = settings.get("image_processor_type") or settings.get("feature_extractor_type")
+        name = re.sub("(ImageProcessor|FeatureExtractor)?(Fast|Pil)?$", "", given or "", count=1)
+        name = name or self.image_processors[0]
+        if name not in self.image_processors:
+            raise ValueError(
+                f"preprocessor_config.json: image processor {name!r}; that of "
+                f"{self.config.model_type} is {' or '.join(self.image_processors)}"
+            )
+        settings = self.processor_settings(settings, files, args)
+        try:
+            maker = getattr(transformers, f"{name}ImageProcessorPil")
+            self.image_processor = maker.from_dict(settings)
+            self.try_picture(Image.new("RGB", (64, 64)))
+        except Exception as error:  # settings of a wrong type raise anything
+            raise ValueError(f"{BAD_PICTURES}: {error!r}") from error
+
+    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+        """The settings of the image processor, as the flags change them."""
+        if args.min_pixels or args.max_pixels:
+            name = self.config.model_type
+            raise ValueError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
+        return settings
+
+    def try_picture(self, picture: Image.Image) -> None:
+        """The settings are many, and each image processor has others."""
+        promised = self.grid(*picture.size)
+        _, found = self.patches(picture)
+        if found != promised:
+            raise ValueError(
+                f"a picture of 64 x 64 pixels becomes {found}, and config.json asks for {promised}"
+            )
+
+    def token(self, token_id: int) -> str:
+        return self.tokenizer.convert_ids_to_tokens(token_id)
+
+    def placeholder_of(self, grid: Grid) -> str:
+        return self.clip_placeholder if is_clip(grid) else self.placeholder
+
+    def grid(self, width: int, height: int) -> Grid:
+        """The grid of a picture of width x height pixels. Raises ValueError: sides too unlike each
+        other."""
+        side = self.config.vision_config.image_size
+        return side, side
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        """What stands in the prompt for a picture or clip: a text, and how often each image or
+        video token in it is repeated. The counts are those of the features that the model makes, by
+        its config; the texts those of the families' processors."""
+        raise NotImplementedError
+
+    def patches(self, image: Image.Image) -> Patches:
+        """One picture by the family's image processor, and its grid by what came out."""
+        pixels = self.prepared([image])["pixel_values"]
+        return pixels, tuple(pixels.shape[-2:])
+
+    def prepared(self, pictures: list) -> Inputs:
+        return self.image_processor(images=pictures, return_tensors="pt", **self.processor_options)
+
+    def tile_side(self) -> int:
+        """Patches along a side of the square that the vision tower takes. Some configs give sizes
+        as pairs."""
+        tower = self.config.vision_config
+        size, patch = np.ravel(tower.image_size)[0], np.ravel(tower.patch_size)[0]
+        return int(size // patch)
+
+
+class TextOnly(Family):
+    """Language models without a vision tower."""
+
+    model_types = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "llama", "mistral")
+    has_pictures = False
+    template_has_bos = True
+
+    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
+        self.tokenizer = tokenizer
+
+
+class Qwen(Family):
+    """Qwen-VL: pictures of any size as (1, h, w) patches, clips as (t, h, w), two frames deep."""
+
+    model_types = (
+        "qwen2_vl",
+        "qwen2_5_vl",
+        "qwen3_vl",
+        "qwen3_vl_moe",
+        "qwen3_5",
+        "qwen3_5_moe",
+    )
+    takes_videos = True
+    image_processors = ("Qwen2VL",)
+    template_has_bos = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        tower = config.vision_config  # has the last word on patches: its weights have their shape
+        self.patch_size, self.merge_size = tower.patch_size, tower.spatial_merge_size
+        self.depth = tower.temporal_patch_size
+        self.is_third = config.model_type.startswith("qwen3")
+        self.video_token_id = config.video_token_id
+
+    def token_types(self, input_ids: Tensor) -> Inputs:
+        return {"mm_token_type_ids": self.visual_types(input_ids)}
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        clips = [item for item in items if is_clip(item)]
+        if not clips:
+            return {"pixel_values": patches, "image_grid_thw": grids}
+        clip = torch.tensor([is_clip(item) for item in items])
+        of_clip = clip.repeat_interleave(grids.prod(dim=1))  # (P,)
+        inputs = {"pixel_values_videos": patches[of_clip], "video_grid_thw": grids[clip]}
+        if self.config.model_type == "qwen2_5_vl":
+            inputs["second_per_grid_ts"] = torch.tensor([item[3] for item in clips])
+        if len(clips) < len(items):
+            inputs |= {"pixel_values": patches[~of_clip], "image_grid_thw": grids[~clip]}
+        return inputs
+
+    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
+        self.max_frame_pixels = args.max_pixels
+        super().prepare(files, tokenizer, args)
+        self.clip_placeholder = self.token(self.video_token_id)
+
+    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+        clips = (
+            files["processor_config"].get("video_processor") or files["video_preprocessor_config"]
+        )
+        if not clips:  # older checkpoints treat frames as they do pictures
+            clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
+            files["video_preprocessor_config"] = clips
+        side = self.patch_size * self.merge_size
+        frames = self.bounded(clips, (0, 0), (128 * side**2, 768 * side**2))
+        frames["do_resize"] = False
+        self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
+        flags = args.min_pixels, args.max_pixels
+        return self.bounded(settings, flags, (56 * 56, 28 * 28 * 1280))
+
+    def bounded(self, settings: dict, flags: tuple, defaults: tuple) -> dict:
+        """Settings with the fewest and most pixels as ``size`` alone, by the flags or else by the
+        settings, which spell them in three ways. Given min_pixels, transformers 5.17 would write it
+        into the default of the class, for every later checkpoint."""
+        size = settings.get("size") or {}
+        if not isinstance(size, dict):
+            raise ValueError(f"{BAD_PICTURES}: size is {size!r:.80}, and no object")
+        given = size | {key: value for key, value in settings.items() if value}
+        low = flags[0] or given.get("min_pixels") or given.get("shortest_edge") or defaults[0]
+        high = flags[1] or given.get("max_pixels") or given.get("longest_edge") or defaults[1]
+        are_numbers = type(low) is int and type(high) is int
+        if not are_numbers or not 0 < low <= min(high, MAX_DECODED_PIXELS):
+            raise ValueError(
+                f"min_pixels {low!r:.80}, max_pixels {high!r:.80}: must be whole numbers, 0 < min "
+                f"<= max, and min at most {MAX_DECODED_PIXELS}"
+            )
+        bounded = dict(settings)
+        for name in ("min_pixels", "max_pixels"):
+            bounded.pop(name, None)
+        bounded["size"] = {"shortest_edge": low, "longest_edge": high}
+        bounded |= {"do_resize": True, "temporal_patch_size": self.depth}
+        return bounded | {"patch_size": self.patch_size, "merge_size": self.merge_size}
+
+    def grid(self, width: int, height: int) -> Grid:
+        bounds = self.image_processor.size
+        side = self.patch_size * self.merge_size
+        h, w = smart_resize(height, width, side, bounds["shortest_edge"], bounds["longest_edge"])
+        return 1, h // self.patch_size, w // self.patch_size
+
+    def clip_grid(self, size: tuple[int, int], times: list[float], rate: float) -> Grid:
+        """(t, h, w) patches of a clip's sampled frames, seconds per temporal patch, and the second
+        at the middle of each of these; arguments as `images.clip_times` returns them."""
+        picks = sample_frames(len(times), self.video_frames)
+        width, height = self.frame_size(*size, len(picks))
+        seconds = self.depth / (len(picks) / len(times) * rate)
+        picks += picks[-1:] * (-len(picks) % self.depth)
+        middles = []
+        for first, last in zip(picks[:: self.depth], picks[self.depth - 1 :: self.depth]):
+            middles.append((times[first] + times[last]) / 2)
+        return len(middles), height // self.patch_size, width // self.patch_size, seconds, *middles
+
+    def frame_size(self, width: int, height: int, count: int) -> tuple[int, int]:
+        """(width, height) to which the ``count`` frames of a clip are resized: Qwen2-VL and
+        Qwen2.5-VL bound the pixels of a frame, Qwen3-VL those of all frames."""
+        if getattr(self.frame_processor, "cap_pixels_per_frame", None):
+            raise ValueError(
+                "cap_pixels_per_frame in the checkpoint's files is not supported; use --max_pixels"
+            )
+        side, bounds = self.patch_size * self.merge_size, self.frame_processor.size
+        low, high = bounds["shortest_edge"], bounds["longest_edge"]
+        if self.is_third:
+            h, w = smart_resize_clip(count, height, width, self.depth, side, low, high)
+        else:
+            h, w = smart_resize(height, width, side, low, high)
+        if 0 < self.max_frame_pixels < h * w:
+            h, w = smart_resize(height, width, side, 0, self.max_frame_pixels)
+        return w, h
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        t, h, w = grid[:3]
+        if not is_clip(grid):
+            return self.placeholder, [t * h * w // self.merge_size**2]
+        if not self.is_third:
+            return self.clip_placeholder, [t * h * w // self.merge_size**2]
+        start = self.token(self.config.vision_start_token_id)
+        end = self.token(self.config.vision_end_token_id)
+        text = ""
+        for second in grid[4:]:  # each temporal patch with its time
+            text += f"<{second:.1f} seconds>{start}{self.clip_placeholder}{end}"
+        return text, [h * w // self.merge_size**2] * t
+
+    def patches(self, image: Image.Image) -> Patches:
+        batch = self.prepared([image])
+        return batch["pixel_values"], tuple(batch["image_grid_thw"][0].tolist())
+
+    def clip_patches(self, frames: list[Image.Image]) -> Patches:
+        """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the
+        families' video processors, and (t, h, w). The last frame is repeated to fill the last
+        temporal patch."""
+        if any(frame.size != frames[0].size for frame in frames):
+            raise ValueError("the frames of a clip differ in size")
+        deep, side = self.depth, self.patch_size
+        width, height = self.frame_size(*frames[0].size, len(frames))
+        frames = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]
+        frames += frames[-1:] * (-len(frames) % deep)
+        pixels = self.frame_processor(images=frames, return_tensors="pt")["pixel_values"]
+        # The processor makes each frame ``deep`` frames deep; one of them is kept.
+        pixels = pixels.view(len(frames) // deep, deep, -1, 3, deep, side**2)
+        pixels = pixels[:, :, :, :, 0]  # (t, deep, hw, 3, side**2)
+        grid = len(pixels), height // side, width // side
+        return pixels.permute(0, 2, 3, 1, 4).reshape(math.prod(grid), -1), grid
+
+
+class Gemma3(Family):
+    """Square pictures, whose tokens see each other in the decoder."""
+
+    # Its image tokens see each other in both directions, which a segment after a prefix cannot do.
+    replies_show_pictures = False
+    model_types = ("gemma3",)
+    image_processors = ("Gemma3", "Siglip")
+
+    def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
+        """A prompt is cut into text and pictures, each of which has all before it as its prefix."""
+        if not len(image_index):
+            return segments
+        rows = image_index.cpu().numpy()
+        pictures = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+        stretches = [(int(picture[0]), int(picture[-1]) + 1) for picture in pictures]
+        pieces: list[Segment] = []
+        for start, end, *prefix in segments:
+            at = start
+            for first, after in stretches:
+                if start <= first < end:
+                    pieces += [(at, first, start, at), (first, after, start, first, True)]
+                    at = after
+            if at > start:
+                prefix = start, at
+            pieces.append((at, end, *prefix))
+        return [piece for piece in pieces if piece[0] < piece[1]]
+
+    def token_types(self, input_ids: Tensor) -> Inputs:
+        return {"token_type_ids": self.visual_types(input_ids)}
+
+    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
+        if settings.get("do_pan_and_scan"):
+            raise ValueError(
+                "do_pan_and_scan: crops beside the picture are not supported; switch it off in "
+                "the files"
+            )
+        return super().processor_settings(settings, files, args)
+
+    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
+        super().prepare(files, tokenizer, args)
+        self.placeholder = self.token(self.config.boi_token_id)  # the one that begins a picture
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        token, end = self.token(self.image_token_id), self.token(self.config.eoi_token_id)
+        return f"\n\n{self.placeholder}{token}{end}\n\n", [self.config.mm_tokens_per_image]
+
+
+class InternVL(Family):
+    """A picture as a number of square tiles, by its shape."""
+
+    model_types = ("internvl",)
+    image_processors = ("GotOcr2",)
+    unnamed_tokens = r"</?img>|<video>|<IMG_CONTEXT>"
+    processor_options = {"crop_to_patches": True}  # as its processor does, whatever the file says
+
+    def grid(self, width: int, height: int) -> Grid:
+        options = dict(self.processor_options)
+        return (self.image_processor.get_number_of_image_patches(height, width, options),)
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        tokens_of_tile = int(self.tile_side() * self.config.downsample_ratio) ** 2
+        return f"<img>{self.placeholder}</img>", [grid[0] * tokens_of_tile]
+
+    def patches(self, image: Image.Image) -> Patches:
+        tiles = self.prepared([image])["pixel_values"]
+        return tiles, (len(tiles),)
+
+
+class Llava(Family):
+    """LLaVA 1.5: a square picture by CLIP or SigLIP."""
+
+    model_types = ("llava",)
+    image_processors = ("CLIP", "Llava", "Siglip")
+
+    def __init__(self, config):
+        if config.vision_config.model_type == "pixtral":
+            raise ValueError("llava with the vision tower pixtral is not supported")
+        super().__init__(config)
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        count = self.tile_side() ** 2
+        if self.config.vision_config.model_type == "clip_vision_model":
+            count += 1  # CLIP puts one class token before the patches
+        if self.config.vision_feature_select_strategy == "default":
+            count -= 1  # this strategy drops the first token, whatever it is
+        return self.placeholder, [count]
+
+
+class SmolVLM(Family):
+    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole picture, or, (0, 0), the whole
+    picture alone."""
+
+    model_types = ("idefics3", "smolvlm")
+    image_processors = ("Idefics3", "SmolVLM")
+    unnamed_tokens = r"<fake_token_around_image>|<global-img>|<image>|<row_\d_col_\d>"
+    processor_options = {"return_row_col_info": True}
+
+    def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
+        return {"pixel_values": patches[None]}
+
+    def grid(self, width: int, height: int) -> Grid:
+        # The processor's own get_number_of_image_patches errs unless max_image_size divides the
+        # longest edge.
+        longest = self.image_processor.size["longest_edge"]
+        side = self.image_processor.max_image_size["longest_edge"]
+        # An array without memory: only its shape is read.
+        shape = np.broadcast_to(np.uint8(0), (3, height, width))
+        height, width = idefics3_size(shape, longest)
+        rows, columns, ratio = math.ceil(height / side), math.ceil(width / side), width / height
+        if width >= height:
+            rows = math.ceil(int(columns * side / ratio) / side)
+        else:
+            columns = math.ceil(int(rows * side * ratio) / side)
+        is_split = self.image_processor.do_image_splitting and max(rows, columns) > 1
+        return (rows, columns) if is_split else (0, 0)
+
+    def expand(self, grid: Grid) -> tuple[str, list[int]]:
+        around, (rows, columns) = "<fake_token_around_image>", grid
+        text = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += f"{around}<row_{row}_col_{column}>{self.placeholder}"
+            text += "\n"
+        if rows:
+            text += "\n"
+        tokens_of_tile = self.tile_side() ** 2 // self.config.scale_factor**2
+        text += f"{around}<global-img>{self.placeholder}{around}"
+        return text, [tokens_of_tile] * (rows * columns + 1)
+
+    def patches(self, image: Image.Image) -> Patches:
+        batch = self.prepared([[image]])
+        return batch["pixel_values"][0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
+
+
+CLASSES = (Qwen, Llava, Gemma3, InternVL, SmolVLM, TextOnly)
+FAMILIES = {model_type: family for family in CLASSES for model_type in family.model_types}
+
+
+def family_of(config) -> Family:
+    """The family of a model's config. Raises ValueError: one that is not supported."""
+    if config.model_type not in FAMILIES:
+        raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
+    return FAMILIES[config.model_type](config)
+
+
+def video_model_types() -> list[str]:
+    return [model_type for model_type, family in FAMILIES.items() if family.takes_videos]

@@ -1,0 +1,80 @@
+"""The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+
+# The small files besides config.json and the tokenizer's.
+SETTINGS_FILES = (
+    "chat_template",
+    "generation_config",
+    "judge",
+    "processor_config",
+    "preprocessor_config",
+    "video_preprocessor_config",
+)
+
+
+def read_model_config(folder: str | Path):
+    """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
+    transformers cannot use."""
+    path = Path(folder, "config.json")
+    read_json(path)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # each class of transformers has its own checks
+        raise ValueError(f"{path}: {error}") from error
+    quantization = getattr(config, "quantization_config", None)
+    if quantization:
+        raise ValueError(
+            f"{path}: quantization_config {quantization!s:.80}: quantized checkpoints are not "
+            "supported; if the weights are floats, remove the entry"
+        )
+    return config
+
+
+def read_settings(folder: str | Path) -> dict[str, dict]:
+    """The objects in SETTINGS_FILES, by name; empty where there is no file. Raises ValueError."""
+    files = {}
+    for name in SETTINGS_FILES:
+        path = Path(folder, f"{name}.json")
+        files[name] = read_json(path) if path.exists() else {}
+    return files
+
+
+def read_tokenizer(folder: str | Path):
+    """The tokenizer of a checkpoint. Raises ValueError: its files are missing or damaged."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library behind it raises bare exceptions
+        raise ValueError(f"the tokenizer's files cannot be used: {error}") from error
+    # Without files transformers makes one without words.
+    if not tokenizer.encode("a", add_special_tokens=False):
+        raise ValueError(
+            "no vocabulary: tokenizer.json, or the files in its place, are missing; take the base "
+            "checkpoint's"
+        )
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json can ask for it: a silent cut
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, with the file's name: it cannot be read."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
+    return content
+
+
+def is_inside(folder: str | Path, path: str | Path) -> bool:
+    """Whether a path lies in a folder, after resolving the links of both."""
+    root = os.path.realpath(folder)
+    return os.path.commonpath([root, os.path.realpath(path)]) == root

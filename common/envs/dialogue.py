@@ -1,0 +1,345 @@
+"""The conversations of a rollout: one episode with an environment for each sample.
+
+    open         environments are reset; first observations become part of the prompts
+    on_turn_end  a turn of the policy has ended: its environment is asked in a thread
+    poll         the episodes whose environments have answered
+    fill         the conversations, as a batch has them
+
+The rollout engine decodes the other samples in the meantime. It marks a slot whose sample waits as
+done: decoding still computes it, but leaves its tokens, and the states of linear attention, as they
+are, and changes only cache entries that the reply will overwrite.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, NamedTuple
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from common import distributed
+from common.buffers import Batch, Conversation
+from common.data import loader
+from common.data.loader import Pixels, Processor
+from common.data.rows import Prompt
+from common.distributed import Call, LateError, Workers, describe
+from common.envs import replies
+from common.envs.environments import Environment, Step, env_row, read_step
+from common.envs.replies import Reply
+from common.model import forward as vlm
+
+Key = tuple[int, int]  # (index of the prompt, sample number)
+
+
+class Response(NamedTuple):
+    """The policy's own tokens of one sample."""
+
+    tokens: Tensor  # (n,)
+    logprobs: Tensor  # (n,)
+    truncated: bool  # ended by a limit
+
+
+@dataclass(eq=False)
+class Episode:
+    """The conversation of one sample, in progress."""
+
+    key: Key
+    source: str  # of its row, for messages
+    conversation: Conversation
+    env: Any = None  # the user's object, once it is made
+    call: Call | None = None  # the last one
+    response: Response | None = None  # the own tokens of all finished turns
+    # what the policy reads next: the first observation, unless it stands in the prompt, or a reply
+    reply: Reply | None = None
+    reply_tokens: int = 0  # of all replies, without a first observation
+    # What follows the prompt, turns and what the policy has read: token ids (n,), which are its own
+    # (n,), rotary positions from the prompt's end on (n, 3).
+    stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    length: int = 0  # tokens of the stream
+    position: int = 0  # after its last token
+    own: int = 0  # own tokens in it
+
+    def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
+        """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
+        places = (self.position + positions).T
+        self.stream.append((ids, torch.full((len(ids),), is_own), places))
+        self.length += len(ids)
+        self.position += int(positions.max()) + 1
+
+    def add_turn(self, tokens: Tensor) -> None:
+        """Add what is new of all own tokens (n,)."""
+        turn = tokens[self.own :]
+        self.extend(turn, torch.arange(len(turn)).expand(3, -1), is_own=True)
+        self.own = len(tokens)
+
+    def read_reply(self) -> tuple[Tensor, Tensor]:
+        """Add the finished turn and the reply to it. Returns what is new to the model, token ids
+        (n,) and rotary positions from the prompt's end on (3, n): the reply, and before it the
+        turn's last token, which decoding has not cached."""
+        reply, conversation = self.reply, self.conversation
+        new = len(reply.input_ids)
+        if self.response is not None:
+            self.add_turn(self.response.tokens)
+            conversation.replies.append(reply.content)
+            conversation.tokens_before.append(self.own)
+            conversation.pictures += reply.pictures
+            self.reply_tokens += new
+            new += 1
+        self.extend(reply.input_ids, reply.positions, is_own=False)
+        conversation.add_images(reply.grids, reply.patches, reply.features)
+        self.reply = None
+        ids, _, places = map(torch.cat, zip(*self.stream[-2:]))
+        return ids[-new:], places[-new:].T
+
+
+class EnvRollout:
+    """The episodes of this rank's samples."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        model: nn.Module,
+        processor: Processor,
+        max_new_tokens: int,
+        seed: tuple[int, ...],
+    ):
+        self.environment, self.args = environment, environment.args
+        self.model, self.processor = model, processor
+        self.max_new_tokens, self.seed = max_new_tokens, seed
+        threads = max(1, self.args.env_workers)
+        self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
+        self.episodes: dict[Key, Episode] = {}
+        self.asked: dict[Key, Episode] = {}  # whose environments have not answered yet
+        self.closing: list[Episode] = []
+        self.shared_pixels: dict[int, Pixels] = {}  # by prompt, with its own
+
+    def submit(self, episode: Episode, function: Callable, *args: Any) -> None:
+        """Call a user's program in a thread; with --env_workers 0 wait for it, so that calls never
+        overlap."""
+        episode.call = self.workers.submit(function, *args)
+        if self.args.env_workers == 0:
+            self.workers.wait_for_any([episode.call])
+
+    # First observations
+
+    def open(self, batch: Batch, indices: list[int], count: int) -> Batch:
+        """Reset the environments of this rank's samples. Returns the batch with the first
+        observations in its prompts, the same on every rank.
+
+        One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
+        have in common; the rest begins the stream of each sample. Raises UserError on every rank.
+        """
+        changed: dict[int, Prompt] = {}
+        with distributed.raise_on_all_ranks("--env "):
+            self.reset_all(batch, indices, count)
+            for index in indices:
+                episodes = [self.episodes[index, number] for number in range(count)]
+                if any(episode.reply for episode in episodes):
+                    share = self.share_opening if self.environment.shared else self.split_openings
+                    changed[index] = share(batch, index, episodes)
+        prompts, features = list(batch.prompts), dict(batch.features)
+        for part in distributed.gather_objects(changed):
+            for index, prompt in part.items():
+                prompts[index] = prompt
+                features.pop(index, None)
+        patches = batch.patches | self.shared_pixels
+        return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
+
+    def reset_all(self, batch: Batch, indices: list[int], count: int) -> None:
+        for index in indices:
+            row = batch.prompts[index]
+            for number in range(count):
+                conversation = Conversation(role=self.environment.role)
+                episode = Episode((index, number), row.source, conversation)
+                self.episodes[episode.key] = episode
+                columns = env_row(row, (*self.seed, batch.prompt_ids[index]), number)
+                self.submit(episode, self.reset, episode, row, columns)
+        for episode in self.episodes.values():
+            episode.reply = self.wait_for(episode)
+            if episode.reply is not None:
+                episode.conversation.opening = episode.reply.content
+                episode.conversation.pictures += episode.reply.pictures
+
+    def reset(self, episode: Episode, prompt: Prompt, row: dict) -> Reply | None:
+        """In a thread: make and reset an environment."""
+        episode.env = self.environment.make()
+        observation = episode.env.reset(row)
+        if observation is None:
+            return None
+        opening = self.read_parts(observation)
+        self.with_opening(prompt, opening)  # or this sample fails
+        return opening
+
+    def read_parts(self, parts: Any) -> Reply:
+        reply = replies.read_parts(parts, self.processor)
+        if reply.pictures and not self.environment.pictures:
+            raise ValueError("a picture from a class that says pictures = False")
+        return reply
+
+    def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
+        """The prompt with the first observation that all its samples share."""
+        opening = next(episode.reply for episode in episodes if episode.reply)
+        if opening.grids:
+            parts = [batch.patches[index]] if index in batch.patches else []
+            parts.append((opening.patches, torch.tensor(opening.grids)))
+            self.shared_pixels[index] = loader.join_pixels(parts)
+        for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
+            episode.reply = None
+            episode.conversation.opening = opening.content
+            episode.conversation.pictures = list(opening.pictures)
+        return self.with_opening(batch.prompts[index], opening)
+
+    def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
+        """The prompt up to where the first observations of its samples differ; the rest is left to
+        the samples."""
+        prompt = batch.prompts[index]
+        whole = []  # the prompt of each sample with its own observation
+        cut = len(prompt.input_ids)
+        for episode in episodes:
+            episode.reply = episode.reply or Reply()
+            whole.append(self.with_opening(prompt, episode.reply))
+            cut = min(cut, common_prefix(prompt.input_ids, whole[-1].input_ids))
+        image_ids = self.model.family.visual_token_ids()
+        if int(torch.isin(prompt.input_ids[:cut], image_ids).sum()) != prompt.image_tokens:
+            raise ValueError(f"{prompt.source}: the template puts the observation before a picture")
+        for episode, begin in zip(episodes, whole):
+            positions = vlm.prompt_positions(self.model, begin)  # (3, P)
+            episode.reply.input_ids = begin.input_ids[cut:]
+            episode.reply.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
+        return replace(prompt, input_ids=prompt.input_ids[:cut])
+
+    def with_opening(self, prompt: Prompt, opening: Reply) -> Prompt:
+        """A prompt with a first observation at its end. Raises ValueError: too long."""
+        limit = self.environment.max_prompt_tokens
+        text, ids, image_tokens = replies.encode_opening(self.processor, prompt, opening, limit)
+        grids = prompt.grids + opening.grids
+        return replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
+
+    @property
+    def extra_tokens(self) -> int:
+        """Most tokens of a sample that are neither the prompt's nor its own."""
+        openings = [len(episode.reply.input_ids) for episode in self.episodes.values() if episode.reply]
+        return self.args.max_reply_tokens + max(openings, default=0)
+
+    # Turns
+
+    def on_turn_end(self, key: Key, response: Response, by_string: bool) -> bool:
+        """Ask the environment about the turn that ends a ``response``. False: the sample is
+        finished, by a limit of tokens or an environment that has failed before.
+
+        Args:
+            by_string: a stop string has ended it, not a token.
+        """
+        episode = self.episodes[key]
+        episode.response = response
+        if episode.conversation.error or response.truncated:
+            self.end(episode, "error" if episode.conversation.error else "token_limit")
+            return False
+        (text,) = self.processor.decode([response.tokens[episode.own :]])
+        self.submit(episode, self.step, episode, text, by_string)
+        self.asked[key] = episode
+        return True
+
+    def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
+        """In a thread: what an environment returns for a turn, and what the policy reads of it."""
+        step = read_step(episode.env.step(text))
+        if step.done:
+            return step, None
+        reply = self.read_parts(step.reply)
+        role = episode.conversation.role
+        reply.input_ids = replies.encode_reply(self.processor, reply, role, by_string)
+        reply.positions = vlm.prompt_positions(self.model, reply)
+        return step, reply
+
+    def poll(self, wait: bool) -> list[Episode]:
+        """The episodes whose environments have answered since the last call: with a reply that the
+        policy is to read, or without one and ended. ``wait`` until there is one."""
+        if wait:
+            self.workers.wait_for_any([episode.call for episode in self.asked.values()])
+        self.workers.give_up_late()
+        answered = [episode for episode in self.asked.values() if episode.call.done()]
+        for episode in answered:
+            del self.asked[episode.key]
+            self.take_reply(episode)
+        return answered
+
+    def take_reply(self, episode: Episode) -> None:
+        """Set the reply to the last turn, or how the sample has ended."""
+        conversation, own = episode.conversation, len(episode.response.tokens)
+        result = self.wait_for(episode)
+        if result is None:
+            self.end(episode, "error")
+            return
+        step, reply = result
+        conversation.rewards.append(step.reward)
+        conversation.ends.append(own)
+        if step.accuracy is not None:
+            conversation.accuracy = step.accuracy
+        if reply is None:
+            self.end(episode, "answered")
+        elif len(conversation.ends) >= self.args.max_turns:
+            self.end(episode, "turn_limit")
+        elif (
+            own >= self.max_new_tokens
+            or episode.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
+        ):
+            self.end(episode, "token_limit")
+        else:
+            episode.reply = reply
+
+    def wait_for(self, episode: Episode) -> Any:
+        """What an environment has returned; None if it failed, which is then recorded, or raised
+        with --on_env_error stop."""
+        call, conversation = episode.call, episode.conversation
+        self.workers.wait_for_any([call])
+        conversation.seconds += call.seconds
+        error = call.exception()
+        if error is None:
+            return call.result()
+        problem = str(error) if isinstance(error, LateError) else describe(error)
+        problem = f"{self.args.env}: {episode.source}: {problem}"
+        if self.args.on_env_error == "stop":
+            raise ValueError(problem)
+        conversation.error = problem
+        conversation.rewards = [0.0] * len(conversation.rewards)
+        conversation.accuracy = None
+        return None
+
+    def end(self, episode: Episode, ended: str) -> None:
+        """A sample is over: let its environment go, unless it is still busy with a late call."""
+        episode.conversation.ended = ended
+        episode.response = episode.response._replace(truncated=ended.endswith("_limit"))
+        is_busy = isinstance(episode.call.exception(), LateError)
+        if callable(getattr(episode.env, "close", None)) and not is_busy:
+            self.submit(episode, episode.env.close)
+            self.closing.append(episode)
+
+    def finish(self) -> None:
+        """Wait until all environments are closed."""
+        for episode in self.closing:
+            self.wait_for(episode)
+            if episode.conversation.error:
+                episode.conversation.ended = "error"
+        self.workers.close()
+
+    # Conversations
+
+    def fill(self, batch: Batch, keys: list[Key]) -> None:
+        """Add the conversations of the samples ``keys``, in the order of the batch."""
+        episodes = [self.episodes[key] for key in keys]
+        empty = torch.zeros(0, dtype=torch.int64)
+        parts = [(empty, empty.bool(), empty.view(0, 3))]  # a rank may have no samples
+        for episode, tokens in zip(episodes, batch.split(batch.tokens)):
+            episode.add_turn(tokens)
+            parts += episode.stream
+        batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
+        batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
+        batch.conversations = [episode.conversation for episode in episodes]
+
+
+def common_prefix(one: Tensor, other: Tensor) -> int:
+    """How many tokens two sequences have in common at their beginning, but for the last of
+    either."""
+    size = min(len(one), len(other)) - 1
+    differing = (one[:size] != other[:size]).nonzero()
+    return int(differing[0]) if len(differing) else size

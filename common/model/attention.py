@@ -1,0 +1,560 @@
+"""Attention: packs (training, scoring, prefill) and decoding over KV slots.
+
+    PackedAttention    the segments of one row: prompts, and responses that see their prompt
+    DecodeAttention    one new token for each slot of a SlotCache
+
+Either is handed to the language model as the keyword argument ``attention`` and reaches the
+function that is registered with transformers under ATTENTION_NAME.
+
+Shapes: N tokens of a pack, S its segments, Hq query heads, Hkv key heads, D numbers of a
+head, B slots.
+"""
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import AttentionInterface
+
+from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, state_bytes
+
+ATTENTION_NAME = "packed_rows"  # registered for the language model
+# With the back-end as its ending. transformers passes cu_seqlens only to names that contain
+# "flash".
+VISION_ATTENTION_NAME = "packed_flash_"
+BACKENDS = ("flash_attn", "varlen", "sdpa")
+FLASH_ATTN_INSTALL = "pip install flash-attn --no-build-isolation"
+
+
+def choose_backend(
+    requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> str:
+    """Resolve ``--attention auto`` to a back-end that runs here; `flash_attn_problem` says why that
+    is not flash_attn.
+
+    Raises:
+        ValueError: the requested back-end cannot run here.
+    """
+    if requested == "auto":
+        if device.type != "cuda" or dtype == torch.float32:
+            return "sdpa"
+        return "varlen" if flash_attn_problem() else "flash_attn"
+    if requested == "sdpa":
+        return requested
+    if device.type != "cuda":
+        raise ValueError(
+            f"--attention {requested} needs a CUDA device and this run is on {device.type}; use "
+            "sdpa"
+        )
+    if dtype == torch.float32:
+        raise ValueError(
+            f"--attention {requested} computes in bfloat16 only, and --dtype is float32; use sdpa"
+        )
+    problem = flash_attn_problem() if requested == "flash_attn" else ""
+    if problem:
+        raise ValueError(
+            f"--attention flash_attn: {problem}; to build it: {FLASH_ATTN_INSTALL}, or choose "
+            "--attention varlen"
+        )
+    return requested
+
+
+def flash_attn_problem() -> str:
+    """Why flash_attn cannot be used here; "" if it can. Asked at the start, not after minutes of
+    loading weights: a wheel fits one version of torch only."""
+    spec = importlib.util.find_spec("flash_attn")
+    if spec is None:
+        return "flash-attn is not installed"
+    if spec.origin is None:  # flash-attn-4 is only a part of this package: flash_attn.cute
+        return "only a part of flash-attn is installed (flash-attn-4?), without its decoding kernel"
+    try:
+        importlib.import_module("flash_attn").flash_attn_with_kvcache
+    except (ImportError, OSError, AttributeError) as error:
+        return f"flash-attn is installed, but cannot be used: {error}"
+    return ""
+
+
+def head_dim(text_config) -> int:
+    """D, the dimension of an attention head."""
+    return (
+        getattr(text_config, "head_dim", None)
+        or text_config.hidden_size // text_config.num_attention_heads
+    )
+
+
+def attention_layers(text_config) -> int:
+    """How many layers have keys and values."""
+    return text_config.num_hidden_layers - linear_layers(text_config)
+
+
+def cache_bytes(text_config, itemsize: int) -> int:
+    """Bytes of one token's keys and values in all layers."""
+    return (
+        2
+        * attention_layers(text_config)
+        * text_config.num_key_value_heads
+        * head_dim(text_config)
+        * itemsize
+    )
+
+
+def slot_bytes(text_config, capacity: int, itemsize: int) -> int:
+    """Bytes of one slot for ``capacity`` tokens: their keys and values, and the states."""
+    return capacity * cache_bytes(text_config, itemsize) + state_bytes(text_config, itemsize)
+
+
+class SlotCache:
+    """Keys and values of the sequences being generated: (layers, slots, capacity, Hkv, D). Of
+    layers with linear attention it holds the states, ``linear``, instead.
+
+    A plain object, not a tensor in a dict: FSDP's input hooks would cast or copy the latter.
+    """
+
+    def __init__(
+        self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ):
+        layers, heads = attention_layers(text_config), text_config.num_key_value_heads
+        shape = (layers, slots, capacity, heads, head_dim(text_config))
+        # On a CPU the tokens of a head lie side by side, as matrix products want them.
+        order = (0, 1, 3, 2, 4) if device.type == "cpu" else (0, 1, 2, 3, 4)
+        self.keys = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
+        self.values = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
+        self.slots, self.capacity = slots, capacity
+        self.linear = None
+        if linear_layers(text_config):
+            self.linear = SlotStates(text_config, slots, dtype, device)
+
+    def move(self, source: list[int], target: list[int], longest: int) -> None:
+        """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint
+        lists). Layer by layer: there would be no room for a copy of half the cache."""
+        sources = torch.tensor(source, device=self.keys.device)
+        targets = torch.tensor(target, device=self.keys.device)
+        for cache in (*self.keys, *self.values):  # (slots, capacity, Hkv, D)
+            cache[targets, :longest] = cache[sources, :longest]
+        if self.linear is not None:
+            self.linear.move(sources, targets)
+
+
+# -------------------------------------------------------------------------------------------------
+# Packs
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VarlenCall:
+    """Segments that one kernel call can take, as the kernel wants them.
+
+    Attributes:
+        q_rows, k_rows: rows of the pack to gather first; None: all, as they lie.
+        cu_q, cu_k: (S + 1,) int32, where each segment starts and ends.
+        max_q, max_k: tokens of the longest segment, of queries and of keys.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    q_rows: Tensor | None = None
+    k_rows: Tensor | None = None
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: VarlenCall,
+    scale: float,
+    backend: str,
+    window: int | None = None,
+) -> Tensor:
+    """Variable-length attention on CUDA: q (Tq, Hq, D), k and v (Tk, Hkv, D) -> (Tq, Hq, D).
+
+    With more keys than queries the causal mask is aligned at the bottom right: query i of a segment
+    sees the surplus keys and its own first i + 1 (FlashAttention >= 2.1, Dao 2023). ``window``: how
+    many keys a query sees at most.
+    """
+    left = -1 if window is None else window - 1
+    lengths = (call.cu_q, call.cu_k, call.max_q, call.max_k)
+    if backend == "flash_attn":
+        from flash_attn import flash_attn_varlen_func
+
+        return flash_attn_varlen_func(
+            q, k, v, *lengths, softmax_scale=scale, causal=call.causal, window_size=(left, -1)
+        )
+    from torch.nn.attention.varlen import varlen_attn  # a second of import
+
+    options = {}
+    # torch 2.11 has no such flag, and does not compare the heads
+    if "enable_gqa" in varlen_attn.__kwdefaults__:
+        options["enable_gqa"] = True
+    return varlen_attn(
+        q, k, v, *lengths, scale=scale, window_size=(left, 0 if call.causal else -1), **options
+    )
+
+
+class PackedAttention:
+    """Attention of one pack: every segment is causal in itself and may see one earlier
+    stretch in full.
+
+    A prompt is a segment without prefix; each of its responses is a segment whose prefix is that
+    prompt. Nothing else is visible, so a row may hold any number of groups. Built once per row and
+    shared by all layers. A layer with a sliding window sees only the nearest of these keys: a
+    segment's own tokens come after its prefix, wherever the row holds them.
+
+    Args:
+        segments: (start, end, prefix_start, prefix_end) in row order, covering the row; a fifth
+            entry True where the segment's tokens see each other in both directions
+            (`Family.attention_segments`).
+        cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot
+            ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
+        kept: (slots, positions) of the cache, whose keys and values are appended to the row's own,
+            so that prefixes may point there: what a conversation has said before this row.
+    """
+
+    def __init__(
+        self,
+        segments: list[tuple],
+        backend: str,
+        device: torch.device,
+        cache: SlotCache | None = None,
+        plan: tuple[Tensor, ...] = (),
+        kept: tuple[Tensor, ...] = (),
+    ):
+        self.backend, self.device, self.segments = backend, device, segments
+        self.cache, self.plan, self.kept = cache, plan, kept
+        # (S, 5)
+        table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
+        self.len_q = table[:, 1] - table[:, 0]
+        self.len_k = self.len_q + table[:, 3] - table[:, 2]
+        if backend == "sdpa":
+            self.make_buckets(table)
+        else:
+            self.make_calls(table)
+
+    @functools.cached_property
+    def linear(self) -> PackedDelta:
+        """What mixes the row's tokens in layers with linear attention; made for the first one."""
+        states = None if self.cache is None else self.cache.linear
+        resumed = bool(self.kept)
+        return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
+
+    def to_device(self, array: np.ndarray) -> Tensor:
+        return torch.as_tensor(array).to(self.device, non_blocking=True)
+
+    def make_buckets(self, table: np.ndarray) -> None:
+        """Padded groups of similar segments, for one SDPA call each."""
+        self.buckets: list[tuple[np.ndarray, Tensor, Tensor]] = []
+        # by window, made for the first layer that has it
+        self.masks: dict[int | None, list[Tensor | None]] = {}
+        order = np.empty(self.len_q.sum(), dtype=np.int64)
+        offset = 0
+        for members in bucket_segments(self.len_q, self.len_k):
+            q_rows, k_rows = bucket_indices(table[members])
+            inside = np.arange(q_rows.shape[1])[None] < self.len_q[members][:, None]  # (b, Lq)
+            order[q_rows[inside]] = offset + np.flatnonzero(inside)
+            offset += q_rows.size
+            self.buckets.append((table[members], self.to_device(q_rows), self.to_device(k_rows)))
+        # (N,) where the buckets' outputs hold each row of the pack
+        self.order = self.to_device(order)
+
+    def make_calls(self, table: np.ndarray) -> None:
+        """One kernel call for all causal segments, and one for those that see in both
+        directions."""
+        self.calls: list[VarlenCall] = []
+        places = []
+        for both in sorted(set(table[:, 4])):
+            part = table[:, 4] == both
+            q_rows = np.concatenate([np.arange(start, end) for start, end, *_ in table[part]])
+            keys = []
+            for start, end, prefix_start, prefix_end, _ in table[part]:
+                keys += [np.arange(prefix_start, prefix_end), np.arange(start, end)]
+            k_rows = np.concatenate(keys)
+            len_q, len_k = self.len_q[part], self.len_k[part]
+            self.calls.append(
+                VarlenCall(
+                    cu_q=self.to_device(np.append(0, np.cumsum(len_q)).astype(np.int32)),
+                    cu_k=self.to_device(np.append(0, np.cumsum(len_k)).astype(np.int32)),
+                    max_q=int(len_q.max()),
+                    max_k=int(len_k.max()),
+                    causal=not both,
+                    q_rows=None if part.all() else self.to_device(q_rows),
+                    k_rows=None if len(k_rows) == self.len_q.sum() else self.to_device(k_rows),
+                )
+            )
+            places.append(q_rows)
+        self.order = self.to_device(np.argsort(np.concatenate(places))) if len(places) > 1 else None
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """q (1, Hq, N, D), k and v (1, Hkv, N, D) -> (1, N, Hq, D)."""
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))  # (N, H, D)
+        if self.cache is not None:
+            rows, slots, positions = self.plan
+            self.cache.keys[layer][slots, positions] = k[rows]
+            self.cache.values[layer][slots, positions] = v[rows]
+        if self.kept:
+            k = torch.cat([k, self.cache.keys[layer][self.kept]])
+            v = torch.cat([v, self.cache.values[layer][self.kept]])
+        if self.backend == "sdpa":
+            outputs = self.attend_by_buckets(q, k, v, scale, window)
+        else:
+            outputs = []
+            for call in self.calls:
+                # Repeats a prompt's keys for each response; its backward sums their gradients.
+                gathered = [
+                    rows_of(q, call.q_rows),
+                    rows_of(k, call.k_rows),
+                    rows_of(v, call.k_rows),
+                ]
+                outputs.append(varlen_attention(*gathered, call, scale, self.backend, window))
+        if self.order is None:
+            return outputs[0][None]
+        return torch.cat(outputs).index_select(0, self.order)[None]
+
+    def attend_by_buckets(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
+    ) -> list[Tensor]:
+        """The outputs (b * Lq, Hq, D) of each bucket, padding included, for q, k, v (N, H, D)."""
+        if window not in self.masks:
+            masks = [bucket_mask(table, window) for table, *_ in self.buckets]
+            self.masks[window] = [
+                mask if mask is None else torch.from_numpy(mask).to(q.device) for mask in masks
+            ]
+        outputs = []
+        for (_, q_rows, k_rows), mask in zip(self.buckets, self.masks[window]):
+            batch = []
+            for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows)):
+                # (b, H, L, D)
+                batch.append(
+                    x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+                )
+            grouped = q.shape[1] != k.shape[1]
+            out = F.scaled_dot_product_attention(
+                *batch, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return outputs
+
+
+def rows_of(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+# A call costs about as much as CALL_ENTRIES entries of a score matrix, so that padding up to WASTE
+# times the true area, or up to CALL_ENTRIES entries, is cheaper than another call.
+CALL_ENTRIES, WASTE = 1 << 14, 1.5
+
+
+def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
+    """Group segments of similar size for one padded call each.
+
+    A segment without prefix has half its square as area, and so has a bucket of equal ones, which
+    needs no mask: it pays for its whole rectangle once others join it.
+    """
+    order = np.lexsort((len_q, len_k, len_k > len_q))
+    buckets = []
+    start, area = 0, 0.0
+    max_q = max_k = 0
+    for i, s in enumerate(order):
+        own = len_q[s] * len_k[s] * (0.5 if len_q[s] == len_k[s] else 1.0)
+        new_q, new_k = max(max_q, len_q[s]), max(max_k, len_k[s])
+        # sorted: if the first and the last are equal, all are
+        equal = len_q[order[start]] == len_k[s] == len_q[s]
+        padded = new_q * new_k * (i - start + 1) * (0.5 if equal else 1.0)
+        if i > start and padded > max(CALL_ENTRIES, WASTE * (area + own)):
+            buckets.append(order[start:i])
+            start, area, new_q, new_k = i, 0.0, len_q[s], len_k[s]
+        area, max_q, max_k = area + own, new_q, new_k
+    return [*buckets, order[start:]]
+
+
+def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Row indices of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding
+    points at the segment's first row."""
+    start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (b, 1)
+    own, prefix = end - start, prefix_end - prefix_start
+    i, j = np.arange(own.max())[None], np.arange((own + prefix).max())[None]
+    q_rows = np.where(i < own, start + i, start)
+    of_itself = np.where(j < prefix + own, start + j - prefix, start)
+    return q_rows, np.where(j < prefix, prefix_start + j, of_itself)
+
+
+def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
+    """Which keys each query of a bucket sees, (b, 1, Lq, Lk) bool; None where plain causal
+    attention is the same."""
+    # (b, 1)
+    own, prefix, both = (
+        table[:, 1:2] - table[:, :1],
+        table[:, 3:4] - table[:, 2:3],
+        table[:, 4:] > 0,
+    )
+    equal = (prefix == 0).all() and (own == own[0]).all() and not both.any()
+    if equal and (window is None or own[0] <= window):
+        return None
+    # (b, Lq, 1); padding sees something, or it would be NaN
+    i = np.minimum(np.arange(own.max()), own - 1)[..., None]
+    # (b, 1, Lk) place after the prefix, below 0 inside it
+    j = (np.arange((own + prefix).max()) - prefix)[:, None]
+    mask = (j < own[..., None]) & ((j <= i) | both[..., None])
+    if window is not None:
+        mask &= i - j < window
+    return mask[:, None]
+
+
+# -------------------------------------------------------------------------------------------------
+# Decoding
+# -------------------------------------------------------------------------------------------------
+
+
+class DecodeAttention:
+    """One new token for each of the first B slots: stores its key and value, then attends to the
+    slot's own tokens.
+
+    Args:
+        lengths: (B,) tokens already stored in each slot (device tensor; the new token goes to this
+            position).
+        longest: host-side upper bound of ``lengths + 1``; on CUDA the cache capacity, so that a
+            graph holds no length.
+    """
+
+    def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
+        self.cache, self.lengths, self.longest, self.backend = cache, lengths, longest, backend
+        self.linear = cache.linear
+        # What all layers share is computed here, once: on a GPU each line is a launch.
+        self.slots = torch.arange(len(lengths), device=lengths.device)
+        self.masks: dict[int | None, Tensor] = {}  # by window, made for the first layer that has it
+        if backend != "sdpa":
+            self.stored = (lengths + 1).int()  # (B,) with the new token
+            self.q_bounds = torch.arange(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+            self.k_bounds = self.q_bounds * cache.capacity  # (B + 1,) where each slot begins
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
+        """q (1, Hq, B, D), k and v (1, Hkv, B, D): the B tokens stand in one row -> (1, B, Hq,
+        D)."""
+        size = len(self.lengths)
+        keys, values = self.cache.keys[layer], self.cache.values[layer]  # (slots, M, Hkv, D)
+        keys[self.slots, self.lengths] = k[0].transpose(0, 1)
+        values[self.slots, self.lengths] = v[0].transpose(0, 1)
+        q = q[0].transpose(0, 1)  # (B, Hq, D)
+        attend = {
+            "flash_attn": self.attend_flash,
+            "varlen": self.attend_varlen,
+            "sdpa": self.attend_sdpa,
+        }
+        return attend[self.backend](q, keys[:size], values[:size], scale, window)[None]
+
+    def attend_flash(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        from flash_attn import flash_attn_with_kvcache
+
+        left = -1 if window is None else window - 1
+        options = {
+            "softmax_scale": scale,
+            "cache_seqlens": self.stored,
+            "causal": True,
+            "window_size": (left, -1),
+        }
+        return flash_attn_with_kvcache(q[:, None], keys, values, **options)[:, 0]
+
+    def attend_varlen(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """By the aten operator, which takes seqused_k in every supported torch; varlen_attn does
+        not."""
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            q,
+            keys.flatten(0, 1),
+            values.flatten(0, 1),
+            self.q_bounds,
+            self.k_bounds,
+            1,
+            self.cache.capacity,
+            0.0,
+            False,
+            False,
+            scale=scale,
+            window_size_left=-1 if window is None else window - 1,
+            window_size_right=-1,
+            seqused_k=self.stored,
+        )
+        return out
+
+    def attend_sdpa(
+        self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        """The query heads of one key head side by side: no repeated keys, no path for grouped
+        queries."""
+        queries = q.reshape(len(q) * keys.shape[2], -1, q.shape[-1])  # (B * Hkv, G, D)
+        # (B * Hkv, M, D)
+        k, v = (x[:, : self.longest].transpose(1, 2).flatten(0, 1) for x in (keys, values))
+        mask = self.mask(window)
+        if q.dtype == torch.float32:  # SDPA costs up to twice as much for so few queries
+            scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)  # (B * Hkv, G, M)
+            return torch.bmm(scores.softmax(-1), v).view(q.shape)
+        # scores and sums in float32
+        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
+        return out.view(q.shape)
+
+    def mask(self, window: int | None) -> Tensor:
+        """(B * Hkv, 1, longest): 0 at the keys that the new tokens see, else -inf."""
+        if window not in self.masks:
+            # (B, longest)
+            age = self.lengths[:, None] - torch.arange(self.longest, device=self.lengths.device)
+            mask = torch.zeros(age.shape, dtype=self.cache.keys.dtype, device=age.device)
+            mask.masked_fill_((age < 0) | (age >= (window or self.longest)), -torch.inf)
+            self.masks[window] = mask.repeat_interleave(self.cache.keys.shape[3], dim=0)[:, None]
+        return self.masks[window]
+
+
+# -------------------------------------------------------------------------------------------------
+# What transformers calls
+# -------------------------------------------------------------------------------------------------
+
+
+def language_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    attention=None,
+    sliding_window=None,
+    **_,
+):
+    """The attention function of the language model: ``attention`` is one of the two classes
+    above."""
+    return attention(module.slot_layer, query, key, value, scaling, sliding_window), None
+
+
+def _vision_attention(
+    module, query, key, value, attention_mask, scaling=None, *, backend: str, **given
+):
+    """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per
+    window."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    call = VarlenCall(
+        cu_q=given["cu_seq_lens_q"].int(),
+        cu_k=given["cu_seq_lens_k"].int(),
+        max_q=int(given["max_length_q"]),
+        max_k=int(given["max_length_k"]),
+        causal=False,
+    )
+    return varlen_attention(q, k, v, call, scaling, backend)[None], None
+
+
+# Registered without a mask function on purpose: transformers then builds no (N, N) mask and passes
+# None.
+AttentionInterface.register(ATTENTION_NAME, language_attention)
+for _backend in ("flash_attn", "varlen"):
+    _function = functools.partial(_vision_attention, backend=_backend)
+    AttentionInterface.register(VISION_ATTENTION_NAME + _backend, _function)

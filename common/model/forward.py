@@ -1,0 +1,546 @@
+"""The model in two stages: image features, then the language model on embeddings; and a batch as
+packs.
+
+    patches -> vision tower -> image features          image_features, compute_features
+    batch   -> packs, with features of all ranks       packs; back: join_packs
+    pack    -> embeddings with the features in place -> language model    hidden_states
+
+A model of ours is one of transformers with three attributes: ``family``, its class of `families`;
+``compute``, how it computes here (`weights.Compute`); and ``trains_vision``, whether its own
+forward computes image features.
+
+Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
+of image features.
+"""
+
+import inspect
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from common import distributed
+from common.buffers import (
+    Batch,
+    Block,
+    Pack,
+    assign_blocks,
+    build_pack,
+    make_blocks,
+    of_sample,
+    ragged_index,
+)
+from common.data.families import Qwen
+from common.logging import progress
+from common.model.attention import (
+    ATTENTION_NAME,
+    BACKENDS,
+    PackedAttention,
+    SlotCache,
+    VISION_ATTENTION_NAME,
+)
+from common.model.linear_attention import Decay, DeltaNet, THEIRS
+
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # that we handle
+
+
+# -------------------------------------------------------------------------------------------------
+# Parts of a model
+# -------------------------------------------------------------------------------------------------
+
+
+def decoder(model: nn.Module) -> nn.Module:
+    """The language model: a part of `model.model`, or all of it in a model of text only."""
+    core = model.model
+    return getattr(core, "language_model", None) or getattr(core, "text_model", None) or core
+
+
+def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
+    """What stands next to the decoder in `model.model`: tower, projector, a learnt newline. Empty
+    where left out."""
+    core, language = model.model, decoder(model)
+    if language is core:
+        return {}
+    parts = {**core._modules, **core._parameters}
+    return {name: part for name, part in parts.items() if part is not None and part is not language}
+
+
+def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `vision_parts`."""
+    found: list[nn.Parameter] = []
+    for part in vision_parts(model).values():
+        found += [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return found
+
+
+def trained_parts(model: nn.Module) -> list[nn.Module]:
+    """The decoder, and the vision tower if it is trained."""
+    return [decoder(model), model.model.visual] if model.trains_vision else [decoder(model)]
+
+
+def layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of `trained_parts`: what FSDP gathers one by one."""
+    found = [*decoder(model).layers]
+    if model.trains_vision:
+        found += model.model.visual.blocks
+    return found
+
+
+def float32_parts(model: nn.Module) -> list[nn.Module]:
+    """The modules whose weights stay float32 in every compute type: FSDP gathers them on their
+    own."""
+    return [module for module in decoder(model).modules() if isinstance(module, Decay)]
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules that choose the experts of each MoE layer and return (router logits, ...); none
+    in a dense model."""
+    return [
+        module
+        for module in decoder(model).modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+
+
+@contextmanager
+def router_logits(model: nn.Module):
+    """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the
+    list it yields."""
+    found: list[Tensor] = []
+    hooks = []
+    for router in routers(model):
+        hooks.append(router.register_forward_hook(lambda module, args, out: found.append(out[0])))
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+# -------------------------------------------------------------------------------------------------
+# How layers mix tokens
+# -------------------------------------------------------------------------------------------------
+
+
+def use_attention(model: nn.Module, backend: str) -> None:
+    """Point language model and vision tower at our attention functions."""
+    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
+    decoder(model).config._attn_implementation = ATTENTION_NAME
+    if not isinstance(model.family, Qwen):
+        return  # the other towers have no windows: SDPA, their default, is one call per block
+    # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
+    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
+    model.config.vision_config._attn_implementation = vision
+    if model.model.visual is not None:
+        model.model.visual.config._attn_implementation = vision
+
+
+def agree_on_backend(models: list[nn.Module]) -> None:
+    """Let all ranks take the same attention back-end: a node may lack a package that another has."""
+    held = distributed.gather_objects(models[0].compute.backend)
+    backend = max(held, key=BACKENDS.index)
+    for model in models:
+        model.compute = replace(model.compute, backend=backend)
+        use_attention(model, backend)
+
+
+def use_mixers(model: nn.Module) -> None:
+    """Make sure that every layer mixes its tokens by `attention` or `linear_attention`, and number
+    them by kind, as slots hold them.
+
+    Raises:
+        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments,
+            and each token would see the whole of a pack.
+    """
+    text = model.config.get_text_config()
+    unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
+    if unknown:
+        raise ValueError(
+            f"the text model {text.model_type} has layers of type {', '.join(sorted(unknown))}, "
+            "which are not supported"
+        )
+    counts = {True: 0, False: 0}  # layers with linear attention, and without
+    for layer in decoder(model).layers:
+        for name, part in layer.named_children():
+            if type(part) in THEIRS:
+                setattr(layer, name, DeltaNet(part))
+        # transformers numbers whatever needs tokens of the past
+        mixers = [part for part in layer.children() if hasattr(part, "layer_idx")]
+        if len(mixers) != 1 or not is_ours(mixers[0]):
+            names = [type(part).__name__ for part in mixers or layer.children()]
+            raise ValueError(
+                f"the text model {text.model_type} mixes tokens by {', '.join(names)}, which is "
+                "not supported"
+            )
+        is_linear = isinstance(mixers[0], DeltaNet)
+        mixers[0].slot_layer = counts[is_linear]
+        counts[is_linear] += 1
+
+
+def is_ours(mixer: nn.Module) -> bool:
+    """Whether a layer's mixer of tokens is a `DeltaNet`, or hands all that it is given to the
+    attention function that transformers finds by its name."""
+    code = inspect.unwrap(type(mixer).forward).__code__
+    takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+    return by_name or isinstance(mixer, DeltaNet)
+
+
+def check_positions(language: nn.Module, text_config, longest: int) -> None:
+    """Refuse rotary positions that packs cannot have. Raises ValueError."""
+    rope = str(language.rotary_emb.rope_type)
+    sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
+    if rope == "longrope" or sinks:
+        raise ValueError(
+            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
+            "attention sinks, which are not supported"
+        )
+    if rope != "dynamic":
+        return
+    # It changes with a batch's longest sequence, but only beyond this limit.
+    limit = text_config.max_position_embeddings
+    if longest > limit:
+        raise ValueError(
+            "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
+            f"{limit}; the flags allow sequences of {longest} tokens"
+        )
+    # which does not look at the positions: no CUDA graph could capture that
+    language.rotary_emb.rope_type = "default"
+
+
+# -------------------------------------------------------------------------------------------------
+# Image features and positions
+# -------------------------------------------------------------------------------------------------
+
+
+def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
+    """Run the vision tower on what `data.load_pixels` made of pictures of any number of prompts ->
+    (K, M, H).
+
+    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but
+    for a trained tower.
+    """
+    weight = tower_parameters(model)[0]
+    patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
+    inputs = model.family.vision_inputs(patches, grids)
+    with torch.set_grad_enabled(model.trains_vision and torch.is_grad_enabled()):
+        out = model.model.get_image_features(**inputs, return_dict=True)
+    levels = [out.pooler_output, *(getattr(out, "deepstack_features", None) or [])]
+    flat = []
+    for level in levels:
+        joined = level if torch.is_tensor(level) else torch.cat(list(level))
+        flat.append(joined.flatten(0, -2))  # (M, H)
+    return torch.stack(flat)
+
+
+def compute_features(model: nn.Module, batch: Batch) -> None:
+    """Fill the image features of the own prompts, once per prompt, several pictures per call of the
+    vision tower. A model that trains its tower computes them in its own forward instead, and its
+    rollout's serve that rollout alone.
+    """
+    waiting: list[int] = []
+    size = 0
+    indices = sorted(batch.patches.keys() - batch.features.keys())
+    for index in indices:
+        waiting.append(index)
+        # about patches, also where pictures come as tiles
+        size += batch.patches[index][0].numel() // 1024
+        if size < model.compute.max_tokens_per_pack and index != indices[-1]:
+            continue
+        pixels, grids = zip(*(batch.patches[g] for g in waiting))
+        features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
+        counts = [batch.prompts[g].image_tokens for g in waiting]
+        batch.features.update(zip(waiting, features.split(counts, dim=1)))
+        if not model.trains_vision:
+            for g in waiting:
+                del batch.patches[g]
+        waiting, size = [], 0
+
+
+def prompt_positions(model: nn.Module, prompt) -> Tensor:
+    """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max
+    + 1``."""
+    ids = prompt.input_ids[None]
+    if not prompt.grids or not hasattr(model.model, "get_rope_index"):
+        return torch.arange(ids.shape[1]).expand(3, -1)
+    clips = [grid for grid in prompt.grids if len(grid) > 3]
+    images = [grid for grid in prompt.grids if len(grid) == 3]
+    positions, _ = model.model.get_rope_index(
+        ids,
+        **model.family.token_types(ids),
+        image_grid_thw=torch.tensor(images) if images else None,
+        video_grid_thw=torch.tensor([clip[:3] for clip in clips]) if clips else None,
+        second_per_grid_ts=torch.tensor([clip[3] for clip in clips]),
+    )
+    return positions[:, 0]
+
+
+def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
+    """(3, P) rotary positions of a prompt, cached in the batch."""
+    if index not in batch.positions:
+        batch.positions[index] = prompt_positions(model, batch.prompts[index])
+    return batch.positions[index]
+
+
+# -------------------------------------------------------------------------------------------------
+# packs
+# -------------------------------------------------------------------------------------------------
+
+
+def packs(
+    model: nn.Module, batch: Batch, indices: Iterable[int] | None = None
+) -> Iterator[Pack]:
+    """This rank's packs of the given prompts (all by default), on the device, one after
+    the other.
+
+    All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
+    this is called, features move from the rank that decoded a picture to those that hold its rows.
+    """
+    compute = model.compute
+    hidden_size = model.config.get_text_config().hidden_size
+    # of a masked score, in tokens
+    score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
+    blocks = make_blocks(batch, compute.max_tokens_per_pack, indices, score_cost)
+    assigned = assign_blocks(
+        batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
+    )
+    needed = [{index for blocks in part for index, _ in blocks} for part in assigned]  # by rank
+    own, shapes = pack_images(model, batch, set().union(*needed))
+    owners = dict(enumerate(batch.owners))
+    if batch.conversations:
+        add_replies(model, batch, assigned, needed, own, shapes)
+        owners |= {of_sample(i): said.owner for i, said in enumerate(batch.conversations)}
+    features = exchange_features(own, owners, needed, shapes, compute.dtype)
+    own = progress(assigned[dist.get_rank()], "packs")
+    return (make_pack(model, batch, blocks, features) for blocks in own)
+
+
+def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
+    """(N,) or (k, N), on every rank: ``done`` has the places (T,), and the values (T,) or (k, T),
+    of this rank's rows."""
+    leading = done[0][1].shape[:-1] if done else ()
+    joined = torch.zeros(*leading, tokens)
+    for flat, values in done:  # after the last pack: .cpu() waits, and then the device for the next
+        joined[..., flat] = values.cpu().to(joined.dtype)
+    dist.all_reduce(joined)
+    return joined
+
+
+def make_pack(
+    model: nn.Module, batch: Batch, blocks: list[Block], features: dict[int, Tensor]
+) -> Pack:
+    """One pack, on the device."""
+    positions = {index: positions_of(model, batch, index) for index, _ in blocks}
+    pack = build_pack(batch, blocks, positions, features, model.family.visual_token_ids())
+    if model.trains_vision:
+        pack = with_grids(model, pack, pack_grids(batch, blocks))
+    segments = model.family.attention_segments(pack.segments, pack.image_index)
+    pack = pack.to(model.compute.device)
+    pack.attention = PackedAttention(segments, model.compute.backend, model.compute.device)
+    return pack
+
+
+def pack_images(
+    model: nn.Module, batch: Batch, indices: Iterable[int]
+) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
+    """What packs hold of the pictures of the prompts ``indices``: this rank's own, and the shapes of
+    all, by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
+    its tower."""
+    shown = [index for index in indices if batch.prompts[index].grids]
+    shapes: dict[int, tuple[int, ...]] = {}
+    if not model.trains_vision:
+        for index in shown:
+            shapes[index] = feature_shape(model, batch.prompts[index].image_tokens)
+        return dict(batch.features), shapes
+    own = {}
+    for index in shown:
+        shapes[index] = pixel_shape(model, batch.prompts[index].grids)
+        if index in batch.patches:
+            own[index] = batch.patches[index][0][None].to(model.compute.dtype)
+    return own, shapes
+
+
+def add_replies(
+    model: nn.Module,
+    batch: Batch,
+    assigned: list[list[list[Block]]],
+    needed: list[set[int]],
+    own: dict[int, Tensor],
+    shapes: dict[int, tuple[int, ...]],
+) -> None:
+    """Add to what `row_pictures` found the pictures that environments showed in the samples of
+    ``packs``, and to ``needed`` where they are needed."""
+    image_ids = model.family.visual_token_ids()
+    for rank, part in enumerate(assigned):
+        for i in [i for blocks in part for _, members in blocks for i in members]:
+            said, key = batch.conversations[i], of_sample(i)
+            if not said.grids:
+                continue
+            needed[rank].add(key)
+            if model.trains_vision:
+                shapes[key] = pixel_shape(model, said.grids)
+                if said.patches:
+                    own[key] = torch.cat(said.patches)[None].to(model.compute.dtype)
+                continue
+            ids, _, is_own = batch.in_pack(torch.tensor([i]))
+            shapes[key] = feature_shape(model, int(torch.isin(ids[~is_own], image_ids).sum()))
+            if said.features is not None:
+                own[key] = said.features
+
+
+def feature_shape(model: nn.Module, tokens: int) -> tuple[int, int, int]:
+    """(K, M, H) of the features of M image tokens."""
+    tower = getattr(model.config, "vision_config", None)
+    levels = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or [])
+    return levels, tokens, model.config.get_text_config().hidden_size
+
+
+def pixel_shape(model: nn.Module, grids: Iterable[tuple]) -> tuple[int, int, int]:
+    """(1, patches, patch size) of pictures and clips."""
+    return 1, sum(math.prod(grid[:3]) for grid in grids), patch_size(model)
+
+
+def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
+    """(t, h, w) of the pictures and clips of a pack, in its order."""
+    grids: list[tuple] = []
+    for index, members in blocks:
+        grids += batch.prompts[index].grids
+        for i in members:
+            grids += batch.conversations[i].grids if batch.conversations else []
+    return [grid[:3] for grid in grids]
+
+
+def exchange_features(
+    features: dict[int, Tensor],
+    owners: dict[int, int],
+    needed: list[set[int]],
+    shapes: dict[int, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> dict[int, Tensor]:
+    """Fetch the image features that this rank needs and another rank computed.
+
+    Args:
+        features: this rank's own, prompt index -> (K, M, H) CPU tensor. The pictures that an
+            environment showed in sample i have the index ``of_sample(i)``.
+        owners: the rank that computed each prompt's features.
+        needed: for every rank the prompts whose features it will use (the same list on all ranks).
+        shapes: the shape of every prompt's features; prompts without images are absent.
+
+    Returns:
+        the features of every prompt in ``needed[rank]`` that has images.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    numbers = {p: math.prod(shape) for p, shape in shapes.items()}
+    outgoing, arriving = [torch.empty(0, dtype=dtype)], []
+    sent, received = [0] * world, [0] * world  # numbers, by rank
+    for other in range(world):
+        for p in sorted(needed[other] & shapes.keys()):
+            if owners[p] == rank != other:
+                outgoing.append(features[p].flatten())
+                sent[other] += numbers[p]
+        for p in sorted(needed[rank] & shapes.keys()):
+            if owners[p] == other != rank:
+                arriving.append(p)
+                received[other] += numbers[p]
+    incoming = torch.empty(sum(received), dtype=dtype)
+    dist.all_to_all_single(incoming, torch.cat(outgoing), received, sent)
+
+    result = {p: features[p] for p in needed[rank] & features.keys()}
+    for p, piece in zip(arriving, incoming.split([numbers[p] for p in arriving])):
+        result[p] = piece.view(shapes[p])
+    return result
+
+
+def patch_size(model: nn.Module) -> int:
+    """Numbers in a patch that the vision tower takes."""
+    return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
+
+
+def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
+    """A pack with the grids of its pictures and clips; without any, with one of zeros that no token
+    stands for."""
+    if grids:
+        return replace(pack, grids=torch.tensor(grids))
+    side = model.config.vision_config.spatial_merge_size
+    nothing = torch.zeros(1, side * side, patch_size(model))
+    return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
+
+
+def prompt_pack(
+    model: nn.Module, batch: Batch, slots: dict[int, list[int]], cache: SlotCache
+) -> Pack:
+    """Prompts in one pack, each to be prefilled into ``slots`` of the cache, by the prompt's index.
+    ``predict`` (b,) is, for every slot in order, the end of its prompt."""
+    compute = model.compute
+    lengths = torch.tensor([batch.prompt_lengths[index] for index in slots])
+    counts = torch.tensor([len(own) for own in slots.values()])
+    ends = lengths.cumsum(0)
+    bounds = torch.stack([ends - lengths, ends], dim=1)
+    starts, of_slots = (ends - lengths).repeat_interleave(counts), lengths.repeat_interleave(counts)
+    # where each slot's keys and values come from and go to
+    plan = (
+        ragged_index(starts, of_slots),
+        torch.tensor([slot for own in slots.values() for slot in own]).repeat_interleave(of_slots),
+        ragged_index(torch.zeros_like(starts), of_slots),
+    )
+    plan = tuple(part.to(compute.device) for part in plan)
+    ids = torch.cat([batch.prompts[index].input_ids for index in slots])  # (L,)
+    image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
+    positions = torch.cat([positions_of(model, batch, index) for index in slots], dim=1)  # (3, L)
+    features = [batch.features[index] for index in slots if index in batch.features]
+    segments = [(start, end, start, start) for start, end in bounds.tolist()]
+    segments = model.family.attention_segments(segments, image_index)
+    return Pack(
+        input_ids=ids[None].to(compute.device),
+        positions=positions[:, None].to(compute.device),
+        image_index=image_index.to(compute.device),
+        features=torch.cat(features, dim=1).to(compute.device) if features else None,
+        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan),
+        predict=(starts + of_slots).to(compute.device) - 1,
+    )
+
+
+def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
+    """Last hidden states of a pack, (L, H).
+
+    A pack with ``grids`` holds pixels, whose features are computed here, inside FSDP's forward.
+    Families without rotary positions in three dimensions have three equal rows of them. The fourth
+    row of the others, which transformers reads to detect packing, is zero: our attention goes by
+    segments and no mask is built.
+    """
+    language = decoder(model)
+    embeds = language.get_input_embeddings()(pack.input_ids)  # (1, L, H)
+    features = pack.features
+    if pack.grids is not None:
+        features = image_features(model, features[0], pack.grids)
+        # a stand-in: every rank takes part in the collectives of the tower
+        if not len(pack.image_index):
+            embeds, features = embeds + 0.0 * features.sum(), None
+    deepstack: dict[str, Any] = {}
+    if features is not None:
+        features = features.to(embeds.dtype)
+        embeds = embeds.index_copy(1, pack.image_index, features[:1])
+        if len(features) > 1:
+            is_image = torch.zeros_like(pack.input_ids, dtype=torch.bool).index_fill(
+                1, pack.image_index, True
+            )
+            deepstack = {
+                "visual_pos_masks": is_image,
+                "deepstack_visual_embeds": list(features[1:]),
+            }
+    positions = pack.positions[0]  # (1, L)
+    if hasattr(model.model, "get_rope_index"):
+        positions = torch.cat([torch.zeros_like(pack.positions[:1]), pack.positions])  # (4, 1, L)
+    out = language(
+        inputs_embeds=embeds,
+        position_ids=positions,
+        use_cache=False,
+        attention=pack.attention,
+        **deepstack,
+    )
+    return out.last_hidden_state[0]

@@ -1,0 +1,341 @@
+"""What FSDP2 leaves to its users: optimizers and learning rates, weights gathered for a rollout,
+host memory.
+
+    Trainable                            a model in training, and what moves with it
+    unsharded, bare_forwards             many forwards without a collective
+    rest_after_scoring, forget_forwards  forwards without a backward
+    onloaded, offload                    modules kept in host memory while not in use
+"""
+
+import inspect
+import math
+from collections import OrderedDict
+from contextlib import contextmanager
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from common.flags import OptimArgs
+
+HOST = torch.device("cpu")
+
+
+# -------------------------------------------------------------------------------------------------
+# Training
+# -------------------------------------------------------------------------------------------------
+
+
+class Trainable:
+    """A model in training: its optimizer, its learning rate, the running average of its weights.
+
+    Args:
+        lr: base learning rate.
+        delay: first steps in which the model is not trained; its schedule starts after them.
+        ema_beta: weight of the past in the running average; 0: no average.
+        offload: "none", or what keeps the optimizer's state in host memory between its updates.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        args: OptimArgs,
+        lr: float,
+        *,
+        delay: int = 0,
+        ema_beta: float = 0.0,
+        offload: str = "none"
+    ):
+        self.module, self.args, self.lr, self.delay = module, args, lr, delay
+        self.ema_beta, self.offload = ema_beta, offload
+        self.device = module.model.compute.device
+        self.optimizer = adamw(module, lr, args)
+        if ema_beta:
+            # The average is optimizer state, on the same shards: it is saved and resumed with it.
+            for parameter, state in self.optimizer.state.items():
+                state["ema"] = parameter.detach().clone()
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of 1-based ``step``."""
+        return self.lr * schedule(
+            step - self.delay, max(1, self.args.steps - self.delay), self.args
+        )
+
+    def update(self, step: int) -> tuple[float, bool]:
+        """Clip by the model's global norm and step. Returns the norm before clipping and whether
+        the update was applied: it is skipped if the norm is not finite, which all ranks see
+        alike."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        bound = self.args.max_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(parameters, bound, foreach=True)
+        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        applied = math.isfinite(norm)
+        if applied:
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.learning_rate(step)
+            self.optimizer.step()
+            self.update_average()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, applied
+
+    @torch.no_grad()
+    def update_average(self) -> None:
+        """average = beta * average + (1 - beta) * weights."""
+        if not self.ema_beta:
+            return
+        for parameter, state in self.optimizer.state.items():
+            average = shard_of(state["ema"])
+            average.lerp_(shard_of(parameter).to(average.device), 1 - self.ema_beta)
+
+    @contextmanager
+    def averaged(self):
+        """Inside, weights and average have changed places, in the memory of both; afterwards both
+        are as before, bit for bit. Without an average nothing happens."""
+        if not self.ema_beta:
+            yield
+            return
+        self.swap_average()
+        try:
+            yield
+        finally:
+            self.swap_average()
+
+    @torch.no_grad()
+    def swap_average(self) -> None:
+        for parameter, state in self.optimizer.state.items():
+            weight, average = shard_of(parameter), shard_of(state["ema"])
+            kept = weight.to(average.device, copy=True)
+            weight.copy_(average)
+            average.copy_(kept)
+
+    @contextmanager
+    def onloaded(self):
+        """Inside, the optimizer's state is on the device."""
+        if self.offload == "none":
+            yield
+            return
+        self.move_state(self.device)
+        try:
+            yield
+        finally:
+            self.put_away()
+
+    def put_away(self) -> None:
+        """Move the optimizer's state into host memory, if that is where it is kept."""
+        if self.offload != "none":
+            self.move_state(HOST)
+
+    @torch.no_grad()
+    def move_state(self, device: torch.device) -> None:
+        for state in self.optimizer.state.values():
+            for name in ("exp_avg", "exp_avg_sq", "ema"):
+                if name in state:
+                    state[name] = to_device(state[name], device)
+        synchronize()
+
+
+def put_away(trained: dict[str, Trainable | nn.Module]) -> None:
+    """Move the optimizers' state of all roles into host memory, if that is where it is kept."""
+    for role in trained.values():
+        if isinstance(role, Trainable):
+            role.put_away()
+
+
+def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
+    """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    betas = (args.adam_beta1, args.adam_beta2)
+    # fused: one kernel instead of a Python loop over DTensors
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, betas=betas)
+    # Create AdamW's state now: a checkpoint before the first step would otherwise run one.
+    for parameter in trained:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+def schedule(step: int, steps: int, args: OptimArgs) -> float:
+    """Learning rate of 1-based ``step`` of ``steps`` as a fraction of the base."""
+    if step <= args.warmup_steps:
+        return step / (args.warmup_steps + 1)
+    progress = min(1.0, (step - args.warmup_steps) / max(1, steps - args.warmup_steps))
+    if args.lr_schedule == "cosine":
+        return args.min_lr_ratio + (1 - args.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+    if args.lr_schedule == "linear":
+        return 1 - (1 - args.min_lr_ratio) * progress
+    return 1.0
+
+
+# -------------------------------------------------------------------------------------------------
+# Shards
+# -------------------------------------------------------------------------------------------------
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor that may be sharded; they share its memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def copy_shard(target: Tensor, value, transposed: bool = False) -> None:
+    """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on
+    dimension 0; if ``transposed``, with dimensions 1 and 2 exchanged."""
+    start, count = 0, target.shape[0] if target.ndim else 1
+    local = shard_of(target)
+    if isinstance(target, DTensor):
+        mesh = target.device_mesh
+        dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
+        # FSDP2 cuts into ceil-sized chunks
+        start = -(-count // mesh.size(dim)) * mesh.get_local_rank(dim)
+        if not len(local):  # the last ranks may have no row
+            return
+        value = value[start : start + len(local)]
+    else:
+        value = value[:]
+    local.copy_(value.transpose(1, 2) if transposed else value)
+
+
+@torch.no_grad()
+def copy_weights(source: nn.Module, target: nn.Module) -> None:
+    """Give the target the weights of the source. Both are sharded alike, so every rank copies its
+    own rows."""
+    weights = dict(source.named_parameters())
+    for name, parameter in target.named_parameters():
+        shard_of(parameter).copy_(shard_of(weights[name]))
+
+
+def same_shapes(module: nn.Module, source: nn.Module) -> bool:
+    """Whether `copy_weights` makes the module the source: the names and shapes of their weights are
+    the same, but for a frozen vision tower that the module may lack."""
+    shapes = {name: parameter.shape for name, parameter in source.named_parameters()}
+    held = {name: parameter.shape for name, parameter in module.named_parameters()}
+    trained = {name for name, parameter in source.named_parameters() if parameter.requires_grad}
+    return trained <= held.keys() and all(shapes.get(name) == shape for name, shape in held.items())
+
+
+@contextmanager
+def unsharded(module: nn.Module):
+    """Gather all weights once; inside, forwards run no collective, so ranks may do different
+    amounts of work."""
+    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    # a first unshard() below would otherwise initialise each part as a root
+    module._get_fsdp_state()._lazy_init()
+    for part in parts:  # one after the other: what is gathered exists twice until it is in place
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not module, recurse=False)
+        forget_forwards(module)
+
+
+def rest_after_scoring(module: nn.Module) -> None:
+    """Forwards without a backward leave a record, and the root's weights gathered: drop both."""
+    forget_forwards(module)
+    module.reshard()
+
+
+def forget_forwards(module: nn.Module) -> None:
+    """FSDP2 records every forward and only a backward clears the record, so a frozen model, or a
+    long rollout, would grow it without bound."""
+    module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            state = part._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                if group is not None:
+                    group._post_forward_indices.clear()
+
+
+@contextmanager
+def bare_forwards(decoder: nn.Module):
+    """Inside, forwards run without FSDP2's hooks and transformers' wrappers (defaults, recording).
+
+    They have nothing to do while the weights are gathered and everything is in the compute dtype,
+    but take a quarter of a toy's decoding step; and FSDP2's waits for its own streams could not be
+    captured in a CUDA graph.
+    """
+    parts = [part for part in decoder.modules() if isinstance(part, FSDPModule)]
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
+    for part, pre_hooks, hooks in hooked:
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
+    decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
+    try:
+        yield
+    finally:
+        del decoder.forward
+        for part, pre_hooks, hooks in hooked:
+            part._forward_pre_hooks, part._forward_hooks = pre_hooks, hooks
+
+
+# -------------------------------------------------------------------------------------------------
+# Host memory
+# -------------------------------------------------------------------------------------------------
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether nothing in it is trained. A reference that is the actor without its adapters is not
+    frozen."""
+    return not any(parameter.requires_grad for parameter in module.parameters())
+
+
+def offload(module: nn.Module, what: str) -> None:
+    """Move a frozen module into host memory if ``what``, the value of --offload, is "all"."""
+    if what == "all" and is_frozen(module):
+        move_module(module, HOST)
+
+
+@contextmanager
+def onloaded(module: nn.Module | None, what: str):
+    """Inside, a frozen module that `offload` keeps in host memory is on its device."""
+    if module is not None and what == "all" and is_frozen(module):
+        move_module(module, module.model.compute.device)
+    try:
+        yield
+    finally:
+        if module is not None:
+            offload(module, what)
+
+
+def move_module(module: nn.Module, device: torch.device) -> None:
+    """Put the shards and buffers of a module that FSDP2 wraps into the memory of ``device``.
+    Parameters stay the same objects, and FSDP2's own `_apply` tells each of its parts where they
+    are now; forwards need them on the device of the mesh."""
+    module._apply(lambda tensor: to_device(tensor, device))
+    synchronize()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor, this rank's rows only if it is sharded, in the memory of ``device``: pinned if
+    that is the host."""
+    local = shard_of(tensor)
+    if local.device == device:
+        return tensor
+    target = torch.empty_like(local, device=device, pin_memory=device.type == "cpu")
+    target.copy_(local, non_blocking=True)
+    if isinstance(tensor, DTensor):
+        # Not DTensor.from_local, which takes a shard back to the device of its mesh.
+        return DTensor(target, tensor._spec, requires_grad=False)
+    return target
+
+
+def synchronize() -> None:
+    """Wait for copies before the host reads what is on its way."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,54 @@
+"""CUDA graphs of a decoding step: eager steps at first, then a capture, then replays.
+
+The step must be a function of device state alone. Weights are gathered to new addresses in every
+rollout, so graphs live for one rollout.
+"""
+
+from typing import Any, Callable
+
+import torch
+
+from common.distributed import UserError
+
+
+class StepGraphs:
+    """Graphs of one rollout, one per batch size, all in one memory pool.
+
+    Args:
+        eager_steps: at a batch size before it is captured. The first one also sets up what a
+            capture needs: workspaces, kernels.
+    """
+
+    def __init__(self, eager_steps: int):
+        self.eager_steps = eager_steps
+        self.steps: dict[int, int] = {}  # by batch size
+        self.graphs: dict[int, Any] = {}
+        self.pool: Any = None
+
+    def run(self, step: Callable, size: int, capacity: int) -> None:
+        """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
+        UserError: it cannot be captured."""
+        self.steps[size] = self.steps.get(size, 0) + 1
+        if self.steps[size] <= self.eager_steps:
+            return step(size, capacity)
+        if size not in self.graphs:
+            try:
+                self.graphs[size], self.pool = capture(step, size, capacity, self.pool)
+            except RuntimeError as error:
+                raise UserError(
+                    f"a CUDA graph of {size} slots could not be captured: {error}; "
+                    "--cuda_graphs off decodes without graphs"
+                ) from error
+        self.graphs[size].replay()
+
+
+def capture(step: Callable, size: int, capacity: int, pool: Any) -> tuple[Any, Any]:
+    """A CUDA graph of a step, which does not run, and its memory pool: a new one if ``pool`` is
+    None. Only addresses, batch size and capacity are baked in."""
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: CUDA calls of other threads meanwhile (NCCL's watchdog, a checkpoint being
+    # written) must not invalidate the capture.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        step(size, capacity)
+    return graph, pool

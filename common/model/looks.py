@@ -1,0 +1,75 @@
+"""A second look at the same tokens: functions from a batch to a batch with the same samples and
+other images, which is scored like any other.
+
+    with_images   every image of the prompts and of environments changed
+    blank         a change: the image in one colour
+    has_images    which samples a change of images concerns
+"""
+
+from dataclasses import replace
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from PIL import Image, ImageStat
+from torch import Tensor
+
+from common.buffers import Batch, Conversation
+from common.data.loader import Processor, join_pixels, load_pixels
+from common.model.forward import compute_features, image_features
+
+
+def blank(image: Image.Image) -> Image.Image:
+    """An image of the same size in its mean colour."""
+    mean = tuple(round(value) for value in ImageStat.Stat(image).mean)
+    return Image.new(image.mode, image.size, mean)
+
+
+def has_images(batch: Batch) -> Tensor:
+    """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
+    found = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
+    for i, conversation in enumerate(batch.conversations):
+        found[i] = found[i] or bool(conversation.grids)
+    return torch.tensor(found, dtype=torch.bool)
+
+
+def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Callable) -> Batch:
+    """The batch with ``change`` of every image (Pillow's) and of every frame of a clip, of the same
+    sizes.
+
+    Raises ValueError: a file that has changed since it was read.
+    """
+    patches = {}
+    for index in batch.own_prompts():
+        prompt = batch.prompts[index]
+        # a first observation that all samples of a prompt share has grids there, and no file
+        files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
+        pixels = load_pixels(files, processor, change)
+        if pixels is not None:
+            patches[index] = pixels
+    conversations = list(batch.conversations)
+    for i, conversation in enumerate(conversations):
+        index = int(batch.prompt_index[i])
+        if batch.owners[index] != dist.get_rank() or not conversation.pictures:
+            continue
+        pixels = [processor.family.patches(change(image)) for image in conversation.pictures]
+        in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
+        if in_prompt and batch.number[i] == 0:
+            own, grids = zip(*pixels[:in_prompt])
+            parts = [patches[index]] if index in patches else []
+            patches[index] = join_pixels([*parts, (torch.cat(own), torch.tensor(grids))])
+        later = [own for own, _ in pixels[in_prompt:]]
+        conversations[i] = with_patches(model, conversation, later)
+    changed = replace(batch, patches=patches, features={}, conversations=conversations)
+    if not model.trains_vision:
+        compute_features(model, changed)
+    return changed
+
+
+def with_patches(model: nn.Module, said: Conversation, patches: list[Tensor]) -> Conversation:
+    """A conversation with other images of the same grids after its prompt."""
+    if not patches or model.trains_vision:
+        return replace(said, patches=patches)
+    features = image_features(model, torch.cat(patches), torch.tensor(said.grids)).cpu()
+    return replace(said, features=features)

@@ -1,0 +1,252 @@
+"""Bytes per GPU of a role and a stage, operations of an update, and what of both was used.
+
+The formulas read modules with parameters, which may be on the meta device; launch/plan.py adds them
+up.
+"""
+
+import resource
+import sys
+from pathlib import Path
+from typing import Iterable
+
+import torch
+import torch.nn as nn
+
+from common import distributed
+from common.model.attention import head_dim
+from common.model.forward import decoder, routers, tower_parameters
+from common.model.linear_attention import activation_bytes
+
+MARGIN = 2 * 2**30  # bytes of a GPU, the least that is kept free
+# dense bfloat16, from data sheets
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+# -------------------------------------------------------------------------------------------------
+# What is used
+# -------------------------------------------------------------------------------------------------
+
+
+def layer_flops(policy: nn.Module) -> float:
+    """Operations of the decoder's layers per token of an update."""
+    text = policy.model.config.get_text_config()
+    used = 1.0  # of stacked experts
+    if routers(policy.model):
+        used = text.num_experts_per_tok / text.num_experts
+    weights = sum(
+        p.numel() * (used if ".experts." in name else 1)
+        for name, p in decoder(policy.model).layers.named_parameters()
+    )
+    return flops_per_weight(policy) * weights
+
+
+def head_flops(policy: nn.Module) -> float:
+    """Operations of the output head per response token of an update."""
+    return flops_per_weight(policy) * policy.model.lm_head.weight.numel()
+
+
+def flops_per_weight(policy: nn.Module) -> int:
+    """Forward, gradient of the inputs, gradient of the weight; frozen weights have none of their
+    own."""
+    return 4 if hasattr(policy.model, "adapter") else 6
+
+
+def utilisation(operations: float, seconds: float) -> dict[str, float]:
+    """The metric perf/update_mfu, on a known GPU: the share of its peak that ``operations`` of all
+    ranks reached."""
+    if not torch.cuda.is_available():
+        return {}
+    name = torch.cuda.get_device_name()
+    for known, peak_flops in PEAK_FLOPS.items():
+        if known in name:
+            return {
+                "perf/update_mfu": operations / (seconds * peak_flops * distributed.world_size())
+            }
+    return {}
+
+
+def release() -> None:
+    """Give cached memory of the GPU back: NCCL and the libraries allocate beside torch's cache."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak() -> dict[str, float]:
+    """The metric perf/peak_memory_gib: of the GPU since its counter was reset, or of this
+    process."""
+    if torch.cuda.is_available():
+        used = torch.cuda.max_memory_allocated()
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"perf/peak_memory_gib": used / 2**30}
+
+
+# -------------------------------------------------------------------------------------------------
+# What is free
+# -------------------------------------------------------------------------------------------------
+
+
+def without_margin(free: float) -> float:
+    """Bytes that the slots of a rollout may take of those that are free: a tenth of them, and at
+    least 2 GiB, stay for fragments of torch's cache, NCCL's buffers and CUDA graphs."""
+    return free - max(0.1 * free, MARGIN)
+
+
+def free_on_host(root: Path = Path("/")) -> float | None:
+    """Bytes of host memory that this machine, and the container of this process, have left; None
+    where that cannot be read (it is read as Linux tells it)."""
+    try:
+        meminfo = (root / "proc/meminfo").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":") for line in meminfo.splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    group = root / "sys/fs/cgroup"  # of version 2; a container has it as its own
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such limit, or "max": none
+        return free
+    return min(free, limit - used + int(stat["file"]))  # files are dropped from memory when needed
+
+
+# -------------------------------------------------------------------------------------------------
+# What is needed
+# -------------------------------------------------------------------------------------------------
+
+
+def itemsize(module: nn.Module) -> int:
+    """Bytes of a number in the compute type."""
+    return module.model.compute.dtype.itemsize
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def count_trained(parameters: Iterable[nn.Parameter]) -> int:
+    return count(parameter for parameter in parameters if parameter.requires_grad)
+
+
+def count_parameters(module: nn.Module) -> dict[str, int]:
+    """Parameters by part; a tied head counts with the embeddings, norms and value head with the
+    rest."""
+    model, language = module.model, decoder(module.model)
+    embeddings = language.get_input_embeddings().weight
+    untied = model.lm_head is not None and model.lm_head.weight is not embeddings
+    counts = {
+        "vision": count(tower_parameters(model)),
+        "layers": count(language.layers.parameters()),
+        "embeddings": embeddings.numel(),
+        "head": model.lm_head.weight.numel() if untied else 0,
+    }
+    total = count(module.parameters())
+    return counts | {"rest": total - sum(counts.values()), "total": total}
+
+
+def resident_bytes(module: nn.Module, ranks: int) -> dict[str, int]:
+    """What a role keeps on a GPU between stages: shards, cut along the first dimension into
+    ``ranks`` as FSDP2 cuts them, on the rank with the largest, in float32 but for what adapters
+    freeze; Adam's two moments of trained ones; and, whole, the frozen vision tower."""
+    tower = {id(p) for p in tower_parameters(module.model) if not p.requires_grad}
+    trained = frozen = replicated = 0
+    for p in module.parameters():
+        share = -(-p.shape[0] // ranks) * (p.numel() // p.shape[0])
+        if id(p) in tower:
+            replicated += p.numel()
+        elif p.requires_grad:
+            trained += share
+        else:
+            frozen += share
+    width = itemsize(module) if hasattr(module.model, "adapter") else 4
+    return {
+        "weights": 4 * trained + width * frozen,
+        "Adam": 8 * trained,
+        "tower": itemsize(module) * replicated,
+    }
+
+
+def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
+    """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
+    layers."""
+    counts = count_parameters(module)
+    width = itemsize(module)
+    layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
+    root = counts["embeddings"] + counts["head"] + counts["rest"]
+    return width * root, width * max(layers), width * sum(layers)
+
+
+def layer_activations(module: nn.Module) -> int:
+    """Bytes per token that a decoder layer keeps for its backward: of every norm its input in
+    float32 and its output before the scale (less on a GPU, where a norm is one kernel); what the
+    products read; queries, keys, values and output of the attention, or what linear attention
+    keeps if that is more; four tensors of the MLP
+    (gate, its activation, up, their product), in MoE for each expert of the token, with its input.
+    """
+    text = module.model.config.get_text_config()
+    layer = decoder(module.model).layers[-1]
+    width = itemsize(module)
+    # one scale for all heads
+    repeats = {"q_norm": text.num_attention_heads, "k_norm": text.num_key_value_heads}
+    norms = 0
+    for name, p in layer.named_parameters():
+        if "norm" in name:
+            norms += p.numel() * repeats.get(name.split(".")[-2], 1)
+    experts, inner = 0, getattr(text, "intermediate_size", 0)
+    if routers(module.model):
+        experts = text.num_experts_per_tok
+        inner = experts * text.moe_intermediate_size
+        inner += getattr(text, "shared_expert_intermediate_size", 0)
+    heads = 2 * head_dim(text) * (text.num_attention_heads + text.num_key_value_heads)
+    mixing = max(width * heads, activation_bytes(text, width))
+    return (4 + width) * norms + mixing + width * ((2 + experts) * text.hidden_size + 4 * inner)
+
+
+def logits_of_chunk(module: nn.Module) -> int:
+    """Logits that exist at the same time; 0 without a head."""
+    if module.model.lm_head is None:
+        return 0
+    return module.model.compute.head_chunk * module.model.config.get_text_config().vocab_size
+
+
+def scoring_work(module: nn.Module) -> int:
+    """Bytes that scoring needs besides gathered weights: of a layer, or at the head."""
+    row = module.model.compute.max_tokens_per_pack * layer_activations(module)
+    return max(row, 12 * logits_of_chunk(module))
+
+
+def rollout_work(policy: nn.Module, slots: int) -> int:
+    """Bytes that a rollout needs besides weights and cache: for a layer of a prefill, or the logits
+    of all slots (0: as many as there may be)."""
+    row = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
+    return max(row, 16 * (slots or 256) * policy.model.config.get_text_config().vocab_size)
+
+
+def backward_bytes(module: nn.Module, tokens: int, checkpointing: bool) -> dict[str, int]:
+    """Of an update by a row of so many tokens, without gathered weights and gradient shards: what
+    the forward keeps, and the largest of what the backward adds to it: at the head, chunks of
+    logits and the weight's gradient in float32; in a layer, the activations computed again,
+    gradients of them, and those of two layers' weights before they are reduced, in the compute type
+    and in float32; at the end, when nothing is kept any more, those of the root group's.
+    """
+    model = module.model
+    layers = decoder(model).layers
+    width = itemsize(module)
+    own = tokens * layer_activations(module)
+    hidden = tokens * model.config.get_text_config().hidden_size
+    kept = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
+    kept += len(layers) * (width * hidden if checkpointing else own)
+
+    head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
+    logits = logits_of_chunk(module)
+    at_head = max(12 * logits + 4 * head, (4 + width) * logits + 8 * head)
+    largest = max(count_trained(layer.parameters()) for layer in layers)
+    in_layer = own // 3 + 2 * largest * (4 + width) + width * head
+    if checkpointing:
+        in_layer += own
+    root = count_trained(module.parameters()) - count_trained(layers.parameters())
+    root -= count_trained(tower_parameters(model))
+    at_end = root * (4 + width) - kept
+    return {"activations": kept, "backward": max(at_head, in_layer, at_end)}

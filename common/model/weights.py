@@ -1,0 +1,753 @@
+"""Checkpoints in and out, and adapters.
+
+    folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, build_frozen, load
+    shards -> safetensors under the checkpoint's names, whole on rank 0       export
+
+A user's mistake is a ValueError that names the file and the numbers. A model that is built here
+has, beside what `model` describes: ``folder``, its checkpoint; ``hub_names``, parameter name -> key
+in the files, set by `load`; ``kept``, file, shape and type of the weights in KEPT_KEYS; and
+``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
+"""
+
+import copy
+import functools
+import json
+import math
+import re
+import shutil
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from common import distributed
+from common.data.families import Qwen, family_of
+from common.data.folder import read_json, read_model_config
+from common.data.loader import Processor
+from common.flags import ModelArgs, absolute
+from common.logging import sync_folder, write_pointer
+from common.model.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
+from common.model.compilation import compile_layers
+from common.model.forward import (
+    check_positions,
+    decoder,
+    float32_parts,
+    tower_parameters,
+    trained_parts,
+    use_attention,
+    use_mixers,
+    vision_parts,
+)
+from common.model.fsdp import copy_shard, shard_of
+from common.model.layers import use_fewer_kernels
+from common.model.linear_attention import announce_rule
+
+# Hub files and modules spell the same weights differently; tried in this order.
+KEY_SPELLINGS = (
+    (r"^", ""),
+    (r"^visual\.", "model.visual."),
+    (r"^model\.(?!visual|language_model)", "model.language_model."),
+    (r"^language_model\.model\.", "model.language_model."),
+    (r"^language_model\.", ""),
+    (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
+    (r"^(multi_modal_projector)", r"model.\1"),
+)
+# What exports keep as it is in the files: the types of weights of linear attention, which are more
+# exact than the others there, and all of the multi-token prediction, which no model here has.
+KEPT_KEYS = r"\.linear_attn\.(A_log|dt_bias|norm\.weight)$|^mtp\."
+VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
+# ours, and that of AutoModelForSequenceClassification
+VALUE_HEADS = {"value_head.weight", "score.weight"}
+# of floats; a quantized weight has its scales under another key
+WEIGHT_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+}
+
+
+# -------------------------------------------------------------------------------------------------
+# Folders and files
+# -------------------------------------------------------------------------------------------------
+
+
+def resolve_folder(name: str, weights: bool = True) -> Path:
+    """A local checkpoint folder, the one that a pointer file names (<out>/export/latest), or the
+    downloaded snapshot of a hub name; without ``weights``, of its small files only.
+
+    Raises:
+        ValueError: there is no such folder, and the hub has nothing of this name.
+    """
+    path = Path(name)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"checkpoint {name}: no config.json, so this is no model in Hugging Face format; a "
+                "run's models are <out>/export/step-N"
+            )
+        return path
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text(errors="replace").strip()
+    if path.exists() or name.startswith((".", "/")) or name.count("/") != 1:
+        raise ValueError(f"checkpoint {name}: no such folder (a hub name looks like owner/name)")
+
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
+    if weights:
+        patterns.append("*.safetensors")
+    try:
+        # consolidated*: Mistral's own copy of the weights.
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"checkpoint {name}: no such folder, and the hub gave: {reason}"
+        ) from error
+
+
+def absolute_model(name: str) -> str:
+    """Make the path of a checkpoint absolute; <out>/export/latest becomes the folder that it names
+    now, so that a resumed run uses the same one. A hub name stays."""
+    if Path(name).name == "latest" and Path(name).is_file():
+        return absolute(str(resolve_folder(name)))
+    return absolute(name)
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the safetensors files of a checkpoint. Raises ValueError: an index that does not
+    list files of the folder."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return ["model.safetensors"]
+    names = list(read_json(index)["weight_map"].values())
+    for name in names:
+        inside = (
+            isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
+        )
+        if not inside or not name.endswith(".safetensors"):
+            raise ValueError(
+                f"{index}: weight_map names {name!r:.80}, which is no safetensors file of this "
+                "folder"
+            )
+    if not names:
+        raise ValueError(f"{index}: weight_map is empty; it must name the file of every weight")
+    return sorted(set(names))
+
+
+def open_weights(path: Path):
+    """A safetensors file, whose tensors are read when asked for. Raises ValueError: no such file,
+    or only a part of one."""
+    if not path.is_file():
+        what = "is not a file" if path.exists() else "is missing"
+        raise ValueError(
+            f"{path.parent}: {path.name} {what} (weights are read from safetensors files only)"
+        )
+    try:
+        return safe_open(path, "pt")
+    except (OSError, SafetensorError) as error:
+        raise ValueError(
+            f"{path}: {path.stat().st_size} bytes are no whole safetensors file ({error}); fetch "
+            "it again (a clone without git-lfs has small text files in its place)"
+        ) from error
+
+
+# -------------------------------------------------------------------------------------------------
+# Models on meta
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a model computes here.
+
+    Attributes:
+        backend: of attention.
+        dtype: of forward passes; trained weights and their optimizer are float32.
+        max_tokens_per_pack: tokens of a pack.
+        head_chunk: tokens whose logits exist at the same time.
+    """
+
+    backend: str
+    dtype: torch.dtype
+    device: torch.device
+    max_tokens_per_pack: int
+    head_chunk: int
+
+
+def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
+    """What the flags mean on this device; the main rank prints it. On the meta device, where models
+    are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
+    cannot run here.
+    """
+    small = device.type == "cpu"
+    name = args.dtype
+    if name == "auto":
+        name = "float32" if small else "bfloat16"
+    dtype = getattr(torch, name)
+    chunk = args.head_chunk or (256 if small else 4096)
+    compute = Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
+    if device.type == "meta":
+        return compute
+    backend = choose_backend(args.attention, device, dtype)
+    if distributed.is_main():
+        install = ""
+        problem = flash_attn_problem() if backend == "varlen" else ""
+        if problem:
+            install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
+        ranks = f"{distributed.world_size()} x {device.type}"
+        print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
+    return replace(compute, backend=backend)
+
+
+class Builder:
+    """The models of a run, on meta: that of the checkpoint to train, and those of other roles.
+
+    Args:
+        longest: tokens of the longest sequence.
+    """
+
+    def __init__(self, args: ModelArgs, processor: Processor, device: torch.device, longest: int):
+        self.args, self.config, self.longest = args, processor.config, longest
+        self.folder = resolve_folder(args.model)
+        self.compute = choose_compute(args, device)
+
+    def actor(self) -> nn.Module:
+        """The model to train, with its vision tower."""
+        model = self.build(self.config, self.folder, vision=True)
+        self.prepare(model)
+        return model
+
+    def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
+        """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
+        image features, but has a tower of its own where towers are trained.
+
+        Raises:
+            ValueError: the checkpoint has another vocabulary, or another tower, so that its
+                language model expects other features.
+        """
+        folder, config = self.folder, self.config
+        if name:
+            folder = resolve_folder(name)
+            config = read_model_config(folder)  # same shapes do not make the same model
+            self.check_role(folder, config)
+        model = self.build(config, folder, vision=self.args.train_vision, head=head)
+        if frozen:
+            model.requires_grad_(False)
+        else:
+            self.prepare(model)
+        return model
+
+    def check_role(self, folder: Path, config) -> None:
+        size, tokens = config.get_text_config().vocab_size, self.config.get_text_config().vocab_size
+        if size != tokens:
+            raise ValueError(
+                f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
+                "its tokens"
+            )
+        different = [] if self.args.train_vision else differing_tower(self.folder, folder)
+        if different:
+            raise ValueError(
+                f"{folder}: {len(different)} weights of its vision tower differ from those of "
+                f"{self.folder} (such as {different[0]}); critic and reference work on the image "
+                "features of the actor"
+            )
+
+    def build(self, config, folder: Path, vision: bool, head: bool = True) -> nn.Module:
+        model = build_on_meta(config, self.longest, vision=vision, head=head)
+        set_up(model, self.compute, trains_vision=self.args.train_vision)
+        model.folder = folder
+        return model
+
+    def prepare(self, model: nn.Module) -> None:
+        """Adapters, gradient checkpointing and compiled layers, as the flags say."""
+        if self.args.lora_rank:
+            add_adapters(
+                model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
+            )
+        if self.args.gradient_checkpointing == "on":
+            recompute_layers(model)
+        if self.args.compile == "layers":
+            compile_layers(model)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Gradient checkpointing: the backward pass computes the activations of each layer again."""
+    for part in trained_parts(model):
+        part.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def build_frozen(config, compute: Compute, longest: int, vision: bool, head: bool) -> nn.Module:
+    """A model on meta that is not trained; its parts ``vision`` and ``head`` can be left out."""
+    model = build_on_meta(config, longest, vision=vision, head=head)
+    set_up(model, compute, trains_vision=False)
+    return model.requires_grad_(False)
+
+
+def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
+    """Make a model of transformers one of ours; a tower that is not trained is frozen, in the
+    compute type.
+
+    Raises:
+        ValueError: a tower is to be trained and the family's cannot be.
+    """
+    model.compute, model.trains_vision = compute, trains_vision
+    if trains_vision and not isinstance(model.family, Qwen):
+        raise ValueError(
+            f"--train_vision: the checkpoint is of the family {model.config.model_type}; only "
+            "vision towers of Qwen-VL can be trained"
+        )
+    if not trains_vision:
+        freeze(tower_parameters(model), compute.dtype)
+    use_attention(model, compute.backend)
+    if float32_parts(model) and compute.device.type != "meta":
+        announce_rule(compute.device.type, compute.dtype)
+
+
+def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) -> nn.Module:
+    """The model of a config with parameters on the meta device and real buffers, for sequences of
+    up to ``longest`` tokens. Without ``vision`` or ``head`` that part is left out.
+
+    Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out
+    of ``to_empty`` as garbage had they been built there.
+    """
+    family, text = family_of(config), config.get_text_config()
+    for name in (
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ):
+        if getattr(text, name, None):
+            raise ValueError(
+                f"the checkpoint's text model has {name} {getattr(text, name)}, which is not "
+                "supported"
+            )
+    auto = AutoModelForImageTextToText if family.has_pictures else AutoModelForCausalLM
+    try:
+        with parameters_on_meta():
+            # which writes into it
+            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    except Exception as error:  # sizes that do not fit each other raise anything
+        raise ValueError(
+            f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
+        ) from error
+    use_mixers(model)
+    use_fewer_kernels(model)
+    language = decoder(model)
+    check_positions(language, text, longest)
+    # EOS may serve as padding, and learns like any token
+    language.get_input_embeddings().padding_idx = None
+    if not vision:
+        for name in vision_parts(model):
+            setattr(model.model, name, None)
+    if not head:
+        model.lm_head = None
+    model.family = family
+    return model
+
+
+@contextmanager
+def parameters_on_meta():
+    """Inside, every parameter that a module registers moves to the meta device at once."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module, name, parameter):
+        register(module, name, parameter)
+        # A tied weight is there already, and must stay one object.
+        if parameter is not None and not parameter.is_meta:
+            moved = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            module._parameters[name] = moved
+
+    nn.Module.register_parameter = register_on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
+
+
+def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Freeze parameters and keep them in the compute type: a replicated tower is outside of FSDP's
+    precision policy, and others it would cast in every forward. Buffers stay float32."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.to(dtype)
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate meta parameters on ``device``, keeping the values of all buffers."""
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(buffers[name])
+
+
+# -------------------------------------------------------------------------------------------------
+# Vision towers that are the same
+# -------------------------------------------------------------------------------------------------
+
+
+def same_tower(
+    folder: Path, processor: Processor, actor: nn.Module, actor_processor: Processor
+) -> bool:
+    """Whether the model in a folder can read the actor's image features: family, image processor
+    and vision tower are the actor's, and stay so because they are not trained."""
+    if actor.trains_vision or picture_settings(processor) != picture_settings(actor_processor):
+        return False
+    return not differing_tower(actor.folder, folder)
+
+
+def picture_settings(processor: Processor) -> list:
+    """Whatever decides how a processor turns a picture into patches."""
+    settings = [processor.config.model_type]
+    for name in ("image_processor", "frame_processor"):
+        part = getattr(processor.family, name, None)
+        settings.append(part and part.to_dict())
+    return settings
+
+
+def differing_tower(first: Path, second: Path) -> list[str]:
+    """Names of the vision tower's weights that are not the same in two checkpoints; none where one
+    has no weights, because a plan has fetched none."""
+    if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
+        return []
+    a, b = vision_tensors(first), vision_tensors(second)
+    return sorted(
+        name
+        for name in a | b
+        if name not in a or name not in b or not torch.equal(a[name](), b[name]())
+    )
+
+
+def vision_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """name -> function that reads the weight, for the vision tower in a folder's safetensors
+    files."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = open_weights(path)
+        for key in tensors.keys():
+            name = key.removeprefix("model.")
+            if name.startswith(VISION_KEYS):
+                found[name] = functools.partial(tensors.get_tensor, key)
+    return found
+
+
+# -------------------------------------------------------------------------------------------------
+# Adapters
+# -------------------------------------------------------------------------------------------------
+
+
+class LoRALinear(nn.Linear):
+    """A frozen linear layer with a trained adapter (Hu et al. 2021): x -> W x + scale B A x, A (r,
+    in), B (out, r).
+
+    Its weight keeps its name, so checkpoints load and export as without adapters.
+    """
+
+    def __init__(self, layer: nn.Linear, rank: int, scale: float):
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, scale
+        self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, device="meta"))
+        self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.linear(x, self.weight, self.bias)
+        if not self.scale:
+            return out
+        return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
+
+
+def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
+    """Freeze a model on meta, in the compute type, and give every linear layer of its decoder,
+    attention and MLP, an adapter in float32, scaled by alpha / rank. ``base``: the checkpoint that
+    the adapters belong to.
+    """
+    freeze(model.parameters(), model.compute.dtype)
+    for part in float32_parts(model):
+        freeze(part.parameters(), torch.float32)
+    inside = set(decoder(model).layers.modules())
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if type(layer) is nn.Linear and layer in inside
+    }
+    for name, layer in layers.items():
+        model.set_submodule(name, LoRALinear(layer, rank, alpha / rank))
+    # Whole names: a suffix alone would also fit layers of a vision tower.
+    model.adapter = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": list(layers),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def adapted_layers(model: nn.Module) -> list[LoRALinear]:
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]
+
+
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """A uniform in ±1 / sqrt(in), B zero, identical on any number of ranks: the adapted model
+    starts equal to its base."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapted_layers(model):
+        values = torch.empty(layer.lora_A.shape).uniform_(-1, 1, generator=generator)  # (r, in)
+        copy_shard(layer.lora_A, values / layer.in_features**0.5)
+        nn.init.zeros_(layer.lora_B)
+
+
+@contextmanager
+def without_adapters(model: nn.Module):
+    """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
+    weights."""
+    scales = [(layer, layer.scale) for layer in adapted_layers(model)]
+    for layer, _ in scales:
+        layer.scale = 0.0
+    try:
+        yield
+    finally:
+        for layer, scale in scales:
+            layer.scale = scale
+
+
+# -------------------------------------------------------------------------------------------------
+# Weights in
+# -------------------------------------------------------------------------------------------------
+
+
+def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> set[str]:
+    """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
+    rows. A value head is read where the files have one. Returns the keys of the files that were
+    read.
+
+    Raises:
+        ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or
+            a shape that does not fit; names and shapes are given.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    model.hub_names, model.kept = {}, {}
+    keys: set[str] = set()
+    left_out: list[str] = []
+    read: set[int] = set()  # ids of parameters
+    for file in weight_files(folder):
+        with open_weights(folder / file) as tensors:
+            for key in tensors.keys():
+                name = parameter_name(key, parameters)
+                target = parameters.get(name)
+                if name is None and value_head is not None and key in VALUE_HEADS:
+                    target = value_head.weight
+                value = tensors.get_slice(key)
+                if re.search(KEPT_KEYS, key):
+                    kind = WEIGHT_TYPES.get(value.get_dtype())
+                    found = torch.empty(value.get_shape(), dtype=kind, device="meta")
+                    model.kept[key] = folder / file, found
+                if target is None:
+                    # a part that this role leaves out: the vision tower or the output head
+                    left_out.append(key)
+                    continue
+                shapes = {tuple(target.shape)}
+                if name is not None:
+                    model.hub_names[name] = key
+                    shapes.add(tuple(as_in_files(model.config, name, target).shape))
+                place = f"{folder / file}: {key}"
+                if id(target) in read:
+                    check_tied(place, target, value)
+                else:
+                    read_weight(place, target, value, shapes)
+                keys.add(key)
+                read.add(id(target))
+    missing = [name for name, p in parameters.items() if id(p) not in read and ".lora_" not in name]
+    if missing:
+        raise ValueError(f"{folder}: {describe_missing(missing, left_out)}")
+    return keys
+
+
+def describe_missing(missing: list[str], left_out: list[str]) -> str:
+    """Which parameters are in no file, and why, if the ``left_out`` keys of the files tell."""
+    told = f"{len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+    for key in left_out:
+        if re.search(r"\.experts\.\d+\.", key):
+            told += (
+                f"; the files hold experts one by one, as {key}: a checkpoint with one tensor for"
+                " all experts of a layer is needed, as published"
+            )
+            break
+    return told
+
+
+def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
+    """The parameter that a key of the files is about; None: no part of this model."""
+    key = re.sub(r"(A_log|dt_bias)$", r"decay.\1", key)  # of linear attention
+    for old, new in KEY_SPELLINGS:
+        name = re.sub(old, new, key)
+        if name in parameters:
+            return name
+    return None
+
+
+def read_weight(place: str, target: Tensor, value, shapes: set[tuple[int, ...]]) -> None:
+    """Copy a slice of a file at ``place``, which may have any of ``shapes``, into a parameter."""
+    kind, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
+    if kind not in WEIGHT_TYPES:
+        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
+    if shape not in shapes:
+        raise ValueError(f"{place} is {shape}, the model's config.json asks for {wanted}")
+    copy_shard(target, value, transposed=shape != wanted)
+
+
+def check_tied(place: str, target: Tensor, value) -> None:
+    """Raise ValueError if a slice is not what the parameter that it is tied to has been read as:
+    the files hold a tied head all the same, and it must say the same."""
+    before = shard_of(target).clone()
+    read_weight(place, target, value, {tuple(target.shape)})
+    if not torch.equal(before, shard_of(target)):
+        raise ValueError(
+            f"{place} differs from the weight that config.json ties it to; to keep both, set "
+            "tie_word_embeddings to false there"
+        )
+
+
+def as_in_files(config, name: str, weight: Tensor) -> Tensor:
+    """A parameter as checkpoints hold it: those of Qwen3-VL-MoE have the matrices of the experts
+    (E, I, O) transposed, but square ones, which no reader could tell apart."""
+    is_expert = config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name
+    if is_expert and weight.shape[1] != weight.shape[2]:
+        return weight.transpose(1, 2)
+    return weight
+
+
+# -------------------------------------------------------------------------------------------------
+# Weights out
+# -------------------------------------------------------------------------------------------------
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether no number is infinite or NaN; in one pass, without a copy."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return True
+    # both bounds are NaN if one number is
+    return all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach()))
+
+
+@torch.no_grad()
+def export(
+    module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30
+) -> str | None:
+    """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the
+    checkpoint came with, config, tokenizer and processor files. Complete or absent: written next to
+    its place and renamed. All ranks must call.
+
+    LoRA adapters are merged, in float32, cast once, and stand in `adapter/` as well, as PEFT loads
+    them. Returns on every rank why the folder could not be written, or None.
+    """
+    model, problem = module.model, None
+    dtype = getattr(processor.config, "dtype", None) or torch.float32
+    empty = {}
+    for name, key in model.hub_names.items():
+        empty[key] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="meta")
+    empty |= {key: found for key, (_, found) in model.kept.items()}
+    plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
+    files = gather_files(model, plan.filename_to_tensors, empty)
+    if distributed.is_main():
+        aside = folder.with_name(f".{folder.name}.tmp")
+        try:
+            write_weights(aside, files, plan, model.kept)
+            write_settings(aside, model, processor)
+            if folder.exists():
+                shutil.rmtree(folder)
+            aside.rename(folder)
+            write_pointer(folder.parent / "latest", folder.name)
+        except (OSError, SafetensorError, ValueError) as error:
+            problem = str(error)
+            shutil.rmtree(aside, ignore_errors=True)  # the disk may be full of it
+    for _ in files:  # the collectives that are left, after an error as well
+        pass
+    return distributed.from_main(problem)
+
+
+def gather_files(
+    model: nn.Module, files: dict[str, list[str]], empty: dict[str, Tensor]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The files of an export, each with its tensors on rank 0, in the types of ``empty``, and with
+    none on the others; without weights that the model does not have. All ranks must iterate."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = {key: name for name, key in model.hub_names.items()}
+    adapters: dict[str, Tensor] = {}
+    for file, keys in files.items():
+        tensors = {}
+        for key in filter(names.get, keys):  # in one order on all ranks
+            name = names[key]
+            stem = name.removesuffix(".weight")
+            full = whole(parameters[name])
+            if f"{stem}.lora_A" in parameters:
+                a, b = whole(parameters[f"{stem}.lora_A"]), whole(parameters[f"{stem}.lora_B"])
+                full = full.float() + b @ a * (model.adapter["lora_alpha"] / model.adapter["r"])
+                if distributed.is_main():
+                    adapters[f"base_model.model.{stem}.lora_A.weight"] = a.cpu()
+                    adapters[f"base_model.model.{stem}.lora_B.weight"] = b.cpu()
+            if distributed.is_main():
+                full = as_in_files(model.config, name, full)
+                # copy: a tied weight stands in the files twice
+                tensors[key] = full.to(empty[key].dtype, copy=True).cpu().contiguous()
+        yield file, tensors
+    if adapters:
+        yield "adapter/adapter_model.safetensors", adapters
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter that may be sharded: a collective."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def write_weights(
+    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, kept: dict[str, tuple]
+) -> None:
+    """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
+    weight that is not finite, or one of the ``kept`` whose file is gone."""
+    if aside.is_symlink() or aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    for file, tensors in files:
+        for key in set(plan.filename_to_tensors.get(file, [])) - tensors.keys():
+            with open_weights(kept[key][0]) as source:
+                tensors[key] = source.get_tensor(key)
+        for name, tensor in tensors.items():
+            if not is_finite(tensor):
+                raise ValueError(f"{name} is not finite")
+        (aside / file).parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, aside / file, metadata={"format": "pt"})
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def write_settings(aside: Path, model: nn.Module, processor: Processor) -> None:
+    """The small files of an export, and everything durable."""
+    adapter: dict[str, Any] | None = getattr(model, "adapter", None)
+    if adapter:
+        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter, indent=2))
+    processor.config.save_pretrained(aside)
+    processor.save(str(aside))
+    for path in aside.rglob("*.safetensors"):  # safetensors 0.8 writes them for their owner alone
+        shutil.copymode(aside / "config.json", path)
+    for path in (aside, *aside.rglob("*")):
+        sync_folder(path)

@@ -1,0 +1,115 @@
+"""Rewards from a server over HTTP; the README of common has the contract."""
+
+import base64
+import io
+import json
+import re
+import time
+from http.client import HTTPException
+from urllib import request
+
+from common.data.images import read_frames
+from common.distributed import UserError
+from common.flags import RewardArgs
+
+URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
+FRAMES = 16  # of a video, that a server gets
+
+
+class RewardError(ValueError):
+    """A source of rewards failed; ``sample`` is the number of the sample at fault, if it is
+    known."""
+
+    def __init__(self, problem: str, sample: int = 0):
+        super().__init__(problem)
+        self.sample = sample
+
+
+class Server:
+    """A reward server as a reward function.
+
+    Time-outs, lost connections and answers 5xx may pass and are tried again; any other answer but a
+    valid one is a RewardError at once. No proxy, redirect or password is used.
+    """
+
+    def __init__(self, url: str, args: RewardArgs):
+        """Raises UserError: a URL that cannot be asked."""
+        self.url, self.retries = url, args.remote_retries
+        self.timeout = args.reward_timeout / 2  # of one try, seconds
+        if not URL.fullmatch(url):
+            raise UserError(
+                f"--reward {url}: expected http://host:port/path or https://..., without spaces,"
+                " user name or #"
+            )
+        # Not build_opener, which follows redirects and proxies of environment variables.
+        self.opener = request.OpenerDirector()
+        self.opener.add_handler(request.HTTPHandler())
+        self.opener.add_handler(request.HTTPSHandler())
+
+    def __call__(self, prompts, responses, references, labels, images) -> dict[str, list[float]]:
+        encoded = {item: encode_image(item) for item in set().union(*images)}
+        question = {
+            "queries": [prompt + response for prompt, response in zip(prompts, responses)],
+            "prompts": prompts,
+            "responses": responses,
+            "references": references,
+            "labels": labels,
+            "images": [[encoded[item] for item in items] for items in images],
+        }
+        return read_answer(self.ask(json.dumps(question).encode()))
+
+    def ask(self, body: bytes) -> bytes:
+        """The server's answer with status 200, after as many tries as --remote_retries allow."""
+        for attempt in range(self.retries + 1):
+            try:
+                status, answer = self.post(body)
+                if status == 200:
+                    return answer
+                problem = f"HTTP {status}: {answer[:500].decode(errors='replace')!r}"
+                if status < 500:
+                    raise RewardError(f"the server answered {problem}")
+            except (OSError, HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < self.retries:
+                pause = 0.5 * 2 ** min(attempt, 4)
+                print(
+                    f"--reward {self.url}: {problem}; retry {attempt + 1} of {self.retries} in"
+                    f" {pause:g} s",
+                    flush=True,
+                )
+                time.sleep(pause)
+        raise RewardError(
+            f"no answer in {self.retries + 1} tries (--remote_retries), at last {problem}"
+        )
+
+    def post(self, body: bytes) -> tuple[int, bytes]:
+        """One try: the status and the answer."""
+        asked = request.Request(self.url, body, {"Content-Type": "application/json"})
+        with self.opener.open(asked, timeout=self.timeout) as response:
+            return response.status, response.read()
+
+
+def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
+    """An image, upright and RGB, as PNG in base64; of a video a list of up to FRAMES frames."""
+    encoded = []
+    for image in read_frames([item], FRAMES):
+        file = io.BytesIO()
+        image.save(file, "PNG", compress_level=1)
+        encoded.append(base64.b64encode(file.getvalue()).decode())
+    return encoded[0] if isinstance(item, str) else encoded
+
+
+def read_answer(answer: bytes) -> dict[str, list[float]]:
+    """{"rewards": [...], further components} of an answer, as a reward function returns them; the
+    lists are not looked at. Raises RewardError."""
+    try:
+        columns = json.loads(answer)
+    except ValueError as error:
+        begins = answer[:500].decode(errors="replace")
+        raise RewardError(f"the server's answer is not JSON ({error}): {begins!r}") from error
+    if not isinstance(columns, dict) or "rewards" not in columns or "reward" in columns:
+        raise RewardError(
+            'the server must answer {"rewards": [...]}, with components beside it or not:'
+            f" {columns!r:.500}"
+        )
+    return {"reward": columns.pop("rewards")} | columns

@@ -1,0 +1,157 @@
+r"""Rules that score a response by its text alone.
+
+    extract_answer    the last `\boxed{...}`, or <answer>...</answer>
+    answers_equal     text, choice letters, numbers, fractions, ordered lists
+    rule_reward       a rule as a reward function
+
+For roots, units and expressions there is launch/reward_math.py.
+"""
+
+import re
+from fractions import Fraction
+
+
+ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
+RULES = ("exact", "boxed", "answer", "verdict")
+BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
+MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
+SPELLINGS = [  # applied in this order to lower-case text
+    (re.compile(pattern, re.ASCII), new)
+    for pattern, new in (
+        ("−", "-"),
+        (r"(?<=\d)\\,(?=\d{3})|\\!|\\?\$", ""),  # 12\,345   $5
+        (r"\\(?:left|right)(?![a-z])|\\[,;: ]|~", " "),
+        (r"\{,\}", ","),
+        (r"^\\boxed ?\{(.*)\}$", r"\1"),
+        (r"\\(?:text[a-z]*|math[a-z]+|mbox) ?\{([^{}]*)\}", r" \1 "),
+        (r"\\([{}%])", r"\1"),
+        (r"\\[dt]frac", r"\\frac"),
+        (r" +(?!\w)|(?<![\w,]) +", ""),  # the other spaces have a meaning: "1 2" is not "12"
+        (r"^\(?([a-z])\)?[.:]?$|\.+$", r"\1"),  # a choice is its letter: (b)   b.   b:
+    )
+]
+NUMBER = r"(?:(?:[1-9]\d{0,2}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)"
+QUOTIENT = re.compile(rf"([+-]?{NUMBER})(?:/({NUMBER}))?", re.ASCII)
+FRACTION = re.compile(
+    rf"^([+-]?)\\frac ?(?:\{{([+-]?{NUMBER})\}}|(\d)) ?(?:\{{({NUMBER})\}}|(\d))$", re.ASCII
+)
+
+
+def extract_answer(response: str, rule: str) -> str | None:
+    r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer");
+    None without one."""
+    if rule == "answer":
+        found = ANSWER.findall(response)
+        return found[-1].strip() if found else None
+    opened: list[tuple[int, bool]] = []  # where the content of each brace begins; whether of a box
+    last = (-1, -1)
+    for match in BRACES.finditer(response):
+        if match[0] == "}" and opened:
+            start, is_box = opened.pop()
+            if is_box:
+                last = max(last, (start, match.start()))
+        elif match[0] == "{" or match[0].startswith(r"\boxed"):
+            opened.append((match.end(), match[0] != "{"))
+    return response[slice(*last)].strip() if last[0] >= 0 else None
+
+
+def format_score(response: str, rule: str) -> float:
+    """1.0 for exactly one `<think>...</think>` with an answer, not an empty one, after it; else
+    0.0."""
+    thought, closed, rest = response.partition("</think>")
+    if not closed or thought.count("<think>") != 1:
+        return 0.0
+    if "<think>" in rest or "</think>" in rest:
+        return 0.0
+    return float(bool(extract_answer(rest, rule)))
+
+
+def answers_equal(given: str, reference: str) -> bool:
+    """Whether two answers agree as text, choice letter, number or ordered list; never raises.
+
+    Case, spaces and LaTeX spelling do not count. A percentage equals its hundredth and its bare
+    number. An empty answer equals nothing.
+    """
+    if max(len(given), len(reference)) > MAX_ANSWER:
+        return same_words(given, reference)
+    a, b = _spelled(given), _spelled(reference)
+    if not a or not b:
+        return False
+    if _equal(a, b):
+        return True
+    # Elements of a list, its brackets and commas.
+    left, right = (re.split(r"([()\[\],]) ?", text) for text in (a, b))
+    return len(left) == len(right) and all(map(_equal, left, right))
+
+
+def _spelled(text: str) -> str:
+    text = " ".join(text.lower().split())
+    for pattern, new in SPELLINGS:
+        text = pattern.sub(new, text)
+    return text
+
+
+def _equal(a: str, b: str) -> bool:
+    if a == b:
+        return True
+    x, y = parse_number(a.removesuffix("%")), parse_number(b.removesuffix("%"))
+    if x is None or y is None:
+        return False
+    scale = Fraction(100) ** (b.endswith("%") - a.endswith("%"))
+    tolerance = Fraction(1, 10**6) if "." in a + b else 0
+    return any(abs(value - y) <= tolerance * abs(y) for value in (x, x * scale))
+
+
+def parse_number(text: str) -> Fraction | None:
+    r"""Value of -1,234.5, 3/4, \frac{3}{4} and the like; None for any other text."""
+    match = QUOTIENT.fullmatch(FRACTION.sub(r"\1\2\3/\4\5", text))
+    if not match:
+        return None
+    over, under = (Fraction((side or "1").replace(",", "")) for side in match.groups())
+    return over / under if under else None
+
+
+def rule_reward(
+    rule: str, prompts, responses, references, labels, images
+) -> dict[str, list[float]]:
+    """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer>
+    is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format;
+    parsed: whether there is one."""
+    pairs = list(zip(responses, references))
+    if rule == "exact":
+        accuracy = [float(same_words(response, reference)) for response, reference in pairs]
+        return {"reward": accuracy, "accuracy": accuracy}
+    if rule == "verdict":
+        said = [parse_verdict(response, "last", None) for response in responses]
+        right = [parse_verdict(response, "last", [verdict]) for response, verdict in pairs]
+        accuracy = [float(verdict is not None) for verdict in right]
+        formats = [float(verdict is not None) for verdict in said]
+        return {"reward": accuracy, "accuracy": accuracy, "format": formats}
+    answers = [extract_answer(response, rule) for response in responses]
+    accuracy = [float(answers_equal(a or "", b)) for a, b in zip(answers, references)]
+    formats = [format_score(response, rule) for response in responses]
+    parsed = [float(answer is not None) for answer in answers]
+    rewards = [0.9 * right + 0.1 * formed for right, formed in zip(accuracy, formats)]
+    return {"reward": rewards, "accuracy": accuracy, "format": formats, "parsed": parsed}
+
+
+def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:
+    """The verdict of a judgement: one of ``verdicts`` (None: any text), numbers by their value;
+    None if there is none."""
+    found = ANSWER.findall(text)
+    said = found[0 if which == "first" else -1].strip() if found else ""
+    if verdicts is None:
+        return said or None
+    return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(said))
+
+
+def same_words(given: str, reference: str) -> bool:
+    """Equality up to case and white space."""
+    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
+
+
+def _spelling(verdict: str) -> str:
+    try:
+        return f"{float(verdict):g}"
+    except ValueError:
+        return verdict.lower()
