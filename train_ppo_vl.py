@@ -236,7 +236,7 @@ class RolloutArgs:
         low=1,
     )
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
-    max_new_tokens: int = flag(1024, "longest response, tokens", low=1)
+    max_new_tokens: int = flag(512, "longest response, tokens", low=1)
     min_new_tokens: int = flag(
         0,
         "shortest response, tokens: before that, stop tokens are banned and stop strings deferred",

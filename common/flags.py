@@ -559,7 +559,7 @@ class DataArgs:
         "a.jsonl:0.7,b.jsonl:0.3",
     )
     eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation", neutral=True)
-    prompts_per_step: int = flag(128, "prompts per step, over all ranks", low=1)
+    prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
         4096,
         "longest prompt (of the reward model: with its target), tokens with image tokens; longer "
@@ -688,7 +688,7 @@ class EnvArgs:
 class OptimArgs:
     """optimizer"""
 
-    steps: int = flag(1000, "steps of the run", low=1)
+    steps: int = flag(100, "steps of the run", low=1)
     lr_schedule: str = flag(
         "constant", "learning rate after the warm-up", choices=("constant", "linear", "cosine")
     )

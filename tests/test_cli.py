@@ -149,11 +149,11 @@ REFUSED = {
     "--reference_every 5": "--reference_every is of no use without a --kl_coef above 0",
     "--reference_every 5 --kl_coef 0.1 --lora_rank 4": "--reference_every and --lora_rank: choose one",
     "--kl_target 0.1": "--kl_target is of no use without a --kl_coef above 0",
-    "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 100": "--kl_horizon",       # 512 samples would turn the weight negative
+    "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 20": "--kl_horizon",        # 128 samples would turn the weight negative
     "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",
     "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
     "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
-    "--max_tokens_per_pack 5119": "--max_prompt_tokens + --max_new_tokens = 5120",
+    "--max_tokens_per_pack 4607": "--max_prompt_tokens + --max_new_tokens = 4608",
     "--profile 5 --steps 4": "--profile 5 exceeds --steps 4",
     "--min_pixels 9 --max_pixels 8": "--min_pixels exceeds --max_pixels",
     "--eval_only": "--eval_only needs --eval_data",
@@ -291,7 +291,7 @@ def test_all_problems_are_told_at_once():
 def test_flags_that_are_no_contradiction():
     for line in ("--advantage reinforce++ --samples_per_prompt 1", "--advantage gae --samples_per_prompt 1",
                  "--dual_clip 0",
-                 "--max_tokens_per_pack 5120", "--prompts_per_step 12 --minibatches 4", "--min_pixels 9",
+                 "--max_tokens_per_pack 4608", "--prompts_per_step 12 --minibatches 4", "--min_pixels 9",
                  "--clip_low 1",
                  '--stop_strings ["a","b"]', "--kl_coef 0.1 --kl_target 0.1 --reference_model m", "--no-save_blocking"):
         ppo.parse_args(NEEDED + line.split())

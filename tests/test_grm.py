@@ -827,7 +827,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "steps": 2500}))
     steps = lambda *more: grm.count_steps(grm.parse_args(["--config", str(path), *more]), 128).optim.steps  # noqa: E731
-    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 1, 7)
+    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 4, 7)
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "prompts_per_step": 64}))
     assert (steps(), steps("--max_epochs", "1"), steps("--steps", "7")) == (4, 2, 7)
 
