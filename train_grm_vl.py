@@ -482,7 +482,6 @@ def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Judg
         least_pack=args.data.max_prompt_tokens,
         batch=args.eval.eval_batch if rows.held_out else 0,
         new_tokens=args.eval.eval_max_new_tokens,
-        saves=args.checkpoint.save_every != 0 and not args.run.eval_only,
     )
 
 

@@ -1083,16 +1083,7 @@ def memory_plan(
         exact_kl=args.exact_kl_in_loss,
         critique_tokens=args.reward.grm_max_new_tokens if args.reward.grm_mode == "critique" else 0,
         trains=not args.run.eval_only,
-        saved=saved_roles(args),
     )
-
-
-def saved_roles(args: Args) -> tuple[str, ...]:
-    """The roles whose weights are in a checkpoint."""
-    if args.run.eval_only or args.checkpoint.save_every == 0:
-        return ()
-    moving = ("reference",) if args.algorithm.reference_every else ()
-    return ("actor", "critic", *moving)
 
 
 def load_models(

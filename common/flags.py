@@ -511,8 +511,8 @@ class ModelArgs:
     )
     gradient_checkpointing: str = flag(
         "auto",
-        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU "
-        "if the run would not fit otherwise, never on a CPU",
+        "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, "
+        "never on a CPU (launch/plan.py says what is fastest)",
         choices=("auto", "on", "off"),
         neutral=True,
     )

@@ -59,14 +59,32 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         f"{own.gpus} GPUs, {args.run.hsdp or own.gpus} shards, rows of "
         f"{args.model.max_tokens_per_pack} tokens:"
     )
-    fit = budget.decide(needed, args.model, own.gib)
-    host = needed.host_bytes() * own.gpus / budget.GIB
-    lines += [*budget.memory_table(fit.phases), *fit.lines]
-    lines.append(f"host memory that saves and --offload need, all ranks: {host:.1f} GiB")
+    choice = budget.choice_of(needed, args.model, "cuda")
+    peak, phase = budget.peak_of(needed, choice, own.gib)
+    lines += memory_table(needed.phases(choice, own.gib * budget.GIB))
+    lines.append(f"peak: {peak:.1f} of {own.gib:.4g} GiB, in {phase}")
+    advice = budget.advise(needed, args.model.max_tokens_per_pack, own.gib)
     print(*lines, sep="\n", flush=True)
-    if fit.problem:
-        raise UserError(fit.problem)
-    return {"plan/peak_gib": fit.peak}
+    if peak > own.gib:
+        raise UserError(f"does not fit; {advice}")
+    print(advice, flush=True)
+    return {"plan/peak_gib": peak}
+
+
+def memory_table(phases: budget.Phases) -> list[str]:
+    """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
+    columns = {}
+    for name, parts in phases.items():
+        whole = parts | {"reserved": budget.RESERVED_GIB * budget.GIB}
+        columns[name] = whole | {"total": budget.total(whole)}
+    parts = [part for column in phases.values() for part in column]
+    rows = [*dict.fromkeys(parts), "reserved", "total"]
+    width = max(map(len, ["GiB per GPU", *rows]))
+    lines = ["GiB per GPU".ljust(width) + "".join(f"{name:>15}" for name in phases)]
+    for row in rows:
+        cells = [f"{part[row] / budget.GIB:.2f}" if row in part else "" for part in columns.values()]
+        lines.append(row.ljust(width) + "".join(f"{cell:>15}" for cell in cells))
+    return lines
 
 
 META = torch.device("meta")

@@ -29,7 +29,6 @@ import transformers
 import check_kernels
 import toy
 from common import distributed
-from common.model import memory
 from common.data.folder import read_json
 from common.logging import read_records
 from common.distributed import UserError
@@ -222,7 +221,7 @@ def describe_machine() -> dict[str, Any]:
     """What a bug report has to say. torch asks nvidia-smi: no memory of a GPU is taken here."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return {"torch": torch.__version__, "transformers": transformers.__version__, "flash_attn": flash_attn_problem(),
-            "host_free_gib": (memory.free_on_host() or 0) / 2**30, "git": commit.stdout.strip(),
+            "git": commit.stdout.strip(),
             "environment": torch.utils.collect_env.get_pretty_env_info().splitlines()}
 
 

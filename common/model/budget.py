@@ -1,18 +1,14 @@
 """Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
 
     PolicyMemory, JudgeMemory   what the steps of either script need: `phases`
-    decide                      gradient checkpointing; or why the run does not fit
-    check                       the same on a GPU, before a weight is read; and the host's memory
-    memory_table                a plan as a table, for launch/plan.py
+    fastest                     the fastest setting that fits, for launch/plan.py
+    check                       whether a run fits, on a GPU, before a weight is read
 
 The formulas of each part are in `common.model.memory`.
 """
 
-import bisect
-import functools
-import os
 from dataclasses import dataclass
-from typing import Callable, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -27,6 +23,7 @@ from common.model.attention import slot_bytes
 RESERVED_GIB = 2.0
 GIB = 2**30
 PACK_UNIT = 256  # tokens; the sizes of packs that are suggested are multiples of it
+SPARE = 0.08  # of a GPU, for what the formulas do not know
 
 Phases = dict[str, dict[str, float]]  # bytes on a GPU by phase and part
 
@@ -70,8 +67,6 @@ class PolicyMemory:
     exact_kl: bool
     critique_tokens: int
     trains: bool
-    saved: tuple[str, ...]  # roles in checkpoints
-    offloads: ClassVar[tuple[str, ...]] = ("optimizer", "all")
 
     def __post_init__(self):
         self.modules = list(self.models.values())
@@ -142,16 +137,6 @@ class PolicyMemory:
         parts = update_bytes(module, self.held[role, "Adam"], choice)
         return self.resident(choice.offload, *busy) | parts
 
-    def host_bytes(self) -> float:
-        """Of host memory per rank: the copy that a save makes, and what is offloaded."""
-        copied = kept = 0.0
-        for (role, part), size in self.held.items():
-            if role in self.saved:
-                copied += staged_bytes(part, size, self.held.get((role, "Adam"), 0))
-            if is_offloaded(role, part, self.offload):
-                kept += size
-        return copied + kept
-
 
 @dataclass(frozen=True)
 class JudgeMemory:
@@ -170,9 +155,7 @@ class JudgeMemory:
     least_pack: int
     batch: int
     new_tokens: int
-    saves: bool
     offload: ClassVar[str] = "none"
-    offloads: ClassVar[tuple[str, ...]] = ()
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -195,12 +178,6 @@ class JudgeMemory:
         phases = {"update": self.held | update}
         return phases | {"evaluate": self.held | evaluation} if self.batch else phases
 
-    def host_bytes(self) -> float:
-        if not self.saves:
-            return 0.0
-        adam = self.held["Adam"]
-        return sum(staged_bytes(part, size, adam) for part, size in self.held.items())
-
 
 def total(parts: dict[str, float]) -> float:
     return sum(parts.values())
@@ -220,142 +197,70 @@ def is_offloaded(role: str, part: str, offload: str) -> bool:
     return offload == "all" and role not in ("actor", "critic")
 
 
-def staged_bytes(part: str, size: float, adam: float) -> float:
-    """What a checkpoint has of a part of a role: trained weights and their optimizer, or all
-    weights of a role without one; never the tower that is not trained."""
-    if part == "tower":
-        return 0.0
-    if part == "weights" and adam:
-        return min(size, adam / 2)
-    return size
-
-
 # -------------------------------------------------------------------------------------------------
 # Whether it fits
 # -------------------------------------------------------------------------------------------------
 
 
-class Fit(NamedTuple):
-    """What `decide` found: how layers are computed, the phases so, and what to say."""
-
-    choice: Choice
-    phases: Phases
-    peak: float  # GiB
-    lines: list[str]  # the peak and its phase, and what gradient checkpointing does to it
-    problem: str  # why the run does not fit, and what would help; "" if it does
-
-
 Plan = PolicyMemory | JudgeMemory
 
 
-def peak_of(plan: Plan, gib: float, choice: Choice) -> float:
-    """GiB of the largest phase, with what is reserved."""
-    return max(map(total, plan.phases(choice, gib * GIB).values())) / GIB + RESERVED_GIB
-
-
-def decide(plan: Plan, args: ModelArgs, gib: float) -> Fit:
-    """Choose gradient checkpointing where it is left open, for GPUs with ``gib`` GiB."""
-    peak = functools.partial(peak_of, plan, gib)
-    without = Choice(False, args.max_tokens_per_pack, plan.offload)
-    wanted = {"on": True, "off": False}.get(args.gradient_checkpointing)
-    choice = without._replace(checkpointing=peak(without) > gib if wanted is None else wanted)
-    other = peak(choice._replace(checkpointing=not choice.checkpointing))
-    said = f"gradient checkpointing: off; with it the peak is {other:.1f} GiB"
-    if choice.checkpointing:
-        said = f"gradient checkpointing: on; without it the peak is {other:.1f} GiB"
-        pack = largest_pack(peak, without, plan.least_pack, gib)
-        if pack:
-            said += f"; with --max_tokens_per_pack {pack} it would fit without"
+def peak_of(plan: Plan, choice: Choice, gib: float) -> tuple[float, str]:
+    """GiB of the largest phase on a GPU with ``gib``, with what is reserved; and its name."""
     phases = plan.phases(choice, gib * GIB)
-    where, needed = max(phases, key=lambda name: total(phases[name])), peak(choice)
-    line, problem = f"peak: {needed:.1f} of {gib:.4g} GiB, in {where}: ", ""
-    if needed <= gib:
-        line += f"fits, {gib - needed:.1f} GiB to spare"
-    else:
-        line += f"does not fit by {needed - gib:.1f} GiB"
-        problem = f"{line}; {advise(plan, choice, gib)}"
-    return Fit(choice, phases, needed, [line, said], problem)
+    name = max(phases, key=lambda name: total(phases[name]))
+    return total(phases[name]) / GIB + RESERVED_GIB, name
 
 
-def largest_pack(peak: Callable, choice: Choice, least: int, gib: float) -> int:
-    """The largest --max_tokens_per_pack, not above the run's own, with which it fits; 0: none that
-    holds ``least`` tokens."""
-    sizes = range(-(-least // PACK_UNIT) * PACK_UNIT, choice.tokens + 1, PACK_UNIT)
-    fitting = bisect.bisect(sizes, False, key=lambda n: peak(choice._replace(tokens=n)) > gib)
-    return sizes[fitting - 1] if fitting else 0
+def choice_of(plan: Plan, args: ModelArgs, device: str) -> Choice:
+    """What the flags say; layers are recomputed on a GPU unless --gradient_checkpointing is off."""
+    wanted = {"on": True, "off": False}.get(args.gradient_checkpointing, device == "cuda")
+    return Choice(wanted, args.max_tokens_per_pack, plan.offload)
 
 
-def advise(plan: Plan, choice: Choice, gib: float) -> str:
-    """Which flags would make a run fit that does not: smaller packs before --offload."""
-    peak = functools.partial(peak_of, plan, gib)
-    for offload in (choice.offload, *plan.offloads):
-        option = choice._replace(checkpointing=True, offload=offload)
-        pack = option.tokens
-        if peak(option) > gib:
-            pack = largest_pack(peak, option, plan.least_pack, gib)
-        if pack:
-            flags = "--gradient_checkpointing on"
-            if pack < option.tokens:
-                flags += f" --max_tokens_per_pack {pack}"
-            if offload != choice.offload:
-                flags += f" --offload {offload}"
-            return f"what would help: {flags}"
-    return "no pack is small enough: it needs more or larger GPUs, or adapters (--lora_rank)"
+def fastest(plan: Plan, most: int, gib: float) -> Choice | None:
+    """The fastest setting that leaves a share `SPARE` of the memory free: without recomputation if
+    any pack fits so, and the largest pack of at most ``most`` tokens. None: nothing fits."""
+    sizes = range(-(-plan.least_pack // PACK_UNIT) * PACK_UNIT, most + 1, PACK_UNIT)
+    for checkpointing in (False, True):
+        for tokens in reversed(sizes):
+            choice = Choice(checkpointing, tokens, plan.offload)
+            if peak_of(plan, choice, gib)[0] <= (1 - SPARE) * gib:
+                return choice
+    return None
+
+
+def advise(plan: Plan, most: int, gib: float) -> str:
+    """The flags of `fastest`, or what else would help."""
+    choice = fastest(plan, most, gib)
+    if choice is None:
+        return "no pack is small enough: use --offload, more or larger GPUs, or --lora_rank"
+    checkpointing = "on" if choice.checkpointing else "off"
+    return (
+        f"fastest with {SPARE:.0%} to spare: --gradient_checkpointing {checkpointing} "
+        f"--max_tokens_per_pack {choice.tokens}"
+    )
 
 
 def check(plan: Plan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
     """Before weights are read on a GPU: hold the plan against the memory that is free on the
-    fullest of them, and a save against that of the host. Says the peak, and returns whether layers
-    are computed again in the backward pass.
+    fullest of them, and say its peak. Returns whether layers are recomputed.
 
     Raises:
-        UserError: on all ranks: the run does not fit, and what would help.
+        UserError: on all ranks: the run does not fit, and what would.
     """
+    choice = choice_of(plan, args, ranks.device.type)
     if ranks.device.type != "cuda":
-        return args.gradient_checkpointing == "on"
+        return choice.checkpointing
     layer = max(memory.gathered_bytes(module)[1] for module in plan.modules)
     distributed.warm_up(ranks, layer)
     memory.release()
     free, _ = torch.cuda.mem_get_info()
     gib = min(distributed.gather_objects(free)) / GIB
-    fit = decide(plan, args, gib)
-    if fit.problem:
-        raise UserError(f"memory of the GPUs: {fit.problem}")
+    peak, phase = peak_of(plan, choice, gib)
+    line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
+    if peak > gib:
+        raise UserError(f"{line}, does not fit; {advise(plan, args.max_tokens_per_pack, gib)}")
     if distributed.is_main():
-        print("memory per GPU,", "; ".join(fit.lines), flush=True)
-    check_host(plan.host_bytes())
-    return fit.choice.checkpointing
-
-
-def check_host(needed: float) -> None:
-    """Raises UserError on all ranks if ``needed`` bytes for each of its ranks are more than some
-    machine has."""
-    processes, free = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), memory.free_on_host()
-    with distributed.raise_on_all_ranks():
-        if free is not None and needed * processes > free:
-            raise ValueError(
-                f"saves (and --offload) need {needed * processes / GIB:.1f} GiB of host memory for "
-                f"the {processes} ranks of a machine, but {free / GIB:.1f} GiB are free: use more "
-                "machines, offload less, or pass --save_every 0"
-            )
-
-
-# -------------------------------------------------------------------------------------------------
-# The table
-# -------------------------------------------------------------------------------------------------
-
-
-def memory_table(phases: Phases) -> list[str]:
-    """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
-    columns = {}
-    for name, parts in phases.items():
-        whole = parts | {"reserved": RESERVED_GIB * GIB}
-        columns[name] = whole | {"total": total(whole)}
-    parts = [part for column in phases.values() for part in column]
-    rows = [*dict.fromkeys(parts), "reserved", "total"]
-    width = max(map(len, ["GiB per GPU", *rows]))
-    lines = ["GiB per GPU".ljust(width) + "".join(f"{name:>15}" for name in phases)]
-    for row in rows:
-        cells = [f"{column[row] / GIB:.2f}" if row in column else "" for column in columns.values()]
-        lines.append(row.ljust(width) + "".join(f"{cell:>15}" for cell in cells))
-    return lines
+        print(line, flush=True)
+    return choice.checkpointing

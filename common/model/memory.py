@@ -6,7 +6,6 @@ up.
 
 import resource
 import sys
-from pathlib import Path
 from typing import Iterable
 
 import torch
@@ -91,25 +90,6 @@ def without_margin(free: float) -> float:
     """Bytes that the slots of a rollout may take of those that are free: a tenth of them, and at
     least 2 GiB, stay for fragments of torch's cache, NCCL's buffers and CUDA graphs."""
     return free - max(0.1 * free, MARGIN)
-
-
-def free_on_host(root: Path = Path("/")) -> float | None:
-    """Bytes of host memory that this machine, and the container of this process, have left; None
-    where that cannot be read (it is read as Linux tells it)."""
-    try:
-        meminfo = (root / "proc/meminfo").read_text()
-    except OSError:
-        return None
-    fields = dict(line.split(":") for line in meminfo.splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    group = root / "sys/fs/cgroup"  # of version 2; a container has it as its own
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such limit, or "max": none
-        return free
-    return min(free, limit - used + int(stat["file"]))  # files are dropped from memory when needed
 
 
 # -------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 INK, GREY, PAPER, BLUE = "#1f2933", "#7b8794", "#ffffff", "#1d4ed8"
 WIDTH, MARGIN = 480, 18  # of a card
 IMAGE_HEIGHT = 224  # at most
+SIZE = 14  # of the text
 CHARACTERS = 64  # of a line
 LINES = 32  # of a card, at most
 
@@ -23,21 +24,26 @@ def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Ima
     """A picture of a sample: its images side by side, what was said, and a caption in blue (what it
     earned)."""
     fitted = fit_images(images)
-    band = max((image.height + MARGIN for image in fitted), default=0)
-    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    y, parts = band + MARGIN, []
-    for lines, colour in ((wrap(text, LINES), INK), (wrap(caption, 4), BLUE)):
-        parts.append((y, "\n".join(lines), colour))
-        y = int(draw.multiline_textbbox((MARGIN, y), parts[-1][1], font(14))[3]) + MARGIN
-    card = Image.new("RGB", (WIDTH, y), PAPER)
+    said = "\n".join(wrap(text, LINES))
+    earned = "\n".join(wrap(caption, 4))
+    text_top = MARGIN + max((image.height + MARGIN for image in fitted), default=0)
+    caption_top = text_top + text_height(said) + MARGIN
+    height = caption_top + text_height(earned) + MARGIN
+    card = Image.new("RGB", (WIDTH, height), PAPER)
     x = MARGIN
     for image in fitted:
         card.paste(image, (x, MARGIN))
         x += image.width + MARGIN
     draw = ImageDraw.Draw(card)
-    for y, lines, colour in parts:
-        draw.multiline_text((MARGIN, y), lines, font=font(14), fill=colour)
+    draw.multiline_text((MARGIN, text_top), said, font=font(SIZE), fill=INK)
+    draw.multiline_text((MARGIN, caption_top), earned, font=font(SIZE), fill=BLUE)
     return card
+
+
+def text_height(lines: str) -> int:
+    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
+    _, top, _, bottom = draw.multiline_textbbox((0, 0), lines, font(SIZE))
+    return int(bottom - min(top, 0))
 
 
 def fit_images(images: list[Image.Image]) -> list[Image.Image]:

@@ -88,11 +88,18 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         for name, value in record["components"].items():
             columns.setdefault(f"eval/{name}_reward_mean", []).append(value)
     metrics = {name: sum(values) / len(values) for name, values in sorted(columns.items())}
+    return metrics | (solved_shares(records, count) if count > 1 else {})
+
+
+def solved_shares(records: list[dict], count: int) -> dict[str, float]:
+    """pass@count, for each component named accuracy."""
     names = {name for record in records for name in record["components"]}
-    for name in sorted(names) if count > 1 else ():
-        if name.split("/")[-1] == "accuracy":
-            graded = [record for record in records if name in record["components"]]
-            solved = {record["index"] for record in graded if record["components"][name] >= 1}
-            share = len(solved) / len({record["index"] for record in graded})
-            metrics[f"eval/{name.removesuffix('accuracy')}pass@{count}"] = share
-    return metrics
+    shares = {}
+    for name in sorted(names):
+        if name.split("/")[-1] != "accuracy":
+            continue
+        graded = [record for record in records if name in record["components"]]
+        prompts = {record["index"] for record in graded}
+        solved = {record["index"] for record in graded if record["components"][name] >= 1}
+        shares[f"eval/{name.removesuffix('accuracy')}pass@{count}"] = len(solved) / len(prompts)
+    return shares
