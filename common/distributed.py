@@ -159,6 +159,12 @@ class Output:
 # -------------------------------------------------------------------------------------------------
 
 
+OUT_OF_MEMORY = (
+    "the GPU is out of memory: lower --max_tokens_per_pack or --slots, or pass "
+    "--gradient_checkpointing on or --offload optimizer"
+)
+
+
 def run_main(program: Callable[[], Any]) -> None:
     """Run a script's main; what it raises becomes one message and an exit code."""
     die_with_torchrun()
@@ -181,7 +187,11 @@ def run_main(program: Callable[[], Any]) -> None:
             raise
         except (Exception, SystemExit):  # a SystemExit of user code, whatever its code, is an error
             traceback.print_exc()
-            tell_torchrun(traceback.format_exc())
+            message = traceback.format_exc()
+            if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+                message = OUT_OF_MEMORY
+                print(message, file=sys.stderr, flush=True)
+            tell_torchrun(message)
             os._exit(1)  # no destructor may wait for the other ranks
     leave_group()
 
