@@ -120,14 +120,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                     fill_logprobs_and_values(batch, actor, critic, reference, args)
                 with logging.timer("advantages"):
                     metrics |= compute_advantages(batch, state, args)
-                if critic is not None:
-                    with logging.timer("update_critic"):
-                        metrics |= update_critic(trainables["critic"], batch, step + 1, args)
-                if step >= args.update.critic_warmup_steps:
-                    with logging.timer("update_actor"):
-                        metrics |= update_actor(
-                            trainables["actor"], reference, batch, step + 1, rows.text, args
-                        )
+                metrics |= update_models(trainables, reference, batch, step + 1, rows.text, args)
             move_reference(step + 1, actor, reference, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
@@ -1506,6 +1499,26 @@ def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor
     lengths = batch.per_sample_sum(mask) * in_minibatch
     per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
     return per_sample.float().repeat_interleave(batch.lengths) * mask  # (N,)
+
+
+def update_models(
+    trainables: dict[str, fsdp.Trainable],
+    reference: Policy | None,
+    batch: Batch,
+    step: int,
+    text: TextRows | None,
+    args: Args,
+) -> dict[str, float]:
+    """The updates of 1-based ``step``: of the critic, and of the actor once the critic has had its
+    steps alone. Returns their metrics."""
+    metrics: dict[str, float] = {}
+    if "critic" in trainables:
+        with logging.timer("update_critic"):
+            metrics |= update_critic(trainables["critic"], batch, step, args)
+    if step > args.update.critic_warmup_steps:
+        with logging.timer("update_actor"):
+            metrics |= update_actor(trainables["actor"], reference, batch, step, text, args)
+    return metrics
 
 
 def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> dict[str, float]:
