@@ -6,7 +6,7 @@
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-grpo-3b bash launch/geo3k_grpo.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 12:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_grpo.sh
 #
-# Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
+# Never run: only that the flags are accepted is tested (tests/launch/test_recipes.py), so there is no time and no score of ours.
 # The source, https://github.com/hiyouga/EasyR1 assets/baselines.md (v0.3.2), has test accuracies of 0.37 -> 0.48 (7B) and
 # 0.24 -> 0.38 (3B), and 145 s (7B) or 120 s (3B) per step on 8 H100 with that system.
 #

@@ -6,7 +6,7 @@
 #   MODEL=Qwen/Qwen2.5-VL-3B-Instruct OUT=runs/geo3k-ppo-3b bash launch/geo3k_ppo.sh
 #   LAUNCH="sbatch --nodes 2 --gpus-per-node 8 --exclusive --time 24:00:00 launch/train.slurm train_ppo_vl.py" bash launch/geo3k_ppo.sh
 #
-# Never run: only that the flags are accepted is tested (tests/test_recipes.py), so there is no time and no score of ours.
+# Never run: only that the flags are accepted is tested (tests/launch/test_recipes.py), so there is no time and no score of ours.
 # No public score of PPO with a critic on this task is known to us; for GRPO see launch/geo3k_grpo.sh.
 #
 # From https://github.com/opendilab/LightRFT examples/gsm8k_geo3k/run_ppo_geo3k_qwen2.5_vl_7b.sh: 128 prompts x 2 samples,

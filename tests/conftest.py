@@ -21,7 +21,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 HANDLERS = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+ROOMS = [str(ROOT / "tests" / room) for room in ("data", "model", "rewards", "envs", "launch")]    # tests borrow from each other
+sys.path[:0] = [str(ROOT), str(ROOT / "launch"), *ROOMS]
 torch.set_num_threads(1)
 
 

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, rounding
 from test_training import flags, task  # noqa: F401
 
 from common import losses
@@ -78,7 +78,7 @@ def test_an_estimator_of_ones_own(run):
         for i, advantages in enumerate(batch.split(batch.advantages)):
             own = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
             wanted = float(batch.rewards[i]) - statistics.median(own)
-            assert advantages.tolist() == pytest.approx([wanted] * len(advantages), abs=1e-6)
+            assert advantages.tolist() == pytest.approx([wanted] * len(advantages), abs=rounding(16))
     assert any(step["train/advantages_std"] > 0 for step in steps)
     two = losses.AdvantageInputs(torch.tensor([1.0, 2, 9, 5]), torch.full((4,), 0.5), 0.2, torch.ones(4, dtype=torch.int64),
                         torch.tensor([3, 3, 3, 8]))

@@ -87,7 +87,7 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
     for changes in ({}, {"max_tokens_per_pack": 110}, {"apart": True, "head_chunk": 5}):
         with computing(env.actor, **changes):
             loss, found = text_gradient(env, with_flags(env.args, ptx_labels=labels), picks)
-        assert loss == pytest.approx(expected, rel=1e-5) and distance(found, reference) < ROUNDING, changes
+        assert loss == pytest.approx(expected, rel=ROUNDING) and distance(found, reference) < ROUNDING, changes
 
 
 def test_text_labels_are_all_text(env):
@@ -120,7 +120,7 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
         assert distance(caught, {name: policy[name] + text[name] for name in policy}) < rounding(len(env.batch.tokens))
         assert distance(caught, policy) > 1e-2
         assert ("train/ptx_loss" in metrics) == applied
-        assert not applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=1e-6)
+        assert not applied or metrics["train/ptx_loss"] == pytest.approx(loss, rel=rounding(16))
     trained = Caught(env.actor, env.args)
     env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
     metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6))

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from PIL import Image
 from reward_server import LIES, RewardServer, open_pictures
 
@@ -259,7 +260,7 @@ def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp
 
 def test_the_server_runs_from_the_command_line():
     port = random.SystemRandom().randint(20000, 60000)
-    running = subprocess.Popen([sys.executable, str(Path(__file__).parent / "reward_server.py"), "--port", str(port)],
+    running = subprocess.Popen([sys.executable, str(ROOT / "tests" / "reward_server.py"), "--port", str(port)],
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
     try:
         assert running.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"

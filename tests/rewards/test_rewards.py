@@ -4,11 +4,11 @@ import random
 import threading
 import time
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from common import distributed
 from common.rewards import mix as rewards
@@ -189,7 +189,7 @@ def test_the_lines_of_a_failing_function_are_told(tmp_path):
 
 def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     """Whatever its length: the empty answer earns nothing, and a right one more than any wrong one."""
-    text = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
     program = tmp_path / "my_reward.py"
     program.write_text(text.partition("```python\n")[2].partition("```")[0])
     source = load_source(f"{program}:score")

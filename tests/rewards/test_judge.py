@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import build_rewards, start, take, write_checkpoint
+from conftest import ROUNDING, build_rewards, rounding, start, take, write_checkpoint
 from safetensors.torch import load_file, save_file
 from test_families import write_family
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
@@ -133,11 +133,11 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
                 template(kind), prompt=said_question, response_a=a, response_b=b), ["A", "B", "tie"])
                 for a, b in ((said, "1"), ("1", said)))
             expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-5)
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4 and scored.rewards[0] == scored.rewards[2]           # the same answer twice
     assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
     record = sample_records(scored, env.processor)[0]
-    assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=1e-5)
+    assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=ROUNDING)
 
 
 @pytest.mark.slow
@@ -266,7 +266,7 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "label", None)
     object.__setattr__(batch.prompts[0], "reference", "1")
     assert scored.rewards[:3].tolist() == [0.5, 2 + 4.0, 0.5]
-    assert scored.rewards[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=1e-6)
+    assert scored.rewards[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=rounding(16))
     assert scored.components.keys() == {"exact", "exact/accuracy", "length", "length/chars", "grm"}
     nan = scored.components["grm"].isnan().tolist()
     assert nan == [True] * 3 + [False] * 3 and scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
@@ -511,7 +511,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
         model.config.pad_token_id = -1                                                           # pools the last token
         with torch.no_grad():
             expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-5) and len(set(expected)) == 3
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING) and len(set(expected)) == 3
 
 
 def answer_end(processor) -> int:

@@ -218,7 +218,7 @@ def test_the_readmes_name_what_is_there():
     assert all((ROOT / path).exists() for path in re.findall(r"\b(?:launch|tests|common)/[\w/]+\.\w+", text))
 
     parity = text[text.index("**LightRFT `PPOTrainerVL`**"):]
-    tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").glob("test_*.py")}
+    tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"\b(\w+)::(\w+)", parity)
     assert len(named) > 80 and [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []
 
