@@ -56,7 +56,7 @@ from common.model import (
     memory,
     weights,
 )
-from common.rewards import judge, mix as rewards, models as reward_models, transcripts
+from common.rewards import judge, models as reward_models, scoring, transcripts
 from common.rewards.records import sample_cards, sample_records, summarise
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
@@ -68,7 +68,7 @@ GRAPH_PAYS = 2
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
+    reward = scoring.load(args.reward)  # runs the user's code before a GPU is touched
     environment = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
@@ -696,7 +696,7 @@ def load_rows(args: Args) -> Rows:
 
 
 def check_rows(
-    rows: Rows, reward: rewards.RewardMix, environment: environments.Environment | None
+    rows: Rows, reward: scoring.RewardMix, environment: environments.Environment | None
 ) -> None:
     """Raises UserError: rows that cannot be scored, or an environment that does not work with this
     model."""
@@ -811,7 +811,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
     listed["env"] = environments.absolute_env(args.env.env)
     for name in ("ptx_data", "image_root"):
         listed[name] = flags.absolute(listed[name])
-    return listed | rewards.absolute_sources(args.reward)
+    return listed | scoring.absolute_sources(args.reward)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -967,7 +967,7 @@ def build_models(
 
 
 def build_reward_models(
-    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
+    args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy
 ) -> dict[str, nn.Module]:
     """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
     name, on meta; all are frozen.
@@ -1003,7 +1003,7 @@ def build_reward_models(
 
 
 def make_reward_model(
-    source: rewards.Source,
+    source: scoring.Source,
     module: nn.Module,
     processor: data.Processor,
     shares_tower: bool,
@@ -1131,7 +1131,7 @@ def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
 
 
 def load_reward_models(
-    args: Args, reward: rewards.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
+    args: Args, reward: scoring.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> None:
     """Shard and load them. Raises UserError on every rank alike: no value head."""
     if args.run.export_only:
@@ -1176,7 +1176,7 @@ def make_trainables(
 def collect(
     actor: Policy,
     loader: data.PromptLoader,
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     sampling: Sampling,
     state: TrainState,
     args: Args,
@@ -1196,7 +1196,7 @@ def collect(
         part, tokens = sample_and_score(actor, loader, reward, sampling, args)
         parts.append(part)
         generated += tokens
-        useful += len(rewards.prompts_with_spread(part))
+        useful += len(scoring.prompts_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -1208,7 +1208,7 @@ def collect(
     }
     if args.algorithm.reward_norm:
         state.moments.update(batch.rewards)
-    with_spread = rewards.prompts_with_spread(batch)
+    with_spread = scoring.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
         without = sorted(
@@ -1226,7 +1226,7 @@ def collect(
 def sample_and_score(
     actor: Policy,
     loader: data.PromptLoader,
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     sampling: Sampling,
     args: Args,
 ) -> tuple[Batch, int]:
@@ -1781,7 +1781,7 @@ def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
 
 def evaluate(
     trainables: dict[str, fsdp.Trainable],
-    reward: rewards.RewardMix,
+    reward: scoring.RewardMix,
     rows: Rows,
     sampling: Sampling,
     state: TrainState,
@@ -1841,7 +1841,7 @@ def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
 
 
 def values_and_returns(
-    critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
+    critic: Critic, batch: Batch, reward: scoring.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
     """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
     what they earned from it on; without a KL, which evaluations do not compute, and without rows

@@ -21,7 +21,7 @@ import torch.nn as nn
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.model import budget, memory
-from common.rewards import mix as rewards
+from common.rewards import scoring
 from common.buffers import Batch, assign_blocks, make_blocks
 from common.distributed import raise_on_all_ranks
 from common.flags import Parser
@@ -105,7 +105,7 @@ class Plan(NamedTuple):
 
 def plan_ppo(flags: list[str], own: argparse.Namespace) -> Plan:
     args = with_small_files(ppo.parse_args(flags), own.gpus)
-    reward = rewards.load(args.reward)
+    reward = scoring.load(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)

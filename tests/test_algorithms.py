@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 import train_ppo_vl as ppo
 from common import distributed, flags, losses
 from common.model import fsdp
-from common.rewards import mix as common_rewards
+from common.rewards import scoring
 from common.buffers import Batch
 from common.data import loader as data
 from common.model import forward as vlm, weights as vlm_weights
@@ -518,9 +518,9 @@ def test_groups_with_spread():
     samples = hand_part(generator, 9, [2])
     samples.rewards = samples.rewards.round()
     wanted = [g for g in range(9) if len({float(s) for s, h in zip(samples.rewards, samples.prompt_index) if h == g}) > 1]
-    assert common_rewards.prompts_with_spread(samples) == wanted and 0 < len(wanted) < 8
+    assert scoring.prompts_with_spread(samples) == wanted and 0 < len(wanted) < 8
     samples.rewards = torch.full((len(samples),), 0.1) + torch.arange(len(samples)) * 1e-8           # equal up to rounding
-    assert common_rewards.prompts_with_spread(samples) == []
+    assert scoring.prompts_with_spread(samples) == []
 
 
 def test_groups_without_spread_are_counted():
@@ -530,7 +530,7 @@ def test_groups_without_spread_are_counted():
 
     def count(parts: list[Batch]) -> int:
         batch = Batch.concatenate(parts)
-        return len(batch.prompt_index.unique()) - len(common_rewards.prompts_with_spread(batch))
+        return len(batch.prompt_index.unique()) - len(scoring.prompts_with_spread(batch))
 
     for part in parts:
         part.rewards = part.rewards.round()
@@ -651,7 +651,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     """Of each prompt, whatever is sampled; also of prompts of two rollouts that were merged."""
     rollouts = max(1, limit)
     args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
-    reward = common_rewards.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
+    reward = scoring.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
     with data.PromptLoader(env.processor, args.data, order) as loader:
         samples, rolled = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)

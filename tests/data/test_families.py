@@ -27,7 +27,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
-from common.rewards import mix as rewards
+from common.rewards import scoring
 from common.buffers import Batch
 from common.data import loader as vlm_data
 from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
@@ -440,7 +440,7 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
             start(tmp_path, data, "--max_prompt_tokens", "500", *role)
     env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
     with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        build_rewards(env.args, rewards.load(env.args.reward), env.rows, env.actor, env.ranks)
+        build_rewards(env.args, scoring.load(env.args.reward), env.rows, env.actor, env.ranks)
 
 
 def test_what_our_attention_is_not_is_refused():

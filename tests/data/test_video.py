@@ -21,7 +21,7 @@ from transformers.models.qwen3_vl import video_processing_qwen3_vl as qwen3_vide
 from transformers.video_utils import VideoMetadata
 
 import train_ppo_vl as ppo
-from common.rewards import judge as judgements, mix as rewards, remote
+from common.rewards import judge as judgements, scoring, remote
 from common.flags import DataArgs
 from common.data import images as vlm_images, loader as vlm_data
 from common.model import forward as vlm
@@ -190,7 +190,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     (judge / "judge.json").write_text(json.dumps(settings))
     env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
                 "--video_fps", "3")
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     said = ["3", "a <video>", "3", "square"]
     batch = take(env, 4).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in said])

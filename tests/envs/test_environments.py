@@ -25,7 +25,7 @@ import toy
 import train_ppo_vl as ppo
 from common import distributed, losses
 from common.envs import dialogue, environments
-from common.rewards import judge as judgements, mix as rewards
+from common.rewards import judge as judgements, scoring
 from common.buffers import Conversation
 from common.distributed import LateError, Workers
 from common.model import linear_attention
@@ -392,7 +392,7 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     holds: 1 where it gave 1 or more."""
     env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]', "--reward", "env")
     batch = talk(env, "Right" if names else "Costly", 2)
-    rewards.load(env.args.reward).score(batch, env.processor)
+    scoring.load(env.args.reward).score(batch, env.processor)
     answered = torch.tensor([said.ended == "answered" for said in batch.conversations])
     assert answered.any() and torch.allclose(batch.rewards[answered], torch.tensor(0.9))
     assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
@@ -411,7 +411,7 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of the others stay."""
     recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
     env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward_recipe", recipe)
-    reward, prompts = rewards.load(env.args.reward), take(env)
+    reward, prompts = scoring.load(env.args.reward), take(env)
     prompts.prompts = [dataclasses.replace(p, label="game" if g == 0 else "quiz", reference="1") for g, p in enumerate(prompts.prompts)]
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts(own)) for own in ([1], [0])]
     for part in parts:
@@ -488,7 +488,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
     """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
     env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward",
                 f"grm:{judges[which]}", "--grm_question", "correct")
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
     batch = talk(env, name, 2, batch=take(env).select_prompts([1, 2]))
@@ -500,7 +500,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
         if said.pictures:
             expected = verdict_chances(judges[which], env.prompts[1 + int(batch.prompt_index[i])], said, turns, ["yes", "no"])
             assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
-    given = rewards.read_samples(batch, texts, [0])
+    given = scoring.read_samples(batch, texts, [0])
     assert given.responses == [texts[0][-1]]
     said = [message["content"] for message in given.rows[0]["conversation"] if message["role"] == "assistant"]
     assert said == texts[0]

@@ -22,7 +22,7 @@ import plan
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import budget, fsdp, memory
-from common.rewards import mix as rewards
+from common.rewards import scoring
 from common.flags import DataArgs
 from common.data import loader as data
 from common.model import attention as vlm_attention, forward as vlm
@@ -38,7 +38,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     args = plan.with_small_files(ppo.parse_args(line), OWN.gpus)
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
-    models |= ppo.build_reward_models(args, rewards.load(args.reward), loaded, models["actor"])
+    models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
     needed = ppo.memory_plan(args, models, loaded, OWN.gpus)
     return SimpleNamespace(args=args, models=models, prompts=loaded.train, needed=needed)
 

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.rewards import mix as rewards
+from common.rewards import scoring
 
 RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
 NOTE = f"""#!{sys.executable}
@@ -85,7 +85,7 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     if script is ppo:
         package = SimpleNamespace(LatexExtractionConfig=dict, parse=None, verify=None)
         monkeypatch.setitem(sys.modules, "math_verify", package)
-        rewards.load(args.reward)
+        scoring.load(args.reward)
         # The gradient of k3 as such vanishes where its value is clamped, which is where it is needed.
         algorithm = args.algorithm
         if algorithm.kl_coef and algorithm.kl_in == "loss":
@@ -111,14 +111,14 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]
         assert args.algorithm.advantage == advantage and args.model.model == "real/fashion/model"
-        mix = rewards.load(args.reward)
+        mix = scoring.load(args.reward)
         assert mix.recipe == {"*": {"named": 1}, "grey": {"grey": 0}, "another": {"another": 0}}
     calls = launch("real_words.sh", "--words", "--critic", "--steps", "2") + launch("real_words.sh", "--words", "naive")
     rules = []
     for call in calls:
         args = parsed(call, monkeypatch, project)[1]
         rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
-        rewards.load(args.reward)
+        scoring.load(args.reward)
         assert args.model.model == "real/smollm2"
     naive, strict = (f"launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict"))
     assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]

@@ -20,7 +20,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
-from common.rewards import judge as judgements, mix as rewards
+from common.rewards import judge as judgements, scoring
 from common.model import forward as vlm
 
 BACKENDS = ("varlen", "flash_attn")
@@ -124,7 +124,7 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
     for attention in (backend, "sdpa"):
         env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode, "--grm_max_new_tokens",
                      "6")
-        reward = rewards.load(env.args.reward)
+        reward = scoring.load(env.args.reward)
         build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
         batch = take(env).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")])
         batch.truncated = torch.zeros(4, dtype=torch.bool)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSe
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.rewards import judge as judgements, mix as rewards, models as reward_models
+from common.rewards import judge as judgements, models as reward_models, scoring
 from common.buffers import Batch
 from common.rewards.records import sample_records
 from common.flags import DataArgs, RewardArgs
@@ -48,7 +48,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
     return result
 
 
-def build(env, reward: rewards.RewardMix, rows: list[data.Prompt] = []) -> None:
+def build(env, reward: scoring.RewardMix, rows: list[data.Prompt] = []) -> None:
     """Load the models of a reward that shall score ``rows``."""
     build_rewards(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
 
@@ -57,7 +57,7 @@ def prepare(qwen25, picture_rows, *flags: str):
     """An actor, its reward, and one step of prompts with two given responses to each of three. How the actor samples is
     nothing to its judge."""
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--temperature", "0.5", "--min_new_tokens", "3", *flags)
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     build(env, reward)
     batch = take(env, 3)
     vlm.compute_features(env.actor.model, batch)
@@ -69,7 +69,7 @@ def prepare(qwen25, picture_rows, *flags: str):
     return env, reward, batch, texts
 
 
-def score(env, reward: rewards.RewardMix, batch: Batch) -> Batch:
+def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     """A copy of the batch with its scores."""
     batch = replace(batch)
     reward.score(batch, env.processor)
@@ -168,7 +168,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
     env = start(qwen25, tmp_path / "rows.jsonl", "--advantage", "grpo", "--reward", f"grm:{judges['near']}",
                 "--grm_question", "correct")
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     build(env, reward)
     rows[4]["prompt"] = "what?"
     batch, processor, asked = take(env), reward.sources[0].ask.processor, []
@@ -246,7 +246,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     tensors.pop("nothing", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(distributed.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
-        build(env, rewards.load(env.args.reward))
+        build(env, scoring.load(env.args.reward))
 
 
 # ------------------------------------------------------------------------------------------------ recipes
@@ -258,8 +258,8 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     object.__setattr__(batch.prompts[0], "label", "math")
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
-    alone_reward = rewards.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
-    measured = rewards.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
+    alone_reward = scoring.load(replace(env.args.reward, reward_recipe="", reward=f"grm:{judges['near']}"))
+    measured = scoring.load(replace(env.args.reward, reward_recipe='{"math": [["exact", 0]], "*": [["exact", 1]]}'))
     assert [measured.pays(label) for label in ("math", "other", None)] == [False, True, True]
     build(env, alone_reward)
     judged = score(env, alone_reward, batch).rewards
@@ -332,7 +332,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     scored = score(env, reward, batch)
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
-        reward.combiner = rewards.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
+        reward.combiner = scoring.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
         with pytest.raises(distributed.UserError, match=message):
             score(env, reward, batch)
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
@@ -341,8 +341,8 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     assert score(env, reward, nothing).rewards.tolist() == []
 
 
-def rewards_of(*flags: str) -> rewards.RewardMix:
-    return rewards.load(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
+def rewards_of(*flags: str) -> scoring.RewardMix:
+    return scoring.load(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
 
 
 def test_bad_recipes_are_refused(tmp_path):
@@ -367,14 +367,14 @@ def test_a_recorded_recipe_can_be_read_from_any_folder(tmp_path, monkeypatch):
     (tmp_path / "judge").mkdir()
     monkeypatch.chdir(tmp_path)
     recipe = '{"math": [["grm:judge", 1], ["exact", 0]], "*": [["http://127.0.0.1:8000/x", 1]]}'
-    flags = rewards.absolute_sources(RewardArgs(reward_recipe=recipe))
+    flags = scoring.absolute_sources(RewardArgs(reward_recipe=recipe))
     assert json.loads(flags["reward_recipe"]) == {"math": [[f"grm:{tmp_path}/judge", 1], ["exact", 0]],
                                                   "*": [["http://127.0.0.1:8000/x", 1]]}
 
 
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     with pytest.raises(distributed.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = data.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
@@ -388,7 +388,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
     with pytest.raises(distributed.UserError, match="judge.json names none"):
-        build(env, rewards.load(env.args.reward))
+        build(env, scoring.load(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.judge_question({"trained_on": trained}, "auto") == asked
     with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
@@ -456,8 +456,8 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
         with pytest.raises(distributed.UserError, match=f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
-            build(env, rewards.load(RewardArgs(reward=spec)), env.prompts)
-    reward = rewards.load(RewardArgs(reward=specs["grm"]))
+            build(env, scoring.load(RewardArgs(reward=spec)), env.prompts)
+    reward = scoring.load(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
     few = batch.select(torch.arange(3))
     assert score(env, reward, few).rewards.isfinite().all()
@@ -499,7 +499,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
     for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
         shutil.copy(path, tmp_path / "rm")
     env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo", "--reward", f"rm:{tmp_path / 'rm'}")
-    reward = rewards.load(env.args.reward)
+    reward = scoring.load(env.args.reward)
     build(env, reward)
     tokenizer = env.processor.tokenizer
     end = answer_end(env.processor)

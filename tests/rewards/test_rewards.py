@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT
 
 from common import distributed
-from common.rewards import mix as rewards
+from common.rewards import scoring
 from common.rewards.remote import RewardError
 from common.rewards.functions import Samples, Source, load_source, score_samples
 from common.rewards.rules import same_words
@@ -327,6 +327,6 @@ def test_user_code_that_ends_the_process_is_an_error_with_its_line(tmp_path, bod
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
     spec = f"{tmp_path / 'leaves.py'}:f"
-    mix = rewards.load(RewardArgs(reward="exact", reward_combiner=spec))
+    mix = scoring.load(RewardArgs(reward="exact", reward_combiner=spec))
     with pytest.raises(distributed.UserError, match=r"SystemExit: 0 \(leaves.py:3\b"):
         mix.combine({"a": torch.zeros(2)})
