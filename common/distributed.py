@@ -18,7 +18,6 @@ import math
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
@@ -44,11 +43,11 @@ INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 def printable(text: str, keep: str = "") -> str:
     """The text with every invisible character written as an escape, except those in ``keep``. A
     message could otherwise recolour the terminal, or forge a line of its own."""
-    shown = []
+    characters = []
     for character in text:
         invisible = character not in keep and unicodedata.category(character) in INVISIBLE
-        shown.append(ascii(character)[1:-1] if invisible else character)
-    return "".join(shown)
+        characters.append(ascii(character)[1:-1] if invisible else character)
+    return "".join(characters)
 
 
 EXIT_USER_ERROR = 2
@@ -83,13 +82,7 @@ def die_with_torchrun() -> None:
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     parent = os.getppid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0):
-        problem = os.strerror(ctypes.get_errno())
-        print(
-            f"warning: prctl: {problem}; this worker would survive a SIGKILL of its torchrun",
-            flush=True,
-        )
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # torchrun died before the kernel knew: no signal will come
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -434,26 +427,23 @@ def raise_on_all_ranks(prefix: str = ""):
         yield
     except (OSError, ValueError) as error:
         problem = f"{prefix}{error}"
-    problems = [found for found in gather_objects(problem) if found]
+    problems = dict.fromkeys(gather_objects(problem))
+    problems.pop(None, None)
     if problems:
-        raise UserError("\n".join(dict.fromkeys(problems)))
+        raise UserError("\n".join(problems))
 
 
 def check_same_flags(flags: dict[str, Any]) -> None:
     """Raises UserError on every rank if two ranks were started with different flags, as by hand on
     several nodes."""
-    (host, first), *others = gather_objects([socket.gethostname(), flags])
-    for there, other in others:
-        different = [
-            f"--{name} {first[name]!r} and {other[name]!r}"
-            for name in first
-            if first[name] != other[name]
-        ]
-        if different:
-            raise UserError(
-                f"the ranks on {host} and on {there} were started with different flags: "
-                f"{'; '.join(different)}"
-            )
+    first, *others = gather_objects(flags)
+    for other in others:
+        for name, value in first.items():
+            if value != other[name]:
+                raise UserError(
+                    f"the ranks were started with different flags: --{name} {value!r} and "
+                    f"{other[name]!r}"
+                )
 
 
 def stop_requested() -> bool:

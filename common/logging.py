@@ -143,8 +143,8 @@ class StageTimer:
 
     def metrics(self) -> dict[str, float]:
         """perf/<stage>_seconds since the last reset, and perf/step_seconds, their sum."""
-        found = {f"perf/{name}_seconds": value for name, value in self._seconds.items()}
-        return found | {"perf/step_seconds": sum(self._seconds.values())}
+        stages = {f"perf/{name}_seconds": value for name, value in self._seconds.items()}
+        return stages | {"perf/step_seconds": sum(self._seconds.values())}
 
     def reset(self) -> None:
         """Begin a step: forget the seconds, and the peak of GPU memory."""
@@ -185,9 +185,7 @@ def profiled(step: int, profile: int, out: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as trace:
         yield
-    path = folder / f"step-{step}-rank-{os.environ.get('RANK', 0)}.json"
-    path.unlink(missing_ok=True)  # a link there would be written through
-    trace.export_chrome_trace(str(path))
+    trace.export_chrome_trace(str(folder / f"step-{step}-rank-{os.environ.get('RANK', 0)}.json"))
 
 
 def progress(items: Iterable, name: str) -> tqdm:
@@ -202,6 +200,7 @@ def progress(items: Iterable, name: str) -> tqdm:
 # -------------------------------------------------------------------------------------------------
 
 PRODUCTS = {
+    "metrics": "metrics.jsonl",
     "TensorBoard": "tensorboard",
     "samples": "samples",
     "judgements": "eval",
@@ -304,14 +303,7 @@ class RunLogger:
         self, step: int, records: list[dict], pictures: list[Image.Image], stem: str = "step"
     ) -> None:
         """Write samples/<stem>-NNNNNN.jsonl, and .png with all pictures on one sheet, which
-        TensorBoard gets too.
-
-        Raises:
-            UserError: on every rank alike: a number of rank 0's records is not finite.
-        """
-        with distributed.raise_on_all_ranks(f"samples of step {step}: "):
-            if distributed.is_main():
-                check_finite(records)
+        TensorBoard gets too. Raises UserError: see `writing`."""
         with self.writing(f"samples of step {step}"):
             if distributed.is_main():
                 name = f"samples/{stem}-{step:06d}"
@@ -335,8 +327,8 @@ class RunLogger:
     def writing(self, what: str):
         """Raises UserError on every rank alike: what is written inside cannot be, as on a full
         disk."""
-        prefix = f"{what} cannot be written, free space and start again from the newest checkpoint"
-        with distributed.raise_on_all_ranks(f"--out {self.out}: {prefix}: "):
+        advice = "on a full disk, free space and start again from the newest checkpoint"
+        with distributed.raise_on_all_ranks(f"--out {self.out}: {what} cannot be written ({advice}): "):
             yield
 
     def line(self, text: str) -> None:
@@ -356,16 +348,10 @@ class RunLogger:
         if stopped:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
         elif not self.eval_only:
-            found = {
-                name: self.out / folder
-                for name, folder in PRODUCTS.items()
-                if (self.out / folder).exists()
-            }
-            places = [f"{name} in {folder}" for name, folder in found.items()]
             done = "done before this start" if self.first_step >= last else "done"
-            self.line(
-                f"{done}: " + ", ".join([f"metrics in {self.out / 'metrics.jsonl'}", *places])
-            )
+            products = [f"{name} in {self.out / path}" for name, path in PRODUCTS.items()
+                        if (self.out / path).exists()]
+            self.line(f"{done}: " + ", ".join(products))
         self.bar.close()
         if distributed.is_main():
             self._file.close()
@@ -414,55 +400,33 @@ def environment() -> dict[str, Any]:
     # git is not installed, or its file system does not answer
     except (OSError, subprocess.TimeoutExpired):
         commit = ""
-    found = {
+    versions = {
+        package: next((part.version for part in metadata.distributions(name=package)), None)
+        for package in ("torch", "transformers", "flash_attn")  # importing the last takes seconds
+    }
+    return versions | {
         "python": sys.version.split()[0],
         "cuda": torch.version.cuda,
         "git_commit": commit or "unknown",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "world_size": distributed.world_size(),
     }
-    # importing flash_attn would take seconds
-    for package in ("torch", "transformers", "flash_attn"):
-        versions = [part.version for part in metadata.distributions(name=package)]
-        found[package] = versions[0] if versions else None
-    return found
 
 
 def read_records(path: Path) -> list[dict]:
     """The objects of a JSONL file, without what a kill or a power cut leaves at its end: half a
-    line, or NUL bytes where a block was never written. Raises ValueError: shows a line that is no
+    line, or NUL bytes where a block was never written. Raises ValueError: a line that is no
     record."""
     written, _, _ = path.read_bytes().partition(b"\0")  # no JSON text has a NUL byte
     records = []
     for number, line in enumerate(written.split(b"\n")[:-1], start=1):  # a string may hold U+2028
-        shown = line[:100].decode(errors="replace")
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path} has a line that is no JSON, repair or remove it: {shown!r}"
-            ) from error
-        if not isinstance(record, dict) or type(record.get("step", 0)) is not int:
-            raise ValueError(
-                f"{path}:{number} is no record, repair or remove it: a record is a JSON object "
-                f"whose step is a whole number, not {shown!r}"
-            )
+            record.get("step")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path}:{number} is no JSON object, repair or remove it") from error
         records.append(record)
     return records
-
-
-def check_finite(records: list[dict]) -> None:
-    """Raises ValueError: JSON has no NaN and no infinity. Names the number, and the row if the
-    record has one."""
-    for i, record in enumerate(records):
-        components = record.get("components", {}).items()
-        numbers = record | {f"components/{name}": value for name, value in components}
-        for name, value in numbers.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                row = record.get("source", "no row")
-                raise ValueError(
-                    f"{name} of sample {i} ({row}) is {value}; all numbers must be finite"
-                )
 
 
 def as_lines(records: list[dict]) -> str:

@@ -274,17 +274,11 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
     assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
     points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
     assert points == {step: step if step in kept else 10 * step for step in range(7)}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
-    with pytest.raises(ValueError, match="metrics.jsonl has a line that is no JSON.*'{\"step\": 2'"):
-        open_log(tmp_path, first_step=2)
+    for damaged in ('{"step": 2', "[1]"):
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
+        with pytest.raises(ValueError, match="metrics.jsonl:2 is no JSON object, repair or remove it"):
+            open_log(tmp_path, first_step=2)
     open_log(tmp_path).close(6, 6, {})                                                            # set aside unread
-
-
-@pytest.mark.parametrize("line", ["3", "[1]", "null", '{"step": "2"}', '{"step": 2.5}', '{"step": null}', '{"step": true}'])
-def test_a_line_that_is_no_record(tmp_path, line):
-    (tmp_path / "metrics.jsonl").write_text('{"type": "header"}\n{"step": 1}\n' + line + "\n")
-    with pytest.raises(ValueError, match="metrics.jsonl:3 is no record, repair or remove it: .*whole number"):
-        open_log(tmp_path, first_step=2)
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])
@@ -313,16 +307,10 @@ def test_wrap_counts_what_it_hides(text):
     assert "".join(everything).replace(" ", "") == "".join(text.split())
 
 
-@pytest.mark.parametrize("record, named", [
-    ({"source": "rows.jsonl:7", "advantage": float("nan")}, r"advantage of sample 1 \(rows.jsonl:7\) is nan"),
-    ({"source": "rows.jsonl:7", "components": {"brevity": float("-inf")}}, r"components/brevity of sample 1 .* is -inf"),
-    ({"reward": float("inf")}, "reward of sample 1 .* is inf"),
-])
-def test_a_number_in_a_sample_that_is_not_finite(tmp_path, record, named):
+def test_a_number_in_a_sample_that_is_not_finite(tmp_path):
     log = open_log(tmp_path)
-    with pytest.raises(UserError, match=f"samples of step 3: {named}; all numbers must be finite"):
-        log.samples(3, [{"reward": 1.0, "components": {"a": 0.5}}, record], [])
-    assert not (tmp_path / "samples").exists()
+    with pytest.raises(UserError, match="samples of step 3 cannot be written.*not JSON compliant"):
+        log.samples(3, [{"reward": float("nan")}], [])
     log.close(6, 6, {})
 
 

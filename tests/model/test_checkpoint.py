@@ -603,7 +603,7 @@ def test_a_full_disk_ends_the_run(flags, mount, tmp_path):
     mount(out, "2m")
     argv = flags(out, "--steps 5 --save_every 0 --export_every 0 --log_samples 1")
     output = live(argv, 2, [(fill_disk, str(ballast), 2, 9)], codes=[2, 2])
-    assert output.count("error: --out") == 1 and "cannot be written, free space and start again from the newest checkpoint" in output
+    assert output.count("error: --out") == 1 and "cannot be written (on a full disk, free space and start again from the newest checkpoint)" in output
     assert "No space left on device" in output
     ballast.unlink()
     live(argv, 2)
