@@ -55,7 +55,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import distributed, flags, logging, logprobs
 from common.buffers import Batch, Pack
-from common.data import images, loader as data
+from common.data import images
+from common.data.loader import DrawOrder, InOrder, PromptLoader, absolute_datasets, digest_data
+from common.data.processor import Processor
+from common.data.rows import Prompt, read_rows, user_text
 from common.distributed import UserError, catch_signals, run_main
 from common.flags import flag
 from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
@@ -246,15 +249,15 @@ def count_steps(args: Args, rows: int) -> Args:
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run must repeat: flags, and a digest of the data."""
-    return recorded_flags(args) | {"data (rows)": data.digest(args.data.data, len(rows.train))}
+    return recorded_flags(args) | {"data (rows)": digest_data(args.data.data, len(rows.train))}
 
 
 def recorded_flags(args: Args) -> dict[str, Any]:
     """The flags, with absolute paths: what --config reads back from any folder."""
     return flags.as_flags(args) | {
         "model": weights.absolute_model(args.model.model),
-        "data": data.absolute_datasets(args.data.data),
-        "eval_data": data.absolute_datasets(args.data.eval_data),
+        "data": absolute_datasets(args.data.data),
+        "eval_data": absolute_datasets(args.data.eval_data),
         "image_root": flags.absolute(args.data.image_root),
     }
 
@@ -269,7 +272,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
 class Example:
     """A question, and the judgement to learn."""
 
-    prompt: data.Prompt
+    prompt: Prompt
     target: Tensor  # (n,) label tokens, the end token last
     dataset: int
     source: str  # what evaluations tell apart: the row's own word, or its file
@@ -283,7 +286,7 @@ class Example:
 class Question:
     """A prompt, and its examples: their targets share one copy of the prompt in a pack."""
 
-    prompt: data.Prompt
+    prompt: Prompt
     examples: list[Example]
 
 
@@ -291,7 +294,7 @@ class Question:
 class Rows:
     """What a run reads, the same on every rank: the processor, and rows that were checked."""
 
-    processor: data.Processor
+    processor: Processor
     train_sets: list[list[Question]]
     shares: list[float]  # how often each set is drawn, in proportion
     held_out: list[Example]
@@ -313,7 +316,7 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        processor = data.Processor(weights.resolve_folder(args.model.model), args.data)
+        processor = Processor(weights.resolve_folder(args.model.model), args.data)
         kinds = judgements.JUDGEMENTS
         templates = {kind: getattr(args.judge, f"{kind}_template") for kind in kinds}
         processor.files["judge"] = judgements.judge_settings(
@@ -332,7 +335,7 @@ def load_rows(args: Args) -> Rows:
     return Rows(processor, train_sets, shares, list(itertools.chain(*held_out)))
 
 
-def load_examples(path: str, dataset: int, args: Args, processor: data.Processor) -> list[Example]:
+def load_examples(path: str, dataset: int, args: Args, processor: Processor) -> list[Example]:
     """The examples of one file. Raises ValueError with file and line."""
     frame = judgements.answer_frame(processor)
     folder, limit = os.path.dirname(os.path.abspath(path)), args.data.max_prompt_tokens
@@ -359,7 +362,7 @@ def load_examples(path: str, dataset: int, args: Args, processor: data.Processor
             examples.append(Example(prompt, target, dataset, source_name, **parts))
         return examples
 
-    loaded = data.load_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
+    loaded = read_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
     return list(itertools.chain(*loaded))
 
 
@@ -372,15 +375,15 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training questions in their order, from where the run stands."""
-    order = data.DrawOrder(
+    order = DrawOrder(
         rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
-    return data.PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
+    return PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
 
 
-def next_batch(loader: data.PromptLoader) -> Batch:
+def next_batch(loader: PromptLoader) -> Batch:
     """The prompts of a step with the targets of their questions; prompts whose pictures do not
     decode have none."""
     batch = loader.take()
@@ -409,7 +412,7 @@ class TrainState:
 
 
 def advance(
-    state: TrainState, metrics: dict[str, float], loader: data.PromptLoader, rows: Rows, args: Args
+    state: TrainState, metrics: dict[str, float], loader: PromptLoader, rows: Rows, args: Args
 ) -> None:
     """Count a step that is done, and add the counters to its metrics."""
     state.step += 1
@@ -612,9 +615,9 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     # The longest first: batches of nearly one length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    order = data.InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
+    order = InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
     waiting, records = iter(places), []
-    with data.PromptLoader(rows.processor, args.data, order) as loader:
+    with PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
@@ -642,7 +645,7 @@ def check_likelihoods(records: list[dict], step: int) -> None:
 
 
 def generate(
-    judge: Judge, processor: data.Processor, batch: Batch, args: EvalArgs
+    judge: Judge, processor: Processor, batch: Batch, args: EvalArgs
 ) -> dict[int, str]:
     """Judgements in words, by prompt: each rank's own prompts by Hugging Face's `generate`, in
     batches padded on the left, and then those of all ranks."""
@@ -660,7 +663,7 @@ def generate(
     return dict(itertools.chain(*distributed.gather_objects(texts)))
 
 
-def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, Any]:
+def generation_options(processor: Processor, args: EvalArgs) -> dict[str, Any]:
     """The arguments of `generate` that are the same for all batches."""
     pad = processor.tokenizer.pad_token_id
     options = {
@@ -707,7 +710,7 @@ def plain_attention(model: nn.Module):
 
 
 def score_verdicts(
-    judge: Judge, processor: data.Processor, examples: list[Example], batch: Batch
+    judge: Judge, processor: Processor, examples: list[Example], batch: Batch
 ) -> dict[int, dict[str, Any]]:
     """Of every example whose pictures decode: its loss, summed over the target's tokens, and the
     probability of each verdict given the bare prompt: a softmax over the verdicts' log-probs. One
@@ -756,7 +759,7 @@ def example_record(example: Example) -> dict:
         "source": example.source,
         "kind": example.kind,
         "images": list(prompt.images),
-        "question": data.user_text(prompt.messages),
+        "question": user_text(prompt.messages),
     }
     return {
         "info": info,

@@ -40,7 +40,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import distributed, flags, logging, logprobs, losses
 from common.buffers import Batch, Pack, check_failures, describe_failures
-from common.data import loader as data
+from common.data.loader import (
+    DrawOrder,
+    InOrder,
+    PromptLoader,
+    absolute_datasets,
+    data_order,
+    describe_shares,
+    digest_data,
+)
+from common.data.processor import Processor
+from common.data.rows import Prompt, load_prompts, parse_columns
 from common.distributed import UserError, catch_signals, run_main
 from common.envs import environments, replies
 from common.envs.dialogue import EnvRollout, Episode, Response
@@ -647,8 +657,8 @@ def parse_stop_strings(text: str) -> list[str] | None:
 class TextRows:
     """Rows of --ptx_data with their target tokens, and the threads that decode their pictures."""
 
-    rows: list[tuple[data.Prompt, Tensor]]
-    loader: data.PromptLoader
+    rows: list[tuple[Prompt, Tensor]]
+    loader: PromptLoader
 
 
 @dataclass
@@ -656,14 +666,14 @@ class Rows:
     """What a run reads, the same on every rank: checked rows, and the processor of the actor's
     checkpoint."""
 
-    processor: data.Processor
-    train_sets: list[list[data.Prompt]]
+    processor: Processor
+    train_sets: list[list[Prompt]]
     shares: list[float]  # how often each set is drawn, in proportion
-    held_out: list[data.Prompt]
+    held_out: list[Prompt]
     text: TextRows | None
 
     @property
-    def train(self) -> list[data.Prompt]:
+    def train(self) -> list[Prompt]:
         return [row for rows in self.train_sets for row in rows]
 
 
@@ -675,21 +685,19 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model)
-        processor = data.Processor(folder, args.data)
+        processor = Processor(folder, args.data)
         # a judge's recorded accuracy does not hold for weights that are trained further
         processor.files["judge"].pop("held_out", None)
         sets = flags.parse_datasets(args.data.data)
         if args.rows.row_kind == "judgements":
             train_sets, held_out = judge.load_rl_rows(processor, args.data)
         else:
-            columns = data.parse_columns(args.rows.columns)
+            columns = parse_columns(args.rows.columns)
             options = {"columns": columns, "system_prompt": args.rows.system_prompt}
-            train_sets = [
-                data.load_prompts(path, processor, args.data, **options) for path, _ in sets
-            ]
+            train_sets = [load_prompts(path, processor, args.data, **options) for path, _ in sets]
             held_out = []
             for path, _ in flags.parse_datasets(args.data.eval_data):
-                held_out += data.load_prompts(path, processor, args.data, **options)
+                held_out += load_prompts(path, processor, args.data, **options)
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
@@ -711,7 +719,7 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_text(args: Args, processor: data.Processor) -> TextRows | None:
+def load_text(args: Args, processor: Processor) -> TextRows | None:
     """Checked rows of --ptx_data, unchanged: no system prompt is added. Raises UserError on every
     rank alike."""
     if not args.rows.ptx_data:
@@ -720,18 +728,18 @@ def load_text(args: Args, processor: data.Processor) -> TextRows | None:
         rows = judge.load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
-    return TextRows(rows, data.PromptLoader(processor, args.data))
+    return TextRows(rows, PromptLoader(processor, args.data))
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
     """The training prompts in order, from the point that the run has reached."""
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
-    order = data.DrawOrder(
+    order = DrawOrder(
         rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed
     )
-    return data.PromptLoader(
+    return PromptLoader(
         rows.processor, args.data, order, state.batches_taken, state.dropped_prompts
     )
 
@@ -774,7 +782,7 @@ def advance(
     state: TrainState,
     batch: Batch,
     metrics: dict[str, float],
-    loader: data.PromptLoader,
+    loader: PromptLoader,
     rows: Rows,
     args: Args,
 ) -> None:
@@ -795,9 +803,9 @@ def advance(
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run must repeat: flags, and digests of the data files."""
     listed = recorded_flags(args)
-    listed["data (rows)"] = data.digest(args.data.data, len(rows.train))
+    listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
     if rows.text is not None:
-        listed["ptx_data (rows)"] = data.digest(args.rows.ptx_data, len(rows.text.rows))
+        listed["ptx_data (rows)"] = digest_data(args.rows.ptx_data, len(rows.text.rows))
     return listed
 
 
@@ -806,8 +814,8 @@ def recorded_flags(args: Args) -> dict[str, Any]:
     listed = flags.as_flags(args)
     for name in ("model", "critic_model", "reference_model"):
         listed[name] = weights.absolute_model(listed[name])
-    listed["data"] = data.absolute_datasets(args.data.data)
-    listed["eval_data"] = data.absolute_datasets(args.data.eval_data)
+    listed["data"] = absolute_datasets(args.data.data)
+    listed["eval_data"] = absolute_datasets(args.data.eval_data)
     listed["env"] = environments.absolute_env(args.env.env)
     for name in ("ptx_data", "image_root"):
         listed[name] = flags.absolute(listed[name])
@@ -840,7 +848,7 @@ class Sampling:
     cuda_graphs: str = "auto"
 
     @staticmethod
-    def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
+    def of(args: Args, processor: Processor, device: torch.device) -> "Sampling":
         """The sampling that the flags ask for."""
         rollout = args.rollout
         return Sampling(
@@ -875,7 +883,7 @@ class Policy(nn.Module):
     """Actor or reference: a pack in, log-probs of its response tokens out. The full logits
     are never materialized."""
 
-    def __init__(self, model: nn.Module, processor: data.Processor):
+    def __init__(self, model: nn.Module, processor: Processor):
         super().__init__()
         self.model, self.processor = model, processor
 
@@ -931,7 +939,7 @@ class Critic(nn.Module):
 
 
 def build_models(
-    args: Args, processor: data.Processor, device: torch.device
+    args: Args, processor: Processor, device: torch.device
 ) -> dict[str, nn.Module]:
     """Actor, critic (gae only) and reference (only if a KL is used) by role, on meta; they will
     compute on ``device``. With adapters the reference is the actor without them.
@@ -984,7 +992,7 @@ def build_reward_models(
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             folder = weights.resolve_folder(source.folder, weights=not planned)
             # A reward model sees images at the size that it was trained on.
-            processor = data.Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
+            processor = Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
             reward.check_media(source, processor, rows.train + rows.held_out)
             shares_tower = weights.same_tower(folder, processor, actor.model, actor.processor)
             model = weights.build_frozen(
@@ -1005,7 +1013,7 @@ def build_reward_models(
 def make_reward_model(
     source: scoring.Source,
     module: nn.Module,
-    processor: data.Processor,
+    processor: Processor,
     shares_tower: bool,
     args: Args,
 ) -> Callable:
@@ -1175,7 +1183,7 @@ def make_trainables(
 
 def collect(
     actor: Policy,
-    loader: data.PromptLoader,
+    loader: PromptLoader,
     reward: scoring.RewardMix,
     sampling: Sampling,
     state: TrainState,
@@ -1225,7 +1233,7 @@ def collect(
 
 def sample_and_score(
     actor: Policy,
-    loader: data.PromptLoader,
+    loader: PromptLoader,
     reward: scoring.RewardMix,
     sampling: Sampling,
     args: Args,
@@ -1733,7 +1741,7 @@ def start_text(text: TextRows | None, step: int, number: int, args: Args) -> tup
     updates = (
         step - 1 - args.update.critic_warmup_steps
     ) * args.update.epochs * args.update.minibatches + number
-    picks = data.data_order(
+    picks = data_order(
         range(updates * size, (updates + 1) * size), len(text.rows), args.run.seed
     )
     return text.loader.submit([text.rows[k][0] for k in picks], picks)
@@ -1792,13 +1800,13 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    order = data.InOrder(rows.held_out, args.data.prompts_per_step)
+    order = InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations, labels = [], []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
     gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
-    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
+    with trainables["actor"].averaged(), PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
             batch = rollout(actor, prompts, sampling, count)
@@ -1927,7 +1935,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"mode: {mode_of(args)}, {len(rows.train) / args.prompts_per_rollout:.1f} rollouts per pass"
     )
     draws = args.optim.steps * prompts
-    for text in data.describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
+    for text in describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
         log.line(text)
     return log
 

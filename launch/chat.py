@@ -21,7 +21,8 @@ import torch
 import transformers
 
 from common.flags import DataArgs
-from common.data.loader import Processor, load_pixels
+from common.data.loader import load_pixels
+from common.data.processor import Processor
 from common.data.rows import Asked, make_prompt
 from common.model.weights import resolve_folder
 

@@ -26,7 +26,7 @@ from common.buffers import Batch, assign_blocks, make_blocks
 from common.distributed import raise_on_all_ranks
 from common.flags import Parser
 from common.distributed import UserError, run_main
-from common.data import loader as data
+from common.data.loader import DrawOrder
 from common.model import weights
 
 
@@ -119,7 +119,7 @@ def plan_ppo(flags: list[str], own: argparse.Namespace) -> Plan:
         f"{describe_steps(args, len(lengths))}; {count} samples of each, "
         f"{args.update.epochs * args.update.minibatches} updates per step",
     ]
-    order = data.DrawOrder(
+    order = DrawOrder(
         rows.train_sets,
         rows.shares,
         args.prompts_per_rollout,
@@ -183,7 +183,7 @@ def plan_grm(flags: list[str], own: argparse.Namespace) -> Plan:
 
     lengths = [len(question.prompt.input_ids) for question in rows.train]
     size = args.data.prompts_per_step
-    first, _ = data.DrawOrder(rows.train_sets, rows.shares, size, 1, args.run.seed)(0)
+    first, _ = DrawOrder(rows.train_sets, rows.shares, size, 1, args.run.seed)(0)
     targets = [[example.target for example in question.examples] for question in first]
     batch = batch_of([question.prompt for question in first], targets)
     tokens = sum(batch.prompt_lengths) + len(batch.tokens)

@@ -134,10 +134,10 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
 
 def take(env, count: int | None = None):
     """The first prompts of the file as one batch without samples, pictures decoded."""
-    from common.data import loader as vlm_data
+    from common.data.loader import PromptLoader
 
     rows = env.prompts[:count]
-    with vlm_data.PromptLoader(env.processor, env.args.data) as loader:
+    with PromptLoader(env.processor, env.args.data) as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
 
 

@@ -21,9 +21,8 @@ from common import distributed, flags, losses
 from common.model import fsdp
 from common.rewards import scoring
 from common.buffers import Batch
-from common.data import loader as data
+from common.data.loader import PromptLoader, load_pixels
 from common.model import forward as vlm, weights as vlm_weights
-from common.data.loader import load_pixels
 
 SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1, 0.0, 0.7]
 
@@ -653,7 +652,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
     reward = scoring.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
     order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
-    with data.PromptLoader(env.processor, args.data, order) as loader:
+    with PromptLoader(env.processor, args.data, order) as loader:
         samples, rolled = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)
     greedy = ppo.rollout(env.actor, take(env), dataclasses.replace(env.sampling, greedy=True), 1)
     texts = env.processor.tokenizer.batch_decode([t.tolist() for t in greedy.split(greedy.tokens)], skip_special_tokens=True)

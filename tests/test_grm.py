@@ -28,9 +28,9 @@ from common import distributed
 from common.model import fsdp
 from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
-from common.data import loader as data
+from common.data.loader import PromptLoader, load_pixels
+from common.data.processor import Processor
 from common.model import forward as vlm
-from common.data.loader import Processor, load_pixels
 
 CRITIQUE = "{A} is red and {B} is not.\nSo"
 ROWS = [
@@ -95,7 +95,7 @@ def env(qwen25, task, tmp_path_factory):
 
 def take(env, rows: list) -> Batch:
     """The prompts of examples or questions as one batch without targets, pictures decoded."""
-    with data.PromptLoader(env.processor, env.args.data) as loader:
+    with PromptLoader(env.processor, env.args.data) as loader:
         return loader.collect(*loader.submit(rows, list(range(len(rows)))))
 
 
@@ -349,9 +349,9 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
 
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
-    events, generate, submit = [], grm.generate, data.PromptLoader.submit
+    events, generate, submit = [], grm.generate, PromptLoader.submit
     monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[2].prompts)) or generate(*given))
-    monkeypatch.setattr(data.PromptLoader, "submit", lambda self, prompts, draws:
+    monkeypatch.setattr(PromptLoader, "submit", lambda self, prompts, draws:
                         events.append(f"decode {len(prompts)}") or submit(self, prompts, draws))
     assert evaluate(env, tmp_path, env.held_out, 1, eval_batch=5)["eval/num_samples"] == 13
     assert events == ["decode 5", "decode 5", 5, "decode 3", 5, 3]
@@ -359,7 +359,7 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
 
 def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
     """The last of two, with one example: the first is judged all the same."""
-    take = data.PromptLoader.take
+    take = PromptLoader.take
 
     def damaged(loader, *given, **named):
         batch = take(loader, *given, **named)
@@ -369,7 +369,7 @@ def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
             loader.dropped += 1
         return batch
 
-    monkeypatch.setattr(data.PromptLoader, "take", damaged)
+    monkeypatch.setattr(PromptLoader, "take", damaged)
     metrics = evaluate(env, tmp_path, env.held_out[:3], 1, eval_batch=2)
     assert metrics["eval/num_samples"] == 2 and metrics["eval/dropped_prompts"] == 1
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import distributed
-from common.data import loader as vlm_data
+from common.data.loader import load_pixels
 from common.model import forward as vlm
 
 
@@ -77,7 +77,7 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
     expected, image_id = 0.0, env.processor.config.image_token_id
     for pick in picks:
         ids, targets = labelled(env, pick, labels)
-        pixels = vlm_data.load_pixels(env.text.rows[pick][0], env.processor)
+        pixels = load_pixels(env.text.rows[pick][0], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         loss = oracle(input_ids=ids, labels=targets, mm_token_type_ids=(ids == image_id).int(), use_cache=False, **images).loss
         share = int((targets[:, 1:] != -100).sum()) / total

@@ -17,7 +17,7 @@ from test_checkpoint import reproducible
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common.data import loader as data
+from common.data.processor import Processor
 from common.model import weights as vlm_weights
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def forced(model, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 def test_texts_come_back_from_their_tokens(real):
     tokenizer = AutoTokenizer.from_pretrained(real)
-    processor = data.Processor(vlm_weights.resolve_folder(str(real)), ppo.flags.DataArgs())
+    processor = Processor(vlm_weights.resolve_folder(str(real)), ppo.flags.DataArgs())
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text

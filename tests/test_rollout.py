@@ -14,7 +14,7 @@ import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.model import fsdp, graphs
 from common.model import attention as vlm_attention
-from common.data import loader as data
+from common.data.loader import load_pixels
 from common.model import forward as vlm
 
 
@@ -27,7 +27,7 @@ def generate(env, batch, count: int, **changes):
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     prompts = take(env)
-    pixels = [data.load_pixels(prompt, env.processor) for prompt in env.prompts]
+    pixels = [load_pixels(prompt, env.processor) for prompt in env.prompts]
     samples, ours = generate(env, prompts, 1, greedy=True)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
     for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
@@ -130,7 +130,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     prompts = take(env, 2)
     samples, _ = generate(env, prompts, 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
-    pixels = [data.load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
+    pixels = [load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
     for group in range(2):
         ids = env.prompts[group].input_ids[None]
         images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}

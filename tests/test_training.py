@@ -35,7 +35,9 @@ from common.buffers import Batch
 from common.model.forward import exchange_features
 from common.rewards.cards import sample_card
 from common.distributed import gather_objects, gather_ragged, raise_on_all_ranks
-from common.data import loader as vlm_data
+from common.data.loader import load_pixels
+from common.data.processor import Processor
+from common.data.rows import load_prompts
 from common.model import forward as vlm
 from common.model import weights as vlm_weights
 
@@ -277,7 +279,7 @@ def test_gradient_equals_naive_oracle(env, qwen25):
                for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
     for group, tokens, old, ref, adv, old_value, target in zip(samples.prompt_index.tolist(), *columns):
         prompt = env.prompts[group]
-        pixels = vlm_data.load_pixels(prompt, env.processor)
+        pixels = load_pixels(prompt, env.processor)
         ids = torch.cat([prompt.input_ids, tokens])[None]
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False,
@@ -719,7 +721,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
     for name in ("mean", "std", "min", "max"):
         assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
-    rows = vlm_data.load_prompts(str(task / "train.jsonl"), vlm_data.Processor(qwen25), common_flags.DataArgs())
+    rows = load_prompts(str(task / "train.jsonl"), Processor(qwen25), common_flags.DataArgs())
     total = [len(rows[sample["index"]].input_ids) + sample["response_length"] for sample in samples]
     assert step["rollout/total_length"] == pytest.approx(np.mean(total))
     assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
@@ -1027,7 +1029,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     expected, image_id = [], env.processor.config.image_token_id
     for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
-        pixels = vlm_data.load_pixels(env.prompts[group], env.processor)
+        pixels = load_pixels(env.prompts[group], env.processor)
         images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
         with torch.no_grad():
             logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
@@ -1227,7 +1229,7 @@ def test_a_judge_learns_from_verdicts(both):
         ("answers", "tie", True)]
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                          # own noise for each order
-    judge = vlm_data.Processor(out / "export" / "step-2").files["judge"]
+    judge = Processor(out / "export" / "step-2").files["judge"]
     assert judgements.judge_question(judge, "auto") == "correct" and judge["trained_on"] == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
     assert {"rollout/accuracy_reward", "rollout/format_reward"} <= trained.keys()

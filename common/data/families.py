@@ -89,7 +89,7 @@ class Family:
         return pictures.int() + 2 * clips.int()
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        """What transformers takes for pictures, of any number of prompts, as `data.load_pixels`
+        """What transformers takes for pictures, of any number of prompts, as `loader.load_pixels`
         made them.
 
         items: the prompts' grids, which tell pictures and clips apart; without, the tower takes

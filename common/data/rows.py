@@ -1,10 +1,10 @@
 """JSONL rows to prompts.
 
-    line   -> JSON object -> what it asks                               load_rows, read_row -> Asked
+    line   -> JSON object -> what it asks                               read_rows, read_row -> Asked
     Asked  -> messages as parts, pictures in their places               message_turns, place_media
            -> chat template -> token ids, placeholders expanded         make_prompt -> Prompt
 
-Of pictures and videos only the headers are read here; `data.PromptLoader` decodes them when a step
+Of pictures and videos only the headers are read here; `loader.PromptLoader` decodes them when a step
 needs them. A user's mistake is a ValueError that names the file, the line and the numbers.
 """
 
@@ -24,6 +24,7 @@ from common import distributed
 from common.data.families import Family, is_clip, video_model_types
 from common.data.folder import is_inside
 from common.data.images import clip_times, image_size
+from common.data.processor import Processor
 from common.distributed import printable
 from common.flags import DataArgs
 
@@ -52,7 +53,7 @@ class Asked:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prompt:
-    """One row of the data, ready for the model but for its pixels (see `data.load_pixels`)."""
+    """One row of the data, ready for the model but for its pixels (see `loader.load_pixels`)."""
 
     # Rows before it in the file, bad ones too: it seeds the sampling noise, so a skip must not
     # shift it.
@@ -92,7 +93,11 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def load_prompts(
-    path: str, processor, args: DataArgs, columns: dict[str, str] = COLUMNS, system_prompt: str = ""
+    path: str,
+    processor: Processor,
+    args: DataArgs,
+    columns: dict[str, str] = COLUMNS,
+    system_prompt: str = "",
 ) -> list[Prompt]:
     """Read a JSONL file of prompts; the paths of pictures are relative to it, and only their
     headers are read.
@@ -114,10 +119,10 @@ def load_prompts(
         )
         return make_prompt(processor, asked, args)
 
-    return load_rows(path, build, args, known={*columns.values(), "videos"})
+    return read_rows(path, build, args, known={*columns.values(), "videos"})
 
 
-def load_rows(
+def read_rows(
     path: str, build: Callable[[int, str, dict], Any], args: DataArgs, known: Collection[str]
 ) -> list:
     """``build(index, "file.jsonl:12", row)`` of every row of a JSONL file, in file order; blank
@@ -392,8 +397,8 @@ def question_text(messages: list[dict], images: int, plain: Callable[[str], str]
 # -------------------------------------------------------------------------------------------------
 
 
-def make_prompt(processor, asked: Asked, args: DataArgs | None = None) -> Prompt:
-    """Render and encode one row by a `data.Processor`. Raises ValueError: whatever is wrong with
+def make_prompt(processor: Processor, asked: Asked, args: DataArgs | None = None) -> Prompt:
+    """Render and encode one row by a `Processor`. Raises ValueError: whatever is wrong with
     it.
 
     args: the longest prompt, and the folder in which all pictures must lie; None: no such bounds.
@@ -456,7 +461,7 @@ def locate(item: Media, folder: str, root: str) -> Media:
     return os.path.realpath(path)  # a link that is changed later must not lead out of the folder
 
 
-def check_media(processor, items: tuple[Media, ...]) -> None:
+def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
     """Raises ValueError: pictures or clips that the processor's family does not take."""
     family, name = processor.family, processor.config.model_type
     clips = [kind_of(item) for item in items].count("video")

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data import loader
-from common.data.loader import Pixels, Processor
+from common.data.loader import Pixels, join_pixels
+from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import Call, LateError, Workers, describe
 from common.envs import replies
@@ -182,7 +182,7 @@ class EnvRollout:
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
-            self.shared_pixels[index] = loader.join_pixels(parts)
+            self.shared_pixels[index] = join_pixels(parts)
         for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
             episode.reply = None
             episode.conversation.opening = opening.content

@@ -16,7 +16,7 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from common.buffers import ROLES
-from common.data.loader import Processor
+from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError
 from common.envs.replies import check_template

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from common.buffers import Content, Pack, ragged_index
 from common.data.images import as_rgb
-from common.data.loader import Processor
+from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model.attention import PackedAttention, SlotCache
 from common.model.forward import image_features

@@ -219,7 +219,7 @@ def check_positions(language: nn.Module, text_config, longest: int) -> None:
 
 
 def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Run the vision tower on what `data.load_pixels` made of pictures of any number of prompts ->
+    """Run the vision tower on what `loader.load_pixels` made of pictures of any number of prompts ->
     (K, M, H).
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but

@@ -16,7 +16,8 @@ from PIL import Image, ImageStat
 from torch import Tensor
 
 from common.buffers import Batch, Conversation
-from common.data.loader import Processor, join_pixels, load_pixels
+from common.data.loader import join_pixels, load_pixels
+from common.data.processor import Processor
 from common.model.forward import compute_features, image_features
 
 

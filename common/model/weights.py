@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from common import distributed
 from common.data.families import Qwen, family_of
 from common.data.folder import read_json, read_model_config
-from common.data.loader import Processor
+from common.data.processor import Processor
 from common.flags import ModelArgs, absolute
 from common.logging import sync_folder, write_pointer
 from common.model.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem

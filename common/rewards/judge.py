@@ -16,18 +16,19 @@ from typing import Any, Iterable, NamedTuple
 import torch
 from torch import Tensor
 
-from common.data.loader import Processor, Prompt
+from common.data.processor import Processor
 from common.data.rows import (
-    Asked,
     PLACES,
+    Asked,
+    Prompt,
     columns_of,
-    load_rows,
     make_prompt,
     media_list,
     message_parts,
     message_turns,
     number_as_text,
     question_text,
+    read_rows,
     user_text,
 )
 from common.flags import DataArgs, parse_datasets
@@ -347,7 +348,7 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
             )
         return prompts
 
-    loaded = load_rows(path, build, args, JUDGEMENT_COLUMNS)
+    loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
     return [prompt for prompts in loaded for prompt in prompts]
 
 
@@ -393,7 +394,7 @@ def load_responses(
             raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
         return prompt, target
 
-    return load_rows(path, build, args, JUDGEMENT_COLUMNS)
+    return read_rows(path, build, args, JUDGEMENT_COLUMNS)
 
 
 # --------------------------------------------------------------------------------------------------

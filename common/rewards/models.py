@@ -17,10 +17,12 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.loader import Processor, Prompt, PromptLoader, join_pixels, load_pixels
+from common.data.loader import PromptLoader, join_pixels, load_pixels
+from common.data.processor import Processor
 from common.data.rows import (
-    Asked,
     PLACES,
+    Asked,
+    Prompt,
     check_media,
     kind_of,
     make_prompt,

@@ -6,7 +6,8 @@ from PIL import Image
 
 from common.buffers import Batch
 from common.data.images import read_frames
-from common.data.loader import Processor, user_text
+from common.data.processor import Processor
+from common.data.rows import user_text
 from common.rewards.cards import sample_card
 from common.rewards.transcripts import messages, turn_texts
 

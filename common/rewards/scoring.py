@@ -20,8 +20,8 @@ from torch import Tensor
 
 from common import distributed, losses
 from common.buffers import Batch
-from common.data.loader import Processor, Prompt
-from common.data.rows import check_media
+from common.data.processor import Processor
+from common.data.rows import Prompt, check_media
 from common.distributed import UserError, describe
 from common.flags import RewardArgs, absolute
 from common.model.weights import absolute_model

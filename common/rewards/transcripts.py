@@ -12,7 +12,7 @@ from PIL import Image
 
 from common import distributed
 from common.buffers import Batch, Conversation, ENDINGS
-from common.data.loader import Processor
+from common.data.processor import Processor
 
 PICTURE = "\x02picture\x03"  # in `as_text`
 

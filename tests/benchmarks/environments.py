@@ -21,7 +21,7 @@ import torch
 from common import distributed
 from common.envs import environments
 from common.buffers import Batch
-from common.data import loader as data
+from common.data.loader import load_pixels
 from machine import machine
 
 TURNS, LONGEST = 3, 64
@@ -93,7 +93,7 @@ def main() -> None:
     asks = answering.environment.make
     lengths = np.random.default_rng(1).lognormal(2.7, 0.7, (prompts, SAMPLES, TURNS)).clip(1, LONGEST).astype(int)
     give_turns(torch.from_numpy(lengths))
-    pixels = [data.load_pixels(row, loaded.processor) for row in loaded.train]
+    pixels = [load_pixels(row, loaded.processor) for row in loaded.train]
 
     def roll(sampling: ppo.Sampling, seconds: float) -> tuple[float, float]:
         asks.seconds = seconds

@@ -38,7 +38,7 @@ from common.model.fsdp import bare_forwards
 from common.flags import DataArgs
 from common.model import forward as vlm, weights
 from common.model.attention import BACKENDS, PackedAttention, cache_bytes
-from common.data.loader import Processor
+from common.data.processor import Processor
 from conftest import computing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

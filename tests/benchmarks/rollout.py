@@ -29,7 +29,7 @@ import toy
 import train_ppo_vl as ppo
 from common import distributed
 from common.buffers import Batch
-from common.data import loader as data
+from common.data.loader import load_pixels
 from machine import machine
 from transformers import AutoModelForImageTextToText
 
@@ -108,7 +108,7 @@ def main() -> None:
     sampling = ppo.Sampling.of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))
-    pixels = [data.load_pixels(row, processor) for row in rows]
+    pixels = [load_pixels(row, processor) for row in rows]
 
     def ours(n: int) -> None:
         prompts = Batch(rows[:n], list(range(n)), [0] * n, patches=dict(enumerate(pixels[:n])))

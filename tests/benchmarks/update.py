@@ -34,7 +34,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch"), str(ROOT / "tests")]
 import toy
 import train_ppo_vl as ppo
 from common import buffers, distributed
-from common.data import loader as data
+from common.data.processor import Processor
+from common.data.rows import Prompt
 from common.model import forward as vlm
 from machine import machine
 from transformers import AutoModelForImageTextToText
@@ -74,7 +75,7 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
             str(pack),
         ]
     )
-    processor = data.Processor(folder, args.data)
+    processor = Processor(folder, args.data)
     actor = load_actor(args, processor)
     oracle = AutoModelForImageTextToText.from_pretrained(folder)
     oracle.model.visual.requires_grad_(False)
@@ -98,7 +99,7 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
         ids = torch.cat([text(4), image, text(prompt_tokens - 4 - len(image))])
         side = 2 * round(image_tokens ** 0.5)
         grids = ((1, side, side),) if image_tokens else ()
-        rows.append(data.Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
+        rows.append(Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
         if image_tokens:
             patches[i] = torch.randn(side * side, 3 * 2 * config.vision_config.patch_size ** 2, generator=generator), torch.tensor(grids)
     asked = buffers.Batch(rows, list(range(prompts)), [0] * prompts, patches=dict(patches))

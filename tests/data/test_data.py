@@ -18,9 +18,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
 from common.flags import DataArgs
-from common.data.loader import Processor, load_pixels
-from common.data.images import image_size, read_image
+from common.data.loader import load_pixels
+from common.data.processor import Processor
 from common.data.rows import load_prompts, parse_columns
+from common.data.images import image_size, read_image
 from common.model.weights import build_on_meta, materialize, resolve_folder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",

@@ -29,9 +29,9 @@ from common import distributed
 from common.model import fsdp
 from common.rewards import scoring
 from common.buffers import Batch
-from common.data import loader as vlm_data
+from common.data.loader import InOrder, PromptLoader
+from common.data.processor import Processor
 from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
-from common.data.loader import Processor
 from common.data.families import FAMILIES, family_of
 
 TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -319,7 +319,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
          "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags])
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
     judge, processor = grm.build_judge(args, rows, ranks), rows.processor
-    with vlm_data.PromptLoader(processor, args.data, vlm_data.InOrder(rows.held_out, len(rows.held_out))) as loader:
+    with PromptLoader(processor, args.data, InOrder(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
         said = generated(family, example.prompt, inputs_of, 5)
@@ -393,10 +393,10 @@ def test_the_judge_generates_what_generate_does(family, tmp_path):
 def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
     """Also where generation_config.json does not say so."""
     write_family("gemma3", tmp_path, picture_rows)
-    before, tokenizer = vlm_data.Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
+    before, tokenizer = Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
-    assert set(vlm_data.Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
+    assert set(Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
 
 
 def test_unknown_families_are_refused_by_name(tmp_path):

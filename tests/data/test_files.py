@@ -16,7 +16,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.flags import DataArgs
 from common.data import images
-from common.data.loader import Processor
+from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model.weights import build_on_meta, load as load_weights
 

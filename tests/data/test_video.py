@@ -23,10 +23,12 @@ from transformers.video_utils import VideoMetadata
 import train_ppo_vl as ppo
 from common.rewards import judge as judgements, scoring, remote
 from common.flags import DataArgs
-from common.data import images as vlm_images, loader as vlm_data
+from common.data import images as vlm_images
+from common.data.loader import load_pixels
+from common.data.processor import Processor
+from common.data.rows import Asked, load_prompts, make_prompt
 from common.model import forward as vlm
 from common.data.families import family_of
-from common.data.rows import Asked, load_prompts, make_prompt
 
 KINDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 FRAMES = 5                                                                                  # --video_frames of all tests
@@ -155,7 +157,7 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         assert torch.equal(prompt.input_ids, inputs["input_ids"][0])
         if not prompt.images:
             continue
-        patches, grids = vlm_data.load_pixels(prompt, family.env.processor)
+        patches, grids = load_pixels(prompt, family.env.processor)
         ours = family_of(family.oracle.config).vision_inputs(patches, grids, prompt.grids)
         assert ours.keys() == {name for name in inputs if name.startswith(("pixel", "video", "image", "second"))}
         for name, value in ours.items():
@@ -252,7 +254,7 @@ def load(tmp_path):
         if not (tmp_path / family).exists():
             write_processor(tmp_path / family, family, TEMPLATE)
         args = DataArgs(max_prompt_tokens=100_000, **settings)
-        processor = vlm_data.Processor(tmp_path / family, args)
+        processor = Processor(tmp_path / family, args)
         (tmp_path / "rows.jsonl").write_text(json.dumps(row))
         prompts = load_prompts(str(tmp_path / "rows.jsonl"), processor, args)
         return processor, prompts[0]
@@ -279,7 +281,7 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
     assert prompt.grids[0][:1] == (3,) and prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
     _, prompt = load(row, video_frames=3)                                   # frames 0, 2, 4 of 5: 3 in 2 seconds
     assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
-    pixels, _ = vlm_data.load_pixels(prompt, load(row, video_frames=3)[0])
+    pixels, _ = load_pixels(prompt, load(row, video_frames=3)[0])
     wanted = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 5)]
     ours = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 3)]
     assert all((a == b).all() for a, b in zip(ours, wanted[::2])) and len(pixels) == 2 * 16
@@ -291,7 +293,7 @@ def test_a_turned_animation(load, tmp_path):
     save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
     processor, _ = load({"prompt": "x"})
     prompt = make_prompt(processor, Asked("x", [("a.webp",)], folder=str(tmp_path)))
-    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(vlm_data.load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
+    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
 
 
 def test_frame_lists_take_the_flags_rate(load, tmp_path):
@@ -315,7 +317,7 @@ def test_bounds_of_frames(load, tmp_path, family):
         area = prompt.grids[0][1] * prompt.grids[0][2] * processor.family.patch_size**2
         assert area <= (cap or 200704)
         areas.append(area)
-        patches, grids = vlm_data.load_pixels(prompt, processor)
+        patches, grids = load_pixels(prompt, processor)
         assert len(patches) == grids.prod() and tuple(grids[0].tolist()) == prompt.grids[0][:3]
     assert areas == sorted(set(areas))[::-1] and (areas[0] > 50_000) == (family == "qwen2_5_vl")
 
@@ -358,7 +360,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     processor, prompt = load({"prompt": "x", "videos": ["a.gif"]})
     save_clip(tmp_path / "a.gif", 5)
     with pytest.raises(ValueError, match="a.gif: patch grids .* changed since loaded"):
-        vlm_data.load_pixels(prompt, processor)
+        load_pixels(prompt, processor)
 
 
 @pytest.mark.parametrize("kind", ["llava", "qwen2"])
@@ -371,7 +373,7 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
     save_clip(tmp_path / "a.gif", 3)
     with pytest.raises(ValueError, match="1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
                        "1 images for qwen2, a model of text only"):
-        make_prompt(vlm_data.Processor(tmp_path), Asked("what?", [("a.gif",)], folder=str(tmp_path)))
+        make_prompt(Processor(tmp_path), Asked("what?", [("a.gif",)], folder=str(tmp_path)))
 
 
 def write_film(path, frames: list[np.ndarray], rate: int) -> None:
@@ -402,7 +404,7 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
     assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
     for frame, k in zip(vlm_images.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
         assert frame.size == (96, 64) and np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
-    vlm_data.load_pixels(prompt, processor)
+    load_pixels(prompt, processor)
     (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
     with pytest.raises(ValueError, match=f"a.mp4: not a video that {package} can decode"):
         load({"prompt": "x", "videos": ["a.mp4"]})

@@ -9,7 +9,6 @@ import shutil
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,12 +25,11 @@ import train_ppo_vl as ppo
 from common import distributed, losses
 from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
-from common.buffers import Conversation
 from common.distributed import LateError, Workers
 from common.model import linear_attention
 from common.model.linear_attention import SlotStates
 from common.envs import replies
-from common.data.loader import Processor
+from common.data.processor import Processor
 
 PROGRAMS = ROOT / "tests" / "talkers.py"
 

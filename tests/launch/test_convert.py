@@ -13,9 +13,9 @@ from PIL import Image
 
 from common.rewards.judge import judge_settings, load_judgements
 from common.flags import DataArgs
-from common.data.loader import Processor
-from common.data.images import read_image
+from common.data.processor import Processor
 from common.data.rows import load_prompts
+from common.data.images import read_image
 
 
 # ---- Pictures

@@ -24,7 +24,8 @@ from common import distributed
 from common.model import budget, fsdp, memory
 from common.rewards import scoring
 from common.flags import DataArgs
-from common.data import loader as data
+from common.data.loader import DrawOrder
+from common.data.processor import Processor
 from common.model import attention as vlm_attention, forward as vlm
 
 ROLES = ("actor", "critic", "reference")
@@ -152,7 +153,7 @@ def test_copies_must_fit(script):
 
 
 def test_bytes_of_the_cache(checkpoint):
-    text = data.Processor(checkpoint, DataArgs()).config.get_text_config()
+    text = Processor(checkpoint, DataArgs()).config.get_text_config()
     for dtype in (torch.float32, torch.bfloat16):
         cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
         stored = cache.keys.nbytes + cache.values.nbytes
@@ -392,7 +393,7 @@ def test_packs_are_those_of_a_step(qwen25, picture_rows, tmp_path, capsys):
         ]
     )
     text = capsys.readouterr().out
-    halves = data.DrawOrder([env.prompts], [1.0], 2, 2, 0)
+    halves = DrawOrder([env.prompts], [1.0], 2, 2, 0)
     order = [env.prompts.index(prompt) for half in (0, 1) for prompt in halves(half)[0]]
     groups = [order[g] for g in step.minibatches(2, (0, 1, 0))[0]]
     for length in (12, 6):

@@ -25,8 +25,8 @@ from common.model import fsdp
 from common.buffers import Batch
 from common.model import attention, forward as vlm, linear_attention, weights as vlm_weights
 from common.data.loader import load_pixels
-from common.model.linear_attention import PackedDelta, SlotStates
 from common.data.rows import Prompt
+from common.model.linear_attention import PackedDelta, SlotStates
 
 task = test_training.task  # a fixture
 CPU = torch.device("cpu")

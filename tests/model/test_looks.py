@@ -16,6 +16,7 @@ import train_ppo_vl as ppo
 from common.model import looks
 from common.model import forward as vlm
 from common.data.loader import load_pixels
+from common.data.processor import Processor
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
         for name, parameter in model.model.visual.merger.named_parameters():
             parameter.zero_()
     model.save_pretrained(folder)
-    ppo.data.Processor(qwen25).save(str(folder))
+    Processor(qwen25).save(str(folder))
     line = ["--model", str(folder), "--data", str(rows), "--eval_data", str(rows), "--reward", "exact", "--eval_only",
             "--max_new_tokens", "4", "--max_prompt_tokens", "200", "--prompts_per_step", "4", "--out", str(tmp_path / "run")]
     metrics = ppo.main(line)

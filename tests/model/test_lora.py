@@ -20,7 +20,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
-from common.data import loader as data
+from common.data.loader import load_pixels
 from common.model import forward as vlm, weights as vlm_weights
 
 task, judgements = test_training.task, test_grm.task  # fixtures
@@ -66,7 +66,7 @@ def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
     for group, tokens in zip(env.batch.prompt_index.tolist(), env.batch.split(env.batch.tokens)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = data.load_pixels(prompt, env.processor)
+        pixels = load_pixels(prompt, env.processor)
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False} | more
         inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)

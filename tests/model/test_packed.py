@@ -16,7 +16,9 @@ from common.buffers import Batch, assign_blocks, build_pack, make_blocks
 from common.model.fsdp import unsharded
 from common.flags import DataArgs
 from common.model.attention import PackedAttention, bucket_segments
-from common.data.loader import Processor, load_pixels, load_prompts
+from common.data.loader import load_pixels
+from common.data.processor import Processor
+from common.data.rows import load_prompts
 from common.model.forward import decoder, hidden_states, image_features, prompt_positions
 from common.model.weights import Compute, build_frozen, load, materialize, resolve_folder
 

@@ -18,7 +18,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
-from common.data import loader as data
+from common.data.loader import load_pixels
 from common.model import forward as vlm
 
 task, judgements = test_training.task, test_grm.task  # fixtures
@@ -56,7 +56,7 @@ def test_gradients_equal_one_backward_per_sample(env):
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         prompt = env.prompts[group]
         ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = data.load_pixels(prompt, env.processor)
+        pixels = load_pixels(prompt, env.processor)
         inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False}
         inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)

@@ -23,7 +23,9 @@ from common.rewards import judge as judgements, models as reward_models, scoring
 from common.buffers import Batch
 from common.rewards.records import sample_records
 from common.flags import DataArgs, RewardArgs
-from common.data import loader as data
+from common.data.loader import load_pixels
+from common.data.processor import Processor
+from common.data.rows import Prompt
 from common.model import forward as vlm
 
 RESPONSES = ["3", "a circle", "<image>", "3", "", "no idea"]  # one twice for its prompt, one that must not become a picture
@@ -40,7 +42,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
         with torch.no_grad():                                          # the language model differs, the tower does not
             model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)) / 4)
         model.save_pretrained(folder)
-        data.Processor(source).save(str(folder))
+        Processor(source).save(str(folder))
         judge = judgements.judge_settings({}, system_instruction="Judge: {prompt}")
         judgements.note_training(judge, [("correct", "yes"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")])
         (folder / "judge.json").write_text(json.dumps(judge))
@@ -48,7 +50,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
     return result
 
 
-def build(env, reward: scoring.RewardMix, rows: list[data.Prompt] = []) -> None:
+def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
     """Load the models of a reward that shall score ``rows``."""
     build_rewards(env.args, reward, replace(env.rows, train_sets=[rows], held_out=[]), env.actor, env.ranks)
 
@@ -76,14 +78,14 @@ def score(env, reward: scoring.RewardMix, batch: Batch) -> Batch:
     return batch
 
 
-def alone(folder: Path, prompt: data.Prompt, question: str, answer: str | None, own: bool = True):
+def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, own: bool = True):
     """The judge's model and the inputs of one question, rendered by its own tokenizer; with an answer, its log-prob."""
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
     chat = [{"role": "system", "content": "Judge: " + judgements.user_text(prompt.messages)}] * own
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": question}]
     text = tokenizer.apply_chat_template([*chat, {"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False)
-    processor, image_id = data.Processor(folder), model.config.image_token_id
-    pixels = data.load_pixels(prompt, processor)
+    processor, image_id = Processor(folder), model.config.image_token_id
+    pixels = load_pixels(prompt, processor)
     counts = [t * h * w // 4 for t, h, w in prompt.grids]
     for count in counts:
         text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
@@ -104,7 +106,7 @@ def template(kind: str) -> str:
     return judgements.JUDGEMENTS[kind][0]
 
 
-def chances(folder: Path, prompt: data.Prompt, question: str, words: list[str]) -> list[float]:
+def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> list[float]:
     logs = [alone(folder, prompt, question, f"<answer>{word}</answer>") for word in words]
     total = sum(math.exp(x - max(logs)) for x in logs)
     return [math.exp(x - max(logs)) / total for x in logs]
@@ -221,7 +223,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     folder = tmp_path / "rm"
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.save_pretrained(folder)
-    data.Processor(qwen25).save(str(folder))
+    Processor(qwen25).save(str(folder))
     head = torch.randn(1, model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(7))
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
     save_file(tensors | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -236,7 +238,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         prompt = env.prompts[group]
         tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
         ids = torch.cat([prompt.input_ids, torch.tensor(tail)])[None]
-        pixels = data.load_pixels(prompt, env.processor)
+        pixels = load_pixels(prompt, env.processor)
         inputs = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
         with torch.no_grad():
             hidden = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(),
@@ -313,7 +315,7 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.model.language_model.norm.weight.data.fill_(math.nan)
     model.save_pretrained(tmp_path / "rm")
-    data.Processor(qwen25).save(str(tmp_path / "rm"))
+    Processor(qwen25).save(str(tmp_path / "rm"))
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
     save_file(tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)}, tmp_path / "rm" / "model.safetensors",
               metadata={"format": "pt"})
@@ -377,7 +379,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     reward = scoring.load(env.args.reward)
     with pytest.raises(distributed.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
-    row = data.Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
+    row = Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
     with pytest.raises(distributed.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
         rewards_of("--reward", "boxed").check_rows([row])
     rewards_of("--reward", "grm:x").check_rows([row])
@@ -422,7 +424,7 @@ def judge_folder(judges, tmp_path, judge: dict) -> Path:
 
 def doubts(folder: Path, capsys) -> str:
     """What the start says of a judge that is asked whether responses are correct."""
-    env = {"spec": f"grm:{folder}", "module": None, "processor": data.Processor(folder), "shares_tower": True}
+    env = {"spec": f"grm:{folder}", "module": None, "processor": Processor(folder), "shares_tower": True}
     asked = RewardArgs(grm_question="correct")
     reward_models.Judge(**env, offload="none", data=DataArgs(), args=asked, likelihoods=None, write=None)
     return capsys.readouterr().out
@@ -485,7 +487,7 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
     sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
     assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
-    asked = data.Processor(judge / "export" / "step-3").files["judge"]
+    asked = Processor(judge / "export" / "step-3").files["judge"]
     assert asked["kinds"]["correct"]["template"] == "{prompt} - {response}?" and asked["trained_on"] == ["correct"]
 
 
