@@ -479,10 +479,11 @@ def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Judg
     """What the memory of a GPU depends on."""
     prompts = [row.prompt for row in (*rows.held_out, *rows.train)]
     return budget.JudgeMemory(
-        judge,
+        {"judge": judge},
         shards=args.run.hsdp or ranks,
         longest=max(len(prompt.input_ids) for prompt in prompts),
         least_pack=args.data.max_prompt_tokens,
+        offload="none",
         batch=args.eval.eval_batch if rows.held_out else 0,
         new_tokens=args.eval.eval_max_new_tokens,
     )

@@ -1063,7 +1063,7 @@ def memory_plan(
     args: Args, models: dict[str, nn.Module], rows: Rows, ranks: int
 ) -> budget.PolicyMemory:
     """What the memory of a GPU depends on."""
-    algorithm, rollout = args.algorithm, args.rollout
+    rollout = args.rollout
     prompts = -(-args.prompts_per_rollout // ranks)
     longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
@@ -1078,9 +1078,6 @@ def memory_plan(
         slots=rollout.slots,
         offload=args.update.offload,
         average=args.update.ema_beta > 0,
-        scores_actor=algorithm.importance_cap > 0
-        or algorithm.high_entropy_ratio < 1
-        or algorithm.kl_estimator == "full",
         exact_kl=args.exact_kl_in_loss,
         critique_tokens=args.reward.grm_max_new_tokens if args.reward.grm_mode == "critique" else 0,
         trains=not args.run.eval_only,

@@ -1,14 +1,14 @@
 """Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
 
     PolicyMemory, JudgeMemory   what the steps of either script need: `phases`
-    fastest                     the fastest setting that fits, for launch/plan.py
+    fastest                     the fastest setting that fits
     check                       whether a run fits, on a GPU, before a weight is read
 
-The formulas of each part are in `common.model.memory`.
+The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -19,21 +19,19 @@ from common.flags import ModelArgs
 from common.model import memory
 from common.model.attention import slot_bytes
 
-# of a GPU, assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
-RESERVED_GIB = 2.0
 GIB = 2**30
+RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
 PACK_UNIT = 256  # tokens; the sizes of packs that are suggested are multiples of it
 SPARE = 0.08  # of a GPU, for what the formulas do not know
 
-Phases = dict[str, dict[str, float]]  # bytes on a GPU by phase and part
+Parts = dict[str, float]  # bytes on a GPU by part
 
 
 class Choice(NamedTuple):
-    """What decides the memory that a run takes, but not its result."""
+    """What decides the memory of an update, but not its result."""
 
     checkpointing: bool
     tokens: int  # of a pack
-    offload: str = "none"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -42,74 +40,99 @@ class Choice(NamedTuple):
 
 
 @dataclass
-class PolicyMemory:
-    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same time.
+class MemoryPlan:
+    """What both scripts need.
 
     Attributes:
+        models: by role, on any device.
         shards: ranks that share one copy of the weights.
         longest: tokens of the longest prompt.
         least_pack: tokens that a pack must hold.
-        sequences: of a rollout, on one rank.
-        slots: sequences that decode together; 0: as many as fit, at most 256.
-        critique_tokens: that a judge may write; 0: it writes none.
+        offload: what is kept in host memory while it is not in use, as the flag says.
     """
 
     models: dict[str, nn.Module]
     shards: int
     longest: int
     least_pack: int
-    max_new_tokens: int
-    sequences: int
-    slots: int
     offload: str
-    average: bool
-    scores_actor: bool
-    exact_kl: bool
-    critique_tokens: int
-    trains: bool
 
     def __post_init__(self):
-        self.modules = list(self.models.values())
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
         for role, module in self.models.items():
             for part, size in memory.resident_bytes(module, self.shards).items():
                 if size:
                     self.held[role, part] = size
+
+    def resident(self, *busy: str) -> Parts:
+        """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
+        training, or frozen and asked."""
+        parts: Parts = {"reserved": RESERVED}
+        for (role, part), size in self.held.items():
+            if part in ("Adam", "average"):
+                offloaded = self.offload != "none"
+            else:
+                offloaded = self.offload == "all" and role not in ("actor", "critic")
+            if role in busy or not offloaded:
+                parts[f"{role} {part}"] = size
+        return parts
+
+    def update(self, role: str, choice: Choice, *busy: str) -> Parts:
+        """With two layers gathered, one of them ahead of its use."""
+        module = self.models[role]
+        root, layer, _ = memory.gathered_bytes(module)
+        parts = {"gathered weights": root + 2 * layer, "gradient shards": self.held[role, "Adam"] / 2}
+        parts |= memory.backward_bytes(module, choice.tokens, choice.checkpointing)
+        return self.resident(role, *busy) | parts
+
+
+@dataclass
+class PolicyMemory(MemoryPlan):
+    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same time.
+
+    Attributes:
+        max_new_tokens: of a response.
+        critique_tokens: that a judge may write; 0: it writes none.
+        sequences: of a rollout, on one rank.
+        slots: sequences that decode together; 0: as many as fit, at most 256.
+        average: whether the actor's weights are averaged.
+        exact_kl: whether the actor's update asks the reference.
+        trains: False: an evaluation.
+    """
+
+    max_new_tokens: int
+    critique_tokens: int
+    sequences: int
+    slots: int
+    average: bool
+    exact_kl: bool
+    trains: bool
+
+    def __post_init__(self):
+        super().__post_init__()
         if self.average:
             self.held["actor", "average"] = self.held["actor", "Adam"] // 2
 
-    def phases(self, choice: Choice, room: float) -> Phases:
-        """With ``room`` bytes on the GPU, of which a rollout takes what is left for its slots."""
-        offload, longest = choice.offload, self.longest + self.max_new_tokens
-        phases = {"rollout": self.decoding("actor", longest, self.resident(offload), room)}
-        idle = set() if self.scores_actor else {"actor"}
-        if not self.trains:
-            idle = {"actor", "critic", "reference"}
-        scored = [self.scoring(role, offload) for role in self.models if role not in idle]
-        if scored:
-            phases["score"] = max(scored, key=total)
-        for role in self.models:
+    def phases(self, choice: Choice, room: float) -> dict[str, Parts]:
+        """With ``room`` bytes on the GPU, of which a rollout takes what is left for its slots.
+        Scoring by actor or critic needs less than their updates."""
+        longest = self.longest + self.max_new_tokens
+        phases = {"rollout": self.decoding("actor", longest, self.resident(), room)}
+        frozen = [role for role in self.models if role not in ("actor", "critic")]
+        if frozen:
+            phases["score"] = max(map(self.scoring, frozen), key=total)
+        for role in frozen:
             if role.startswith("grm") and self.critique_tokens:
-                stay = self.resident(offload, role)
                 written = longest + self.critique_tokens
-                phases[f"{role} writes"] = self.decoding(role, written, stay, room)
-        for role in ("critic", "actor"):
-            if role in self.models and self.trains:
-                phases[f"update {role}"] = self.update(role, choice)
+                phases[f"{role} writes"] = self.decoding(role, written, self.resident(role), room)
+        if self.trains and "critic" in self.models:
+            phases["update critic"] = self.update("critic", choice)
+        if self.trains:
+            busy = ["reference"] if self.exact_kl else []
+            phases["update actor"] = self.update("actor", choice, *busy)
         return phases
 
-    def resident(self, offload: str, *busy: str) -> dict[str, float]:
-        """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
-        training, or frozen and asked."""
-        found = {}
-        for (role, part), size in self.held.items():
-            if role in busy or not is_offloaded(role, part, offload):
-                found[f"{role} {part}"] = size
-        return found
-
-    def decoding(
-        self, role: str, length: int, stay: dict[str, float], room: float
-    ) -> dict[str, float]:
+    def decoding(self, role: str, length: int, stay: Parts, room: float) -> Parts:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
         module = self.models[role]
         root, _, layers = memory.gathered_bytes(module)
@@ -118,83 +141,45 @@ class PolicyMemory:
         slot = slot_bytes(text, length, memory.itemsize(module))
         slots = min(self.slots or 256, self.sequences)
         if not self.slots:
-            free = room - RESERVED_GIB * GIB - total(stay) - root - layers
-            slots = max(1, min(slots, int((memory.without_margin(free) - work) // slot)))
+            free = memory.without_margin(room - total(stay) - root - layers) - work
+            slots = max(1, min(slots, int(free // slot)))
         return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
 
-    def scoring(self, role: str, offload: str) -> dict[str, float]:
+    def scoring(self, role: str) -> Parts:
         root, layer, _ = memory.gathered_bytes(self.models[role])
-        stay = self.resident(offload)
-        if role not in ("actor", "critic"):  # they need no optimizer here
-            stay = self.resident(offload, role)
         forward = memory.scoring_work(self.models[role])
-        return stay | {"gathered weights": root + 2 * layer, "forward": forward}
-
-    def update(self, role: str, choice: Choice) -> dict[str, float]:
-        module = self.models[role]
-        exact = self.exact_kl and role == "actor"
-        busy = (role, "reference") if exact else (role,)
-        parts = update_bytes(module, self.held[role, "Adam"], choice)
-        return self.resident(choice.offload, *busy) | parts
+        return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
 
-@dataclass(frozen=True)
-class JudgeMemory:
+@dataclass
+class JudgeMemory(MemoryPlan):
     """The same for the reward model's step and its evaluation, whose questions are assumed to be
     those of training.
 
     Attributes:
-        longest: tokens of the longest prompt.
-        least_pack: tokens that a pack must hold.
         batch, new_tokens: of an evaluation; 0: there is none.
     """
 
-    judge: nn.Module
-    shards: int
-    longest: int
-    least_pack: int
     batch: int
     new_tokens: int
-    offload: ClassVar[str] = "none"
 
-    @property
-    def modules(self) -> list[nn.Module]:
-        return [self.judge]
-
-    @property
-    def held(self) -> dict[str, int]:
-        return memory.resident_bytes(self.judge, self.shards)
-
-    def phases(self, choice: Choice, room: float) -> Phases:
-        root, _, layers = memory.gathered_bytes(self.judge)
-        text, width = self.judge.model.config.get_text_config(), memory.itemsize(self.judge)
-        slot = slot_bytes(text, self.longest + self.new_tokens, width)
-        evaluation = {
-            "gathered weights": root + layers,
-            "KV cache": self.batch * slot,
-            "forward": self.batch * self.longest * memory.layer_activations(self.judge),
-        }
-        update = update_bytes(self.judge, self.held["Adam"], choice)
-        phases = {"update": self.held | update}
-        return phases | {"evaluate": self.held | evaluation} if self.batch else phases
+    def phases(self, choice: Choice, room: float) -> dict[str, Parts]:
+        judge = self.models["judge"]
+        phases = {"update": self.update("judge", choice)}
+        if self.batch:
+            root, _, layers = memory.gathered_bytes(judge)
+            text = judge.model.config.get_text_config()
+            slot = slot_bytes(text, self.longest + self.new_tokens, memory.itemsize(judge))
+            phases["evaluate"] = self.resident() | {
+                "gathered weights": root + layers,
+                "KV cache": self.batch * slot,
+                "forward": self.batch * self.longest * memory.layer_activations(judge),
+            }
+        return phases
 
 
-def total(parts: dict[str, float]) -> float:
+def total(parts: Parts) -> float:
     return sum(parts.values())
-
-
-def update_bytes(module: nn.Module, adam: float, choice: Choice) -> dict[str, float]:
-    """Of an update, besides what is resident; ``adam``: bytes of the optimizer's two moments."""
-    root, layer, _ = memory.gathered_bytes(module)
-    parts = {"gathered weights": root + 2 * layer, "gradient shards": adam / 2}
-    return parts | memory.backward_bytes(module, choice.tokens, choice.checkpointing)
-
-
-def is_offloaded(role: str, part: str, offload: str) -> bool:
-    """Whether --offload keeps it in host memory while it is not in use."""
-    if part in ("Adam", "average"):
-        return offload != "none"
-    return offload == "all" and role not in ("actor", "critic")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -202,35 +187,26 @@ def is_offloaded(role: str, part: str, offload: str) -> bool:
 # -------------------------------------------------------------------------------------------------
 
 
-Plan = PolicyMemory | JudgeMemory
+def peak_of(plan: MemoryPlan, choice: Choice, gib: float) -> tuple[float, str]:
+    """GiB of the largest phase on a GPU with ``gib``, and its name."""
+    sizes = {name: total(parts) for name, parts in plan.phases(choice, gib * GIB).items()}
+    name = max(sizes, key=sizes.get)
+    return sizes[name] / GIB, name
 
 
-def peak_of(plan: Plan, choice: Choice, gib: float) -> tuple[float, str]:
-    """GiB of the largest phase on a GPU with ``gib``, with what is reserved; and its name."""
-    phases = plan.phases(choice, gib * GIB)
-    name = max(phases, key=lambda name: total(phases[name]))
-    return total(phases[name]) / GIB + RESERVED_GIB, name
-
-
-def choice_of(plan: Plan, args: ModelArgs, device: str) -> Choice:
-    """What the flags say; layers are recomputed on a GPU unless --gradient_checkpointing is off."""
-    wanted = {"on": True, "off": False}.get(args.gradient_checkpointing, device == "cuda")
-    return Choice(wanted, args.max_tokens_per_pack, plan.offload)
-
-
-def fastest(plan: Plan, most: int, gib: float) -> Choice | None:
+def fastest(plan: MemoryPlan, most: int, gib: float) -> Choice | None:
     """The fastest setting that leaves a share `SPARE` of the memory free: without recomputation if
     any pack fits so, and the largest pack of at most ``most`` tokens. None: nothing fits."""
     sizes = range(-(-plan.least_pack // PACK_UNIT) * PACK_UNIT, most + 1, PACK_UNIT)
     for checkpointing in (False, True):
         for tokens in reversed(sizes):
-            choice = Choice(checkpointing, tokens, plan.offload)
+            choice = Choice(checkpointing, tokens)
             if peak_of(plan, choice, gib)[0] <= (1 - SPARE) * gib:
                 return choice
     return None
 
 
-def advise(plan: Plan, most: int, gib: float) -> str:
+def advise(plan: MemoryPlan, most: int, gib: float) -> str:
     """The flags of `fastest`, or what else would help."""
     choice = fastest(plan, most, gib)
     if choice is None:
@@ -242,25 +218,31 @@ def advise(plan: Plan, most: int, gib: float) -> str:
     )
 
 
-def check(plan: Plan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
+def require_fit(plan: MemoryPlan, args: ModelArgs, gib: float) -> str:
+    """A line about the peak of a run on GPUs with ``gib``. Raises UserError: it does not fit, and
+    what would."""
+    choice = Choice(args.gradient_checkpointing != "off", args.max_tokens_per_pack)
+    peak, phase = peak_of(plan, choice, gib)
+    line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
+    if peak > gib:
+        raise UserError(f"{line}, does not fit; {advise(plan, args.max_tokens_per_pack, gib)}")
+    return line
+
+
+def check(plan: MemoryPlan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
     """Before weights are read on a GPU: hold the plan against the memory that is free on the
     fullest of them, and say its peak. Returns whether layers are recomputed.
 
     Raises:
         UserError: on all ranks: the run does not fit, and what would.
     """
-    choice = choice_of(plan, args, ranks.device.type)
     if ranks.device.type != "cuda":
-        return choice.checkpointing
-    layer = max(memory.gathered_bytes(module)[1] for module in plan.modules)
+        return args.gradient_checkpointing == "on"
+    layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
     distributed.warm_up(ranks, layer)
     memory.release()
     free, _ = torch.cuda.mem_get_info()
-    gib = min(distributed.gather_objects(free)) / GIB
-    peak, phase = peak_of(plan, choice, gib)
-    line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
-    if peak > gib:
-        raise UserError(f"{line}, does not fit; {advise(plan, args.max_tokens_per_pack, gib)}")
+    line = require_fit(plan, args, min(distributed.gather_objects(free)) / GIB)
     if distributed.is_main():
         print(line, flush=True)
-    return choice.checkpointing
+    return args.gradient_checkpointing != "off"

@@ -110,22 +110,6 @@ def count_trained(parameters: Iterable[nn.Parameter]) -> int:
     return count(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def count_parameters(module: nn.Module) -> dict[str, int]:
-    """Parameters by part; a tied head counts with the embeddings, norms and value head with the
-    rest."""
-    model, language = module.model, decoder(module.model)
-    embeddings = language.get_input_embeddings().weight
-    untied = model.lm_head is not None and model.lm_head.weight is not embeddings
-    counts = {
-        "vision": count(tower_parameters(model)),
-        "layers": count(language.layers.parameters()),
-        "embeddings": embeddings.numel(),
-        "head": model.lm_head.weight.numel() if untied else 0,
-    }
-    total = count(module.parameters())
-    return counts | {"rest": total - sum(counts.values()), "total": total}
-
-
 def resident_bytes(module: nn.Module, ranks: int) -> dict[str, int]:
     """What a role keeps on a GPU between stages: shards, cut along the first dimension into
     ``ranks`` as FSDP2 cuts them, on the rank with the largest, in float32 but for what adapters
@@ -151,10 +135,9 @@ def resident_bytes(module: nn.Module, ranks: int) -> dict[str, int]:
 def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
     layers."""
-    counts = count_parameters(module)
     width = itemsize(module)
     layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
-    root = counts["embeddings"] + counts["head"] + counts["rest"]
+    root = count(module.parameters()) - count(tower_parameters(module.model)) - sum(layers)
     return width * root, width * max(layers), width * sum(layers)
 
 
