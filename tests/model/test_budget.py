@@ -164,19 +164,12 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
 
 
 def test_the_flag_of_old():
-    """Bare it still means on; a run's old args.json has true or false."""
+    """Bare it still means on."""
     for line, value in ((["--gradient_checkpointing"], "on"), (["--gradient_checkpointing", "off"], "off"), ([], "auto")):
         args = ppo.parse_args(["--model", "m", "--data", "d.jsonl", *line, "--out", "x"])
         assert (args.model.gradient_checkpointing, str(args.run.out)) == (value, "x")
     with pytest.raises(distributed.UserError, match="did you mean --gradient_checkpointing"):
         ppo.parse_args(["--model", "m", "--data", "d.jsonl", "--no-gradient_checkpointing"])
-
-
-@pytest.mark.parametrize("old, value", [("true", "on"), ("false", "off")])
-def test_the_args_json_of_old(tmp_path, old, value):
-    (tmp_path / "args.json").write_text(f'{{"model": "m", "data": "d.jsonl", "gradient_checkpointing": {old}}}')
-    args = ppo.parse_args(["--config", str(tmp_path / "args.json")])
-    assert args.model.gradient_checkpointing == value
 
 
 COLLECTIVES = """
