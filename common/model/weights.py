@@ -4,9 +4,13 @@
     shards -> safetensors under the checkpoint's names, whole on rank 0       export
 
 A user's mistake is a ValueError that names the file and the numbers. A model that is built here
-has, beside what `model` describes: ``folder``, its checkpoint; ``hub_names``, parameter name -> key
-in the files, set by `load`; ``kept``, file, shape and type of the weights in KEPT_KEYS; and
-``adapter``, if it has adapters: what PEFT's adapter_config.json says of them.
+has, beside what `forward` describes: ``folder``, its checkpoint; ``stored``, the weights of the
+checkpoint's files by their keys there, set by `load`; and ``adapter``, if it has adapters: what
+PEFT's adapter_config.json says of them.
+
+transformers' `from_pretrained` and `save_pretrained` are not used: a rank would hold the whole
+model, and multi-token prediction, a tied head that the files hold all the same and float32 weights
+of linear attention would not come out as they went in.
 """
 
 import copy
@@ -16,9 +20,9 @@ import math
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Callable, Iterable, Iterator
 
 import torch
 import torch.nn as nn
@@ -62,9 +66,8 @@ KEY_SPELLINGS = (
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
     (r"^(multi_modal_projector)", r"model.\1"),
 )
-# What exports keep as it is in the files: the types of weights of linear attention, which are more
-# exact than the others there, and all of the multi-token prediction, which no model here has.
-KEPT_KEYS = r"\.linear_attn\.(A_log|dt_bias|norm\.weight)$|^mtp\."
+# Multi-token prediction, which no model here has: exports copy its weights from the files.
+COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
 # ours, and that of AutoModelForSequenceClassification
 VALUE_HEADS = {"value_head.weight", "score.weight"}
@@ -103,7 +106,6 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
         raise ValueError(f"checkpoint {name}: no such folder (a hub name looks like owner/name)")
 
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     if weights:
@@ -113,7 +115,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
         return Path(
             snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except OSError as error:  # those of the hub are
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"checkpoint {name}: no such folder, and the hub gave: {reason}"
@@ -128,41 +130,23 @@ def absolute_model(name: str) -> str:
     return absolute(name)
 
 
-def weight_files(folder: Path) -> list[str]:
-    """The names of the safetensors files of a checkpoint. Raises ValueError: an index that does not
-    list files of the folder."""
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
-        return ["model.safetensors"]
-    names = list(read_json(index)["weight_map"].values())
-    for name in names:
-        inside = (
-            isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts
-        )
-        if not inside or not name.endswith(".safetensors"):
-            raise ValueError(
-                f"{index}: weight_map names {name!r:.80}, which is no safetensors file of this "
-                "folder"
-            )
-    if not names:
-        raise ValueError(f"{index}: weight_map is empty; it must name the file of every weight")
-    return sorted(set(names))
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
 
 
 def open_weights(path: Path):
     """A safetensors file, whose tensors are read when asked for. Raises ValueError: no such file,
     or only a part of one."""
-    if not path.is_file():
-        what = "is not a file" if path.exists() else "is missing"
-        raise ValueError(
-            f"{path.parent}: {path.name} {what} (weights are read from safetensors files only)"
-        )
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{path}: {path.stat().st_size} bytes are no whole safetensors file ({error}); fetch "
-            "it again (a clone without git-lfs has small text files in its place)"
+            f"{path} cannot be read as safetensors: {error} (a clone without git-lfs has small "
+            "text files in its place)"
         ) from error
 
 
@@ -199,19 +183,17 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
     if name == "auto":
         name = "float32" if small else "bfloat16"
     dtype = getattr(torch, name)
-    chunk = args.head_chunk or (256 if small else 4096)
-    compute = Compute("sdpa", dtype, device, args.max_tokens_per_pack, chunk)
-    if device.type == "meta":
-        return compute
-    backend = choose_backend(args.attention, device, dtype)
-    if distributed.is_main():
+    backend = "sdpa"
+    if device.type != "meta":
+        backend = choose_backend(args.attention, device, dtype)
         install = ""
-        problem = flash_attn_problem() if backend == "varlen" else ""
-        if problem:
-            install = f" ({problem}; to build it: {FLASH_ATTN_INSTALL})"
-        ranks = f"{distributed.world_size()} x {device.type}"
-        print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
-    return replace(compute, backend=backend)
+        if backend == "varlen" and flash_attn_problem():
+            install = f" ({flash_attn_problem()}; to build it: {FLASH_ATTN_INSTALL})"
+        if distributed.is_main():
+            ranks = f"{distributed.world_size()} x {device.type}"
+            print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
+    head_chunk = args.head_chunk or (256 if small else 4096)
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk)
 
 
 class Builder:
@@ -332,19 +314,11 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
         "use_bidirectional_attention",
     ):
         if getattr(text, name, None):
-            raise ValueError(
-                f"the checkpoint's text model has {name} {getattr(text, name)}, which is not "
-                "supported"
-            )
+            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     auto = AutoModelForImageTextToText if family.has_pictures else AutoModelForCausalLM
-    try:
-        with parameters_on_meta():
-            # which writes into it
-            model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
-    except Exception as error:  # sizes that do not fit each other raise anything
-        raise ValueError(
-            f"config.json: no {config.model_type} model can be made of it: {error!r:.300}"
-        ) from error
+    with parameters_on_meta():
+        # a copy: it is written into
+        model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
     use_mixers(model)
     use_fewer_kernels(model)
     language = decoder(model)
@@ -433,16 +407,15 @@ def differing_tower(first: Path, second: Path) -> list[str]:
 
 
 def vision_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    """name -> function that reads the weight, for the vision tower in a folder's safetensors
-    files."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    """name -> function that reads the weight, for the vision tower in a folder's files."""
+    readers = {}
+    for path in weight_files(folder):
         tensors = open_weights(path)
         for key in tensors.keys():
             name = key.removeprefix("model.")
             if name.startswith(VISION_KEYS):
-                found[name] = functools.partial(tensors.get_tensor, key)
-    return found
+                readers[name] = functools.partial(tensors.get_tensor, key)
+    return readers
 
 
 # -------------------------------------------------------------------------------------------------
@@ -534,6 +507,20 @@ def without_adapters(model: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight in a checkpoint's files.
+
+    Attributes:
+        name: of the parameter; None: of multi-token prediction.
+        like: on meta, its shape and type in the files, which exports keep.
+    """
+
+    name: str | None
+    path: Path
+    like: Tensor
+
+
 def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> set[str]:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
     rows. A value head is read where the files have one. Returns the keys of the files that were
@@ -544,54 +531,38 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    model.hub_names, model.kept = {}, {}
+    model.stored = {}
     keys: set[str] = set()
-    left_out: list[str] = []
     read: set[int] = set()  # ids of parameters
-    for file in weight_files(folder):
-        with open_weights(folder / file) as tensors:
+    for path in weight_files(folder):
+        with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
                 target = parameters.get(name)
-                if name is None and value_head is not None and key in VALUE_HEADS:
+                if name is None and key in VALUE_HEADS and value_head is not None:
                     target = value_head.weight
                 value = tensors.get_slice(key)
-                if re.search(KEPT_KEYS, key):
-                    kind = WEIGHT_TYPES.get(value.get_dtype())
-                    found = torch.empty(value.get_shape(), dtype=kind, device="meta")
-                    model.kept[key] = folder / file, found
-                if target is None:
-                    # a part that this role leaves out: the vision tower or the output head
-                    left_out.append(key)
+                if name is not None or key.startswith(COPIED_KEYS):
+                    dtype = WEIGHT_TYPES.get(value.get_dtype())
+                    like = torch.empty(value.get_shape(), dtype=dtype, device="meta")
+                    model.stored[key] = StoredWeight(name, path, like)
+                if target is None:  # a part that this role leaves out, or that no model has
                     continue
-                shapes = {tuple(target.shape)}
-                if name is not None:
-                    model.hub_names[name] = key
-                    shapes.add(tuple(as_in_files(model.config, name, target).shape))
-                place = f"{folder / file}: {key}"
-                if id(target) in read:
-                    check_tied(place, target, value)
-                else:
-                    read_weight(place, target, value, shapes)
+                tied = shard_of(target).clone() if id(target) in read else None
+                read_weight(f"{path}: {key}", target, value)
+                if tied is not None and not torch.equal(tied, shard_of(target)):
+                    raise ValueError(
+                        f"{path}: {key} differs from the weight that config.json ties it to; to "
+                        "keep both, set tie_word_embeddings to false there"
+                    )
                 keys.add(key)
                 read.add(id(target))
     missing = [name for name, p in parameters.items() if id(p) not in read and ".lora_" not in name]
     if missing:
-        raise ValueError(f"{folder}: {describe_missing(missing, left_out)}")
+        raise ValueError(
+            f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
+        )
     return keys
-
-
-def describe_missing(missing: list[str], left_out: list[str]) -> str:
-    """Which parameters are in no file, and why, if the ``left_out`` keys of the files tell."""
-    told = f"{len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
-    for key in left_out:
-        if re.search(r"\.experts\.\d+\.", key):
-            told += (
-                f"; the files hold experts one by one, as {key}: a checkpoint with one tensor for"
-                " all experts of a layer is needed, as published"
-            )
-            break
-    return told
 
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
@@ -604,35 +575,16 @@ def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:
     return None
 
 
-def read_weight(place: str, target: Tensor, value, shapes: set[tuple[int, ...]]) -> None:
-    """Copy a slice of a file at ``place``, which may have any of ``shapes``, into a parameter."""
-    kind, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
-    if kind not in WEIGHT_TYPES:
-        raise ValueError(f"{place} is of type {kind}; quantized weights are not supported")
-    if shape not in shapes:
+def read_weight(place: str, target: Tensor, value) -> None:
+    """Copy a slice of a file, at ``place``, into a parameter."""
+    dtype, shape, wanted = value.get_dtype(), tuple(value.get_shape()), tuple(target.shape)
+    if dtype not in WEIGHT_TYPES:
+        raise ValueError(f"{place} is of type {dtype}; quantized weights are not supported")
+    # those of Qwen3-VL-MoE have the matrices of the experts (E, I, O) transposed
+    transposed = shape != wanted and target.ndim == 3 and shape == (wanted[0], wanted[2], wanted[1])
+    if shape != wanted and not transposed:
         raise ValueError(f"{place} is {shape}, the model's config.json asks for {wanted}")
-    copy_shard(target, value, transposed=shape != wanted)
-
-
-def check_tied(place: str, target: Tensor, value) -> None:
-    """Raise ValueError if a slice is not what the parameter that it is tied to has been read as:
-    the files hold a tied head all the same, and it must say the same."""
-    before = shard_of(target).clone()
-    read_weight(place, target, value, {tuple(target.shape)})
-    if not torch.equal(before, shard_of(target)):
-        raise ValueError(
-            f"{place} differs from the weight that config.json ties it to; to keep both, set "
-            "tie_word_embeddings to false there"
-        )
-
-
-def as_in_files(config, name: str, weight: Tensor) -> Tensor:
-    """A parameter as checkpoints hold it: those of Qwen3-VL-MoE have the matrices of the experts
-    (E, I, O) transposed, but square ones, which no reader could tell apart."""
-    is_expert = config.model_type == "qwen3_vl_moe" and ".mlp.experts." in name
-    if is_expert and weight.shape[1] != weight.shape[2]:
-        return weight.transpose(1, 2)
-    return weight
+    copy_shard(target, value, transposed)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -652,25 +604,28 @@ def is_finite(tensor: Tensor) -> bool:
 def export(
     module: nn.Module, processor: Processor, folder: Path, shard_bytes: int = 4 << 30
 ) -> str | None:
-    """Write a Hugging Face folder that `from_pretrained` loads: safetensors under the names the
-    checkpoint came with, config, tokenizer and processor files. Complete or absent: written next to
-    its place and renamed. All ranks must call.
+    """Write a Hugging Face folder that `from_pretrained` loads: safetensors with the names, shapes
+    and types that the checkpoint came with, config, tokenizer and processor files. Complete or
+    absent: written next to its place and renamed. All ranks must call.
 
     LoRA adapters are merged, in float32, cast once, and stand in `adapter/` as well, as PEFT loads
     them. Returns on every rank why the folder could not be written, or None.
     """
     model, problem = module.model, None
-    dtype = getattr(processor.config, "dtype", None) or torch.float32
-    empty = {}
-    for name, key in model.hub_names.items():
-        empty[key] = torch.empty(model.get_parameter(name).shape, dtype=dtype, device="meta")
-    empty |= {key: found for key, (_, found) in model.kept.items()}
+    empty = {key: weight.like for key, weight in model.stored.items()}
     plan = split_torch_state_dict_into_shards(empty, max_shard_size=shard_bytes)
-    files = gather_files(model, plan.filename_to_tensors, empty)
+    files = gather_files(model, plan.filename_to_tensors)
     if distributed.is_main():
         aside = folder.with_name(f".{folder.name}.tmp")
         try:
-            write_weights(aside, files, plan, model.kept)
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            for file, tensors in files:
+                keys = plan.filename_to_tensors.get(file, tensors)
+                write_file(aside / file, keys, tensors, model.stored)
+            if plan.is_sharded:
+                index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+                (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
             write_settings(aside, model, processor)
             if folder.exists():
                 shutil.rmtree(folder)
@@ -685,32 +640,38 @@ def export(
 
 
 def gather_files(
-    model: nn.Module, files: dict[str, list[str]], empty: dict[str, Tensor]
+    model: nn.Module, files: dict[str, list[str]]
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """The files of an export, each with its tensors on rank 0, in the types of ``empty``, and with
-    none on the others; without weights that the model does not have. All ranks must iterate."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    names = {key: name for name, key in model.hub_names.items()}
-    adapters: dict[str, Tensor] = {}
+    """The files of an export by their keys, each with its tensors on rank 0, and with none on the
+    others; without weights that the model does not have. All ranks must iterate."""
+    adapted = {
+        f"{name}.weight": layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, LoRALinear)
+    }
     for file, keys in files.items():
         tensors = {}
-        for key in filter(names.get, keys):  # in one order on all ranks
-            name = names[key]
-            stem = name.removesuffix(".weight")
-            full = whole(parameters[name])
-            if f"{stem}.lora_A" in parameters:
-                a, b = whole(parameters[f"{stem}.lora_A"]), whole(parameters[f"{stem}.lora_B"])
-                full = full.float() + b @ a * (model.adapter["lora_alpha"] / model.adapter["r"])
-                if distributed.is_main():
-                    adapters[f"base_model.model.{stem}.lora_A.weight"] = a.cpu()
-                    adapters[f"base_model.model.{stem}.lora_B.weight"] = b.cpu()
+        for key in keys:  # in one order on all ranks
+            weight = model.stored[key]
+            if weight.name is None:
+                continue
+            full = whole(model.get_parameter(weight.name))
+            if weight.name in adapted:
+                layer = adapted[weight.name]
+                full = full.float() + whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
             if distributed.is_main():
-                full = as_in_files(model.config, name, full)
+                if full.shape != weight.like.shape:  # see read_weight
+                    full = full.transpose(1, 2)
                 # copy: a tied weight stands in the files twice
-                tensors[key] = full.to(empty[key].dtype, copy=True).cpu().contiguous()
+                tensors[key] = full.to(weight.like.dtype, copy=True).cpu().contiguous()
         yield file, tensors
-    if adapters:
-        yield "adapter/adapter_model.safetensors", adapters
+    if adapted:
+        tensors = {
+            f"base_model.model.{name}.weight": whole(parameter).cpu()
+            for name, parameter in model.named_parameters()
+            if ".lora_" in name
+        }
+        yield "adapter/adapter_model.safetensors", tensors
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -718,33 +679,25 @@ def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def write_weights(
-    aside: Path, files: Iterator[tuple[str, dict[str, Tensor]]], plan, kept: dict[str, tuple]
+def write_file(
+    path: Path, keys: Iterable[str], tensors: dict[str, Tensor], stored: dict[str, StoredWeight]
 ) -> None:
-    """The safetensors files of an export and their index, in a new folder. Raises ValueError: a
-    weight that is not finite, or one of the ``kept`` whose file is gone."""
-    if aside.is_symlink() or aside.exists():
-        shutil.rmtree(aside)
-    aside.mkdir(parents=True)
-    for file, tensors in files:
-        for key in set(plan.filename_to_tensors.get(file, [])) - tensors.keys():
-            with open_weights(kept[key][0]) as source:
+    """One of the safetensors files of an export; what ``tensors`` lacks of its keys comes from the
+    checkpoint's files. Raises ValueError: a weight that is not finite, or whose file is gone."""
+    for key in keys:
+        if key not in tensors:
+            with open_weights(stored[key].path) as source:
                 tensors[key] = source.get_tensor(key)
-        for name, tensor in tensors.items():
-            if not is_finite(tensor):
-                raise ValueError(f"{name} is not finite")
-        (aside / file).parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, aside / file, metadata={"format": "pt"})
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (aside / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+        if not is_finite(tensors[key]):
+            raise ValueError(f"{key} is not finite")
+    path.parent.mkdir(exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def write_settings(aside: Path, model: nn.Module, processor: Processor) -> None:
     """The small files of an export, and everything durable."""
-    adapter: dict[str, Any] | None = getattr(model, "adapter", None)
-    if adapter:
-        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(adapter, indent=2))
+    if hasattr(model, "adapter"):
+        (aside / "adapter" / "adapter_config.json").write_text(json.dumps(model.adapter, indent=2))
     processor.config.save_pretrained(aside)
     processor.save(str(aside))
     for path in aside.rglob("*.safetensors"):  # safetensors 0.8 writes them for their owner alone
