@@ -1,5 +1,6 @@
 """Shared by the tests: tiny random checkpoints of both families, written once per session, and the project on the path."""
 
+import json
 import os
 import signal
 import sys
@@ -147,9 +148,56 @@ def with_flags(args, **changes):
 
     groups = {}
     for name, group in vars(args).items():
-        own = {field.name for field in dataclasses.fields(group)} & changes.keys()
-        groups[name] = dataclasses.replace(group, **{key: changes[key] for key in own})
+        fields = {field.name for field in dataclasses.fields(group)}
+        groups[name] = dataclasses.replace(group, **{key: changes[key] for key in fields & changes.keys()})
     return dataclasses.replace(args, **groups)
+
+
+def write_rows(path: Path, rows: list[dict]) -> str:
+    """Write a JSONL file; its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def records(out: Path) -> list[dict]:
+    """The records of a run's metrics, without the one of its start."""
+    return [record for record in read_rows(out / "metrics.jsonl") if "step" in record]
+
+
+def reproducible(record: dict) -> dict:
+    """All but times and memory."""
+    return {name: value for name, value in record.items() if not name.startswith("perf/") and not name.endswith("seconds")}
+
+
+def write_image(path: Path, size: tuple[int, int], rng) -> None:
+    """Random pixels, drawn from a generator of numpy's; the size is (width, height)."""
+    import numpy as np
+    from PIL import Image
+
+    width, height = size
+    Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
+
+
+def inputs_of(prompt, response: torch.Tensor, processor) -> dict:
+    """What Hugging Face's own model takes of a prompt and the tokens of one response, unpacked."""
+    from common.data.loader import load_pixels
+
+    ids = torch.cat([prompt.input_ids, response])[None]
+    inputs = {"input_ids": ids, "mm_token_type_ids": (ids == processor.config.image_token_id).int()}
+    pixels = load_pixels(prompt, processor)
+    if pixels:
+        inputs["pixel_values"], inputs["image_grid_thw"] = pixels
+    return inputs
+
+
+def logits_of(model, prompt, response: torch.Tensor, processor) -> torch.Tensor:
+    """(T, V) of Hugging Face's own model, for the T tokens of one response; -inf: banned."""
+    logits = model(**inputs_of(prompt, response, processor)).logits[0, len(prompt.input_ids) - 1:-1]
+    return logits.index_fill(1, torch.tensor(sorted(processor.banned_ids)), -torch.inf)
 
 
 @contextmanager
@@ -173,17 +221,13 @@ def computing(module, apart=False, **changes):
 @pytest.fixture(scope="session")
 def picture_rows(tmp_path_factory) -> str:
     """A JSONL file: prompts with 0, 1, 2 and 1 images of different sizes."""
-    import json
-
     import numpy as np
-    from PIL import Image
 
     folder, rng = tmp_path_factory.mktemp("rows"), np.random.default_rng(0)
-    lines = []
+    rows = []
     for i, sizes in enumerate([[], [(56, 56)], [(84, 56), (56, 112)], [(112, 84)]]):
         names = [f"picture-{i}-{k}.png" for k in range(len(sizes))]
-        for name, (width, height) in zip(names, sizes):
-            Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / name)
-        lines.append(json.dumps({"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"}))
-    (folder / "rows.jsonl").write_text("\n".join(lines))
-    return str(folder / "rows.jsonl")
+        for name, size in zip(names, sizes):
+            write_image(folder / name, size, rng)
+        rows.append({"prompt": "how many circles are there? " * (i + 1), "images": names, "answer": "1"})
+    return write_rows(folder / "rows.jsonl", rows)

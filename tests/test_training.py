@@ -19,8 +19,8 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import ROUNDING, computing, rounding, start, take, with_flags, write_checkpoint
-from PIL import Image
+from conftest import (ROUNDING, computing, inputs_of, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
+                      write_checkpoint, write_image, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -35,7 +35,6 @@ from common.buffers import Batch
 from common.model.forward import exchange_features
 from common.rewards.cards import sample_card
 from common.distributed import gather_objects, gather_ragged, raise_on_all_ranks
-from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model import forward as vlm
@@ -93,18 +92,17 @@ def task(tmp_path_factory) -> Path:
         rows = []
         for i in range(count):
             images = [f"{name}-{i}-{k}.png" for k in range(len(sizes[i]))]
-            for image, (width, height) in zip(images, sizes[i]):
-                Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / image)
+            for image, size in zip(images, sizes[i]):
+                write_image(folder / image, size, rng)
             question = f"row {i}: " + "how many circles are there? " * (i % 3 + 1)
             rows.append({"prompt": question, "images": images, "answer": "1"})
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    lines = (folder / "eval.jsonl").read_text().splitlines(keepends=True)
+        write_rows(folder / f"{name}.jsonl", rows)
     for count in (1, 3):
-        (folder / f"eval-{count}.jsonl").write_text("".join(lines[:count]))
+        write_rows(folder / f"eval-{count}.jsonl", rows[:count])
     whole = (folder / "train-3-0.png").read_bytes()
     (folder / "damaged.png").write_bytes(whole[:len(whole) // 2])                 # the header is there, the body is not
     rows = [{"prompt": f"row {i}", "images": ["damaged.png"] if i == 1 else [], "answer": "1"} for i in range(4)]
-    (folder / "bad.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "bad.jsonl", rows)
     return folder
 
 
@@ -121,12 +119,8 @@ def train(checkpoint: Path, task: Path, out: Path, *more: str) -> list[dict]:
     return records(out)
 
 
-def records(out: Path) -> list[dict]:
-    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
-
-
 def samples_of(out: Path, name: str) -> list[dict]:
-    return [json.loads(line) for line in (out / "samples" / f"{name}.jsonl").read_text().splitlines()]
+    return read_rows(out / "samples" / f"{name}.jsonl")
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -165,8 +159,8 @@ def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
     return ppo.compute_logprobs(policy, batch)
 
 
-HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 "
-              "--min_new_tokens 2").split()
+HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
+              "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3").split()
 
 
 def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float32):
@@ -210,102 +204,82 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tens
     return result, packs
 
 
-def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Norm of the difference over the norm, all parameters together."""
-    assert found.keys() == expected.keys()
-    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    assert actual.keys() == expected.keys()
+    difference = sum(float((actual[name] - expected[name]).double().square().sum()) for name in expected)
     return (difference / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
 
 
 # ------------------------------------------------------------------------------------------------ gradients
-@pytest.mark.parametrize("mode", AGGREGATIONS)
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 @pytest.mark.parametrize("part", ["actor", "critic"])
-def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode, monkeypatch):
+def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode):
     module, args = getattr(exact, part), with_flags(exact.args, loss_aggregation=mode)
     expected, packs = gradient(args, module, exact.batch)
     assert packs == 1 and all(value.norm() > 0 for value in expected.values())
-    alone = lambda batch, tokens, groups, cost: buffers.make_blocks(batch, 0, groups, cost)  # noqa: E731
-    for tokens, chunk, make_blocks, at_least in (
-        (110, 256, buffers.make_blocks, 3),
-        (16384, 256, alone, 1),  # no response shares its prompt
-        (16384, 7, buffers.make_blocks, 1),
-        (75, 256, alone, 5),
-    ):
-        monkeypatch.setattr(vlm, "make_blocks", make_blocks)
-        with computing(module, max_tokens_per_pack=tokens, head_chunk=chunk):
-            found, packs = gradient(args, module, exact.batch)
-        assert packs >= at_least and distance(found, expected) < 1e-10, (tokens, chunk, make_blocks)
-    monkeypatch.setattr(vlm, "make_blocks", buffers.make_blocks)
     shuffled = exact.batch.select(torch.randperm(16, generator=torch.Generator().manual_seed(1)))
-    for tokens in (16384, 110):
-        with computing(module, max_tokens_per_pack=tokens):
-            found, _ = gradient(args, module, shuffled)
-        assert distance(found, expected) < 1e-10, tokens
-
-
-def test_aggregation_modes_differ(env):
-    norms = []
-    for mode in AGGREGATIONS:
-        found, _ = gradient(with_flags(env.args, loss_aggregation=mode), env.actor, env.batch)
-        norms.append(round(float(found["model.lm_head.weight"].norm()), 6))
-    assert len(set(norms)) == 4
+    for batch, at_least, changes in (
+        (exact.batch, 3, {"max_tokens_per_pack": 110}),
+        (exact.batch, 5, {"max_tokens_per_pack": 75, "apart": True}),  # no response shares its prompt
+        (exact.batch, 1, {"head_chunk": 7}),
+        (shuffled, 3, {"max_tokens_per_pack": 110}),
+    ):
+        with computing(module, **changes):
+            result, packs = gradient(args, module, batch)
+        assert packs >= at_least and distance(result, expected) < 1e-10, changes
 
 
 def test_weights_of_a_minibatch_equal_a_loop(env):
     """Its own tokens, and its own sequences that have any, count; also where only some tokens take part."""
     places = torch.arange(len(env.batch.tokens))
-    keep, parts = places % 3 == 0, env.batch.split(places)
-    assert [len(part) for part in parts][1] == 0 and not keep[parts[3]].any()  # nothing, and nothing kept
-    for mode, kept in itertools.product(AGGREGATIONS, (torch.ones_like(keep), keep)):
-        args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(keep))
-        chosen = [[t for t in part.tolist() if kept[t]] for part, group in zip(parts, env.batch.prompt_index)
-                  if group in (0, 2)]
-        tokens, sequences = sum(map(len, chosen)), sum(map(bool, chosen))
-        for own in chosen:
-            expected[own] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
-                             "seq-mean-token-mean": 1 / (sequences * max(1, len(own))),
-                             "seq-mean-token-sum-norm": 1 / (sequences * args.rollout.max_new_tokens)}[mode]
-        assert torch.allclose(ppo.minibatch_weights(env.batch, [0, 2], kept, args), expected, rtol=rounding(16), atol=0), mode
+    third, parts = places % 3 == 0, env.batch.split(places)
+    assert len(parts[1]) == 0 and not third[parts[3]].any()  # no tokens, and none that take part
+    for mode, mask in itertools.product(AGGREGATIONS, (torch.ones_like(third), third)):
+        args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(places))
+        chosen = [part[mask[part]] for part, prompt in zip(parts, env.batch.prompt_index) if prompt in (0, 2)]
+        tokens = sum(len(part) for part in chosen)
+        sequences = sum(len(part) > 0 for part in chosen)
+        for part in chosen:
+            expected[part] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
+                              "seq-mean-token-mean": 1 / (sequences * max(1, len(part))),
+                              "seq-mean-token-sum-norm": 1 / (sequences * args.rollout.max_new_tokens)}[mode]
+        actual = ppo.minibatch_weights(env.batch, [0, 2], mask, args)
+        assert torch.allclose(actual, expected, rtol=rounding(16), atol=0), mode
 
 
 def test_gradient_equals_naive_oracle(env, qwen25):
     """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one
-    forward per sample through Hugging Face's own model, the loss written out per token."""
+    forward per sample through Hugging Face's own model, the loss written out per token. No flag has its default."""
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     twin = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")      # the critic's body
     head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
-    samples, image_id, total = env.batch, env.processor.config.image_token_id, len(env.batch.tokens)
+    samples, total = env.batch, len(env.batch.tokens)
     columns = [samples.split(getattr(samples, name))
                for name in ("tokens", "old_logprobs", "ref_logprobs", "advantages", "values", "returns")]
-    for group, tokens, old, ref, adv, old_value, target in zip(samples.prompt_index.tolist(), *columns):
-        prompt = env.prompts[group]
-        pixels = load_pixels(prompt, env.processor)
-        ids = torch.cat([prompt.input_ids, tokens])[None]
-        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False,
-                  "mm_token_type_ids": (ids == image_id).int(), **images}
-        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
-        logits = oracle(**inputs).logits[0, rows] / 0.7
-        logits[:, list(env.processor.banned_ids)] = -torch.inf
+    for index, tokens, old, ref, adv, old_value, target in zip(samples.prompt_index.tolist(), *columns):
+        prompt = env.prompts[index]
+        logits = logits_of(oracle, prompt, tokens, env.processor) / 0.7
         logits[:2, list(env.processor.stop_ids)] = -torch.inf                                   # --min_new_tokens 2
         logp_all = logits.log_softmax(-1)
         logp = logp_all.gather(1, tokens[:, None])[:, 0]
         entropy = -(logp_all.exp() * logp_all.masked_fill(logp_all.isinf(), 0.0)).sum(-1)
         ratio = (logp - old).exp()
-        term = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.8, 1.2))
-        term = torch.where(adv < 0, torch.minimum(term, -3.0 * adv), term)
+        term = torch.maximum(-adv * ratio, -adv * ratio.clamp(0.85, 1.25))
+        term = torch.where(adv < 0, torch.minimum(term, -2.5 * adv), term)
         kl = 0.5 * (logp - ref) ** 2                                                           # gradient of k3+ is k2's
         ((term - 0.01 * entropy + 0.1 * kl).sum() / total).backward()
-        value = twin(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0]
-        clipped = old_value + (value - old_value).clamp(-0.2, 0.2)
+        inputs = inputs_of(prompt, tokens, env.processor)
+        hidden = twin(**inputs, output_hidden_states=True).hidden_states[-1][0, len(prompt.input_ids) - 1:-1]
+        value = hidden @ head[0]
+        clipped = old_value + (value - old_value).clamp(-0.3, 0.3)
         (0.5 * torch.maximum((value - target) ** 2, (clipped - target) ** 2).sum() / total).backward()
     for module, model in ((env.actor, oracle), (env.critic, twin)):
-        found, _ = gradient(env.args, module, samples)
-        reference = {f"model.{name}": p.grad for name, p in model.named_parameters() if "visual" not in name}
+        expected = {f"model.{name}": p.grad for name, p in model.named_parameters() if "visual" not in name}
         if module is env.critic:
-            reference |= {"value_head.weight": head.grad}
-            reference.pop("model.lm_head.weight")
-        assert distance(found, reference) < ROUNDING
+            expected["value_head.weight"] = head.grad
+            expected.pop("model.lm_head.weight")
+        assert distance(gradient(env.args, module, samples)[0], expected) < ROUNDING
 
 
 def test_an_update_has_that_gradient(exact, monkeypatch):
@@ -320,58 +294,40 @@ def test_an_update_has_that_gradient(exact, monkeypatch):
         return 0.0, True
 
     monkeypatch.setattr(fsdp.Trainable, "update", catch)
-    now = with_flags(exact.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
-    for module, update in (
-        (exact.critic, ppo.update_critic),
-        (exact.actor, lambda trained, batch, step, args: ppo.update_actor(trained, None, batch, step, None, args)),
-    ):
-        caught.clear()
-        with computing(module, max_tokens_per_pack=110):
-            update(fsdp.Trainable(module, exact.args.optim, 1e-3), dataclasses.replace(exact.batch, kl_coef=0.3), 1, exact.args)
-        assert distance(caught, gradient(now, module, exact.batch)[0]) < 1e-10
+    args = with_flags(exact.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
+    batch = dataclasses.replace(exact.batch, kl_coef=0.3)
+    with computing(exact.critic, max_tokens_per_pack=110):
+        ppo.update_critic(fsdp.Trainable(exact.critic, exact.args.optim, 1e-3), batch, 1, exact.args)
+    assert distance(caught, gradient(args, exact.critic, exact.batch)[0]) < 1e-10
+    caught.clear()
+    with computing(exact.actor, max_tokens_per_pack=110):
+        ppo.update_actor(fsdp.Trainable(exact.actor, exact.args.optim, 1e-3), None, batch, 1, None, exact.args)
+    assert distance(caught, gradient(args, exact.actor, exact.batch)[0]) < 1e-10
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_rows):
     other = start(qwen25, picture_rows, "--gradient_checkpointing", *HAND_FLAGS)
-    for module in (other.actor, other.critic):
-        module.double()
     assert other.actor.model.model.language_model.is_gradient_checkpointing
-    for module, reference in ((other.actor, exact.actor), (other.critic, exact.critic)):
-        module.train()
-        if module is other.critic:
-            with torch.no_grad():
-                module.value_head.weight.copy_(exact.critic.value_head.weight)
-        expected, _ = gradient(exact.args, reference, exact.batch)
-        found, _ = gradient(other.args, module, exact.batch)
-        assert distance(found, expected) < 1e-10
-
-
-def test_loss_terms_reach_the_gradient(env):
-    base, _ = gradient(env.args, env.actor, env.batch)
-    for changes in ({"entropy_coef": 0.0}, {"kl_in": "reward"}, {"kl_estimator": "k1"}, {"kl_coef": 0.2},
-                    {"clip_high": 0.5}, {"clip_low": 0.5}, {"dual_clip": 0.0}):
-        found, _ = gradient(with_flags(env.args, **changes), env.actor, env.batch)
-        assert distance(found, base) > 1e-3, changes
-    base, _ = gradient(env.args, env.critic, env.batch)
-    found, _ = gradient(with_flags(env.args, value_clip=0.0), env.critic, env.batch)
-    assert distance(found, base) > 1e-3
+    other.critic.double().value_head.load_state_dict(exact.critic.value_head.state_dict())
+    other.actor.double()
+    for part in ("actor", "critic"):
+        module = getattr(other, part).train()
+        expected, _ = gradient(exact.args, getattr(exact, part), exact.batch)
+        assert distance(gradient(other.args, module, exact.batch)[0], expected) < 1e-10
 
 
 def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
-    base, _ = gradient(exact.args, exact.actor, exact.batch)
-    other = dataclasses.replace(exact.batch, logprobs=exact.batch.logprobs - 0.5)
-    found, _ = gradient(exact.args, exact.actor, other)
-    assert distance(found, base) == 0
-    args = with_flags(exact.args, importance_cap=2.0)
-    first, _ = gradient(args, exact.actor, exact.batch)
-    second, _ = gradient(args, exact.actor, other)
-    assert distance(second, first) > 1e-3
-    far = [dataclasses.replace(exact.batch, logprobs=exact.batch.logprobs - shift) for shift in (50.0, 100.0)]
-    first, second = (gradient(args, exact.actor, batch)[0] for batch in far)
-    assert distance(second, first) == 0  # both at the cap of 2
-    alone = with_flags(args, kl_in="reward", entropy_coef=0.0)
-    first, second = (gradient(with_flags(alone, importance_cap=cap), exact.actor, far[0])[0] for cap in (2.0, 3.0))
-    assert distance({name: value / 1.5 for name, value in second.items()}, first) < 1e-10
+    def gradient_of(cap: float, shift: float) -> dict[str, torch.Tensor]:
+        args = with_flags(exact.args, kl_in="reward", entropy_coef=0.0, importance_cap=cap)
+        batch = dataclasses.replace(exact.batch, logprobs=exact.batch.logprobs - shift)
+        return gradient(args, exact.actor, batch)[0]
+
+    assert distance(gradient_of(0.0, 0.5), gradient_of(0.0, 0.0)) == 0
+    assert distance(gradient_of(2.0, 0.5), gradient_of(2.0, 0.0)) > 1e-3
+    at_the_cap = gradient_of(2.0, 50.0)
+    assert distance(gradient_of(2.0, 100.0), at_the_cap) == 0
+    higher = {name: value / 1.5 for name, value in gradient_of(3.0, 50.0).items()}
+    assert distance(higher, at_the_cap) < 1e-10
 
 
 # ------------------------------------------------------------------------------------------------ optimizer, schedule
@@ -400,7 +356,7 @@ def test_weight_decay_spares_biases_and_norms(env):
         assert set(decay) == {id(p) for p in trained.values()} and not any("visual" in name for name in trained)
         for name, parameter in trained.items():
             assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else 0.0), name
-        assert {"bias", "weight"} <= {name.split(".")[-1] for name, p in trained.items() if decay[id(p)] == 0}
+        assert any(name.endswith("bias") for name in trained)
 
 
 def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
@@ -459,24 +415,21 @@ def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
 def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows, monkeypatch):
     env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
 
-    def watched(*given):
-        for part in inner(*given):
+    def watched(*arguments):
+        for part in inner(*arguments):
             seen.extend(part.indices)
             yield part
 
     monkeypatch.setattr(ppo, "minibatches_of", watched)
     args = with_flags(env.args, minibatches=4, epochs=3)
-    for module in (env.actor, env.critic):
-        trained, orders = fsdp.Trainable(module, env.args.optim, 0.0), {}
-        for step in (1, 2):
-            seen.clear()
-            if module is env.actor:
-                ppo.update_actor(trained, None, env.batch, step, None, args)
-            else:
-                ppo.update_critic(trained, env.batch, step, args)
-            orders |= {(step, epoch): tuple(map(int, seen[4 * epoch:4 * epoch + 4])) for epoch in range(3)}
-        assert len(seen) == 12 and all(sorted(order) == [0, 1, 2, 3] for order in orders.values())
-        assert len({orders[1, epoch] for epoch in range(3)}) == 3 and len({orders[step, 0] for step in (1, 2)}) == 2
+    actor, critic = (fsdp.Trainable(module, env.args.optim, 0.0) for module in (env.actor, env.critic))
+    for step in (1, 2):
+        ppo.update_actor(actor, None, env.batch, step, None, args)
+        ppo.update_critic(critic, env.batch, step, args)
+    assert seen[:12] == seen[12:24] and seen[24:36] == seen[36:]            # the critic's order is the actor's
+    first, second = ([tuple(map(int, seen[k:k + 4])) for k in range(start, start + 12, 4)] for start in (0, 24))
+    assert all(sorted(order) == [0, 1, 2, 3] for order in first + second)
+    assert len(set(first)) == 3 and first[0] != second[0]
 
 
 def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
@@ -522,32 +475,29 @@ def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monk
         metrics = update_actor(env)
     assert metrics["train/actor_updates"] == 4 < len(rows)
     assert metrics["train/my_term"] == pytest.approx(3)               # the weights of a minibatch sum to 1
-    tokens = env.batch.tokens.double()
-    assert metrics["train/my_mean"] == pytest.approx(float(tokens.mean()))
-    assert metrics["train/my_top"] == tokens.max() and metrics["train/my_rare"] == 2.5
+    assert metrics["train/my_mean"] == pytest.approx(float(env.batch.tokens.double().mean()))
+    assert metrics["train/my_top"] == env.batch.tokens.max() and metrics["train/my_rare"] == 2.5
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, monkeypatch, bad):
+def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, monkeypatch):
     """All four minibatches bad: weights and Adam's moments stay as they were. One bad: the others are applied."""
     env = fresh(qwen25, picture_rows)
-    before, true_loss = weights_of(env.actor), losses.ppo
-    calls = []
+    before, calls, bad = weights_of(env.actor), [], {1, 2, 3, 4}
 
     def broken(*args):
-        found = true_loss(*args)
+        output = losses.ppo(*args)
         calls.append(1)
-        found.per_token = found.per_token * (bad if len(calls) in broken.at else 1.0)
-        return found
+        if len(calls) in bad:
+            output.per_token = output.per_token * math.inf
+        return output
 
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
-    broken.at = {1, 2, 3, 4}
     metrics = update_actor(env)
-    assert len(calls) == 4 and metrics["train/actor_skipped"] == 1 and metrics["train/actor_updates"] == 0
+    assert metrics["train/actor_skipped"] == 1 and metrics["train/actor_updates"] == 0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(env.actor).items())
     assert all(state["step"] == 0 for state in env.trained.optimizer.state.values())
-    calls.clear()
-    broken.at = {2}
+    bad.clear()
+    bad.add(6)                                                       # the second of the next four
     metrics = update_actor(env)
     assert metrics["train/actor_skipped"] == 0.25 and metrics["train/actor_updates"] == 3
     after = weights_of(env.actor)
@@ -558,17 +508,16 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
 @pytest.mark.parametrize("function, counter", [("ppo", "train/actor_skipped"), ("value_loss", "train/critic_skipped")])
 def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypatch, function, counter):
     """The record of the step must be written: a NaN in the loss is counted, not logged."""
-    true_loss, calls = getattr(losses, function), []
+    compute, calls = getattr(losses, function), []
 
     def broken(*args):
+        output = compute(*args)
         calls.append(1)
-        found = true_loss(*args)
-        if len(calls) > 1:
-            return found
-        if function == "value_loss":
-            return found * math.nan
-        found.per_token = found.per_token * math.nan
-        return found
+        if len(calls) == 1 and function == "value_loss":
+            output = output * math.nan
+        elif len(calls) == 1:
+            output.per_token = output.per_token * math.nan
+        return output
 
     monkeypatch.setattr(losses, function, broken)
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=losses.ppo))
@@ -594,8 +543,9 @@ def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ whole runs, one rank
-@pytest.mark.parametrize("advantage", ["gae", "grpo", "rloo", "reinforce++"])
+@pytest.mark.parametrize("advantage", ["gae", "rloo"])
 def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
+    """With a critic and without; the other estimators train in RUNS and in test_algorithms.py."""
     step, = train(qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef", "0.05", "--importance_cap", "2")
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
     assert before.keys() == after.keys()
@@ -605,14 +555,14 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     assert ("train/critic_loss" in step) == ("train/values" in step) == (advantage == "gae")
     samples = samples_of(tmp_path, "step-000001")
     assert [s["sample"] for s in samples] == [0, 1, 2] * 4 and len({s["index"] for s in samples}) == 4
-    assert step["rollout/reward"] == pytest.approx(np.mean([s["reward"] for s in samples]), rel=ROUNDING)
+    rewards = np.array([s["reward"] for s in samples])
+    assert step["rollout/reward"] == pytest.approx(rewards.mean(), rel=ROUNDING)
     assert step["rollout/accuracy_reward"] == pytest.approx(np.mean([s["components"]["accuracy"] for s in samples]))
-    assert step["rollout/response_length"] == pytest.approx(np.mean([s["response_length"] for s in samples]))
-    assert step["rollout/truncated"] == pytest.approx(np.mean([s["truncated"] for s in samples]))
+    for name in ("response_length", "truncated"):
+        assert step[f"rollout/{name}"] == pytest.approx(np.mean([s[name] for s in samples]))
     if advantage == "rloo":
         for k in range(0, 12, 3):
-            scores = [s["reward"] for s in samples[k:k + 3]]
-            expected = [1.5 * (score - np.mean(scores)) for score in scores]
+            expected = [1.5 * (reward - rewards[k:k + 3].mean()) for reward in rewards[k:k + 3]]
             assert [s["advantage"] for s in samples[k:k + 3]] == pytest.approx(expected, abs=ROUNDING)
 
 
@@ -626,20 +576,20 @@ def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
 @pytest.mark.parametrize("place", ["reward", "loss"])
 def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     """One controller drives either: the weight that the step's rewards, or its updates, see is the controller's."""
-    controllers, true_class, seen, rewards, update = [], losses.KLController, [], losses.token_rewards, ppo.update_actor
-    monkeypatch.setattr(losses, "KLController", lambda *args: controllers.append(true_class(*args)) or controllers[-1])
+    seen, rewards, update = [], losses.token_rewards, ppo.update_actor
     if place == "reward":
         monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
     else:
         monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
     steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
                   "--kl_horizon", "24", "--critic_warmup_steps", "1", "--actor_lr", "1e-2", "--kl_in", place)
-    value, expected = 0.1, [0.1] * (place == "reward")                        # a frozen step has rewards, and no update
+    value, expected = 0.1, []
+    if place == "reward":
+        expected.append(0.1)                                                  # a frozen step has rewards, and no update
     for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
         expected.append(value)
         value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
-    assert seen == pytest.approx(expected, rel=ROUNDING) and value != pytest.approx(0.1)
-    assert controllers[0].value == pytest.approx(value, rel=ROUNDING)
+    assert seen == pytest.approx(expected, rel=ROUNDING) and seen[-1] != pytest.approx(0.1)
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
@@ -650,26 +600,27 @@ def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
-    out = tmp_path / "a"
-    held_out = ("--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_samples", "2")
-    metrics = ppo.main(flags(qwen25, task, out, *held_out))
-    rows = samples_of(out / "evaluation-step-0", "eval-000000")
+    def evaluate(name: str, *more: str) -> dict:
+        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", str(task / "eval.jsonl"), "--eval_only", *more))
+
+    metrics = evaluate("a", "--eval_samples", "2")
+    rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")
     assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
     best = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
     assert any(0 < value < 1 for value in best) and metrics["eval/num_samples"] == 14                # nearly is not solved
     assert metrics["eval/pass@2"] == pytest.approx(best.count(1.0) / 7) and 1.0 in best
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
-    assert not (out / "export").exists()
+    assert not (tmp_path / "a" / "export").exists()
     env = start(qwen25, str(task / "eval.jsonl"), "--max_new_tokens", "6")
     sampling = dataclasses.replace(env.sampling, stream=ppo.EVAL)  # noise of its own
     drawn = ppo.rollout(env.actor, take(env), sampling, 2)
     assert [row["response"] for row in rows] == env.processor.tokenizer.batch_decode(
         [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
-    greedy = ppo.main(flags(qwen25, task, tmp_path / "b", *held_out[:3]))
-    again = ppo.main(flags(qwen25, task, tmp_path / "c", *held_out[:3], "--prompts_per_step", "2", "--seed", "9",
-                           "--slots", "1"))
+    greedy = evaluate("b")
+    again = evaluate("c", "--prompts_per_step", "2", "--seed", "9", "--slots", "1")
     assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
-    assert greedy.pop("eval/seconds") > 0 < again.pop("eval/seconds")
+    for metrics in (greedy, again):
+        assert metrics.pop("eval/seconds") > 0
     gap = greedy.pop("eval/vision_gap_logprob")                                        # by rounding, of other packs
     assert again.pop("eval/vision_gap_logprob") == pytest.approx(gap, abs=1e-4) and greedy == again
 
@@ -678,24 +629,26 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and 8), at the end."""
     train(qwen25, task, tmp_path, "--steps", "9", "--prompts_per_step", "3", "--eval_data",
           str(task / "eval-1.jsonl"), "--max_new_tokens", "2", "--advantage", "reinforce++")
-    found = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
-    assert found == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
+    names = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
+    assert names == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
     evaluated = [record for record in records(tmp_path) if "eval/index" in record]
-    assert [(record["eval/index"], record["eval/train_step"]) for record in evaluated] == list(enumerate((0, 3, 6, 8, 9)))
-    assert [record["eval/episode"] for record in evaluated] == [step * 3 / 8 for step in (0, 3, 6, 8, 9)]
+    columns = [(record["eval/index"], record["eval/train_step"], record["eval/episode"]) for record in evaluated]
+    assert columns == [(index, step, step * 3 / 8) for index, step in enumerate((0, 3, 6, 8, 9))]
     state = json.loads((tmp_path / "checkpoints" / "step-9" / "state.json").read_text())
     assert state["evaluations"] == 4                     # saved: after a resume with another --eval_every the count goes on
 
 
 def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     """Training with and without evaluations: the same metrics and weights in every bit."""
-    runs = [train(qwen25, task, tmp_path / name, "--steps", "3", "--minibatches", "2", *more) for name, more in (
-        ("without", ()), ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1")))]
-    without, evaluated = ([{name: value for name, value in record.items() if not name.startswith("perf/")}
-                           for record in run if "rollout/reward" in record] for run in runs)
-    assert evaluated == without and len(without) == len(runs[0]) == 3
-    assert [record["step"] for record in runs[1] if "eval/index" in record] == [0, 1, 2, 3]
-    ours, theirs = (tensors(tmp_path / name / "export" / "step-3") for name in ("without", "with"))
+    runs = []
+    for name, more in (("without", ()), ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1"))):
+        lines = train(qwen25, task, tmp_path / name, "--steps", "3", "--minibatches", "2", *more)
+        trained = [{key: value for key, value in record.items() if not key.startswith("perf/")}
+                   for record in lines if "rollout/reward" in record]
+        runs.append((trained, tensors(tmp_path / name / "export" / "step-3")))
+    assert [record["step"] for record in lines if "eval/index" in record] == [0, 1, 2, 3]
+    (without, ours), (evaluated, theirs) = runs
+    assert evaluated == without and len(without) == 3
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
@@ -703,21 +656,15 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     """The mode at the start, a decoded sample per record, lengths and passes; large advantages are nothing to warn of."""
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
     monkeypatch.setattr("common.rewards.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
-
-    def told_with(log, step, metrics, shown):
-        bars.append(shown)
-        tell(log, step, metrics, shown)
-
-    monkeypatch.setattr(logging.RunLogger, "step", told_with)
-    source = "def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n"
-    (task / "large.py").write_text(source)
+    monkeypatch.setattr(logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args))
+    (task / "large.py").write_text("def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n")
     step, = train(qwen25, task, tmp_path / "a", "--advantage", "dr_grpo", "--minibatches", "2", "--epochs", "3",
                   "--reward", f"{task / 'large.py'}:score")
-    told = capsys.readouterr().out
-    assert "mode: several updates per rollout; 12 samples per rollout, 6 updates of 6 each, 2.0 rollouts per pass" in told
-    assert "warning" not in told
+    text = capsys.readouterr().out
+    assert "mode: several updates per rollout; 12 samples per rollout, 6 updates of 6 each, 2.0 rollouts per pass" in text
+    assert "warning" not in text
     samples = samples_of(tmp_path / "a", "step-000001")
-    assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in told
+    assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in text
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
     for name in ("mean", "std", "min", "max"):
         assert step[f"train/advantages_{name}"] == pytest.approx(getattr(np, name)(per_token), abs=1e-4)
@@ -727,47 +674,24 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
     assert bars[0].keys() >= {"reward", "length", "entropy", "clip"}
     assert captions == [f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1" for s in samples[::3]]
-    train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
-    told = capsys.readouterr().out
-    assert "mode: one update per rollout" in told and "warning:" not in told and " -> '" not in told
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
-    picture = events.Images("samples/step")[0]
-    assert picture.width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
+    assert events.Images("samples/step")[0].width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
-
-
-@pytest.mark.slow
-def test_a_step_without_spread_is_told_until_it_changes(qwen25, task, tmp_path, capsys):
-    """Nine tenths of the prompts earn the same in steps 1, 2 and 4; a killed run goes on where it was."""
-    (task / "equal.py").write_text(
-        "def score(prompts, responses, *rest):\n    score.step = getattr(score, 'step', 0) + 1\n"
-        "    return [0.5 + (score.step == 3) * i for i in range(len(responses))]\n")
-    more = ("--reward", f"{task / 'equal.py'}:score", "--save_every", "1", "--save_blocking")
-    train(qwen25, task, tmp_path / "a", "--steps", "1", *more)
-    assert capsys.readouterr().out.count("warning: step 1: the samples of 4 of 4 prompts earned the same, on average 0.500") == 1
-    gc.collect()                                                                   # the first run's lock
-    steps = train(qwen25, task, tmp_path / "a", "--steps", "4", "--resume", "must", *more)
-    told = [line for line in capsys.readouterr().out.splitlines() if "earned the same" in line]
-    assert [step["rollout/groups_without_spread"] for step in steps] == [4, 4, 4, 0] and not told
-    train(qwen25, task, tmp_path / "b", "--steps", "5", *more)
-    told = [line for line in capsys.readouterr().out.splitlines() if "earned the same" in line]
-    assert [line.split(":")[1] for line in told] == [" step 1", " step 4"]
-    train(qwen25, task, tmp_path / "c", "--steps", "2", "--advantage", "reinforce", "--samples_per_prompt", "1")
-    assert "warning" not in capsys.readouterr().out                  # one sample each, but of different rewards
-    assert [step["rollout/groups_without_spread"] for step in records(tmp_path / "c")] == [0, 0]
+    train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
+    text = capsys.readouterr().out
+    assert "mode: one update per rollout" in text and "warning:" not in text and " -> '" not in text
 
 
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
-    """Not all: 30 of 32 are told, 28 of 32 are not, and neither is a large advantage."""
-    batch = env.batch
+    """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large advantage."""
     args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
     state, log = ppo.TrainState.fresh(args), ppo.open_log(args, env.rows, 0)
     metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125, "train/advantages_max": 60.0, "train/advantages_min": -70.0}
     for step, flat in enumerate((28, 30, 31, 28, 29), start=1):
         state.step, state.metrics = step, metrics | {"rollout/groups_without_spread": flat}
-        ppo.report(log, batch, state, env.actor, SimpleNamespace(metrics=dict), args)
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-    assert [line.split(" prompts")[0] for line in told] == [
+        ppo.report(log, env.batch, state, env.actor, SimpleNamespace(metrics=dict), args)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert [line.split(" prompts")[0] for line in lines] == [
         "warning: step 2: the samples of 30 of 32", "warning: step 5: the samples of 29 of 32"]
     log.close(5, 5, {})
 
@@ -775,17 +699,17 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until_it_changes(env, tmp_path, capsys):
     args = with_flags(env.args, out=tmp_path)
     state, log = ppo.TrainState.fresh(args), ppo.open_log(args, env.rows, 0)
-    gaps, accuracies = (0.3, 4.8e-4, -2e-5, 0.2, 0.0), (0.0, 0.0, 0.5, 0.0, 0.0)
-    for state.step, (gap, accuracy) in enumerate(zip(gaps, accuracies)):
+    warned = []
+    for state.step, (gap, accuracy) in enumerate([(0.3, 0.0), (4.8e-4, 0.0), (-2e-5, 0.5), (0.2, 0.0), (0.0, 0.0)]):
         metrics = {"eval/reward_mean": 0.5, "eval/accuracy_reward_mean": accuracy, "eval/vision_gap_logprob": gap}
         ppo.report_evaluation(log, metrics, [{"response": "x"}] * 3, [], state)
-    out = capsys.readouterr().out.splitlines()
-    blind = [k for k, line in enumerate(out) if line.startswith("warning: the model does not use what it sees")]
-    wrong = [k for k, line in enumerate(out) if line.startswith("warning: no held-out answer is right")]
-    lines = [k for k, line in enumerate(out) if line.startswith("eval ")]
-    assert [sum(k > line for line in lines) for k in blind] == [1, 4] and "4.8e-04 nats" in out[blind[0]]
-    assert [sum(k > line for line in lines) for k in wrong] == [0, 3]
-    assert out[lines[0]] == "eval  step     0  accuracy_reward 0.000  reward 0.500  vision_gap_logprob 0.300"
+        text = capsys.readouterr().out
+        if state.step == 0:
+            assert "eval  step     0  accuracy_reward 0.000  reward 0.500  vision_gap_logprob 0.300\n" in text
+        assert state.step != 1 or "4.8e-04 nats" in text
+        blind = "warning: the model does not use what it sees" in text
+        warned.append((blind, "warning: no held-out answer is right" in text))
+    assert warned == [(False, True), (True, False), (False, False), (False, True), (True, False)]
     log.close(5, 5, {})
 
 
@@ -798,40 +722,36 @@ def on_a_gpu(monkeypatch) -> None:
     monkeypatch.setattr(logging.timer, "_seconds", seconds)
 
 
-@pytest.mark.parametrize("updates, with_critic", [(0, True), (4, True), (1, False), (4, False)])
+@pytest.mark.parametrize("updates, with_critic", [(0, True), (1, False), (4, True)])
 def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     """A frozen actor, or one that --target_kl stopped after one of four updates, has not passed over the samples twice; nor
     has anybody seen the prompt that was dropped."""
     on_a_gpu(monkeypatch)
     args = with_flags(env.args, epochs=2, minibatches=2)
-    told = {"rollout/generated_tokens": 123} | ({"train/actor_updates": updates} if updates else {})
+    told = {"rollout/generated_tokens": 123}
+    if updates:
+        told["train/actor_updates"] = updates
     batch = dataclasses.replace(env.batch, dropped=[2])
-    found = ppo.performance(batch, env.actor, env.critic if with_critic else None, told, args)
+    metrics = ppo.performance(batch, env.actor, env.critic if with_critic else None, told, args)
     response = len(env.batch.tokens)
     tokens = response + sum(len(prompt.input_ids) for i, prompt in enumerate(env.prompts) if i != 2)
     layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)
     head = env.actor.model.lm_head.weight.numel()
     operations = 12 * with_critic * layers * tokens + 3 * updates * (layers * tokens + head * response)
-    assert found["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12)) and found["perf/step_seconds"] == 3
-    assert found["perf/update_tokens_per_second"] == tokens * (2 * with_critic + updates / 2) / 2
-    assert found["perf/rollout_tokens_per_second"] == 123
-
-
-MIXTURE = "train.jsonl:0.75,eval.jsonl:0.25"
-
-
-def mixture(task: Path, spec: str = MIXTURE) -> str:
-    return ",".join(str(task / part) for part in spec.split(","))
+    assert metrics["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12)) and metrics["perf/step_seconds"] == 3
+    assert metrics["perf/update_tokens_per_second"] == tokens * (2 * with_critic + updates / 2) / 2
+    assert metrics["perf/rollout_tokens_per_second"] == 123
 
 
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
     """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at every step."""
-    more = ["--data", mixture(task), "--advantage", "grpo", "--max_new_tokens", "3", "--save_every", "2"]
+    data = f"{task / 'train.jsonl'}:0.75,{task / 'eval.jsonl'}:0.25"
+    more = ["--data", data, "--advantage", "grpo", "--max_new_tokens", "3", "--save_every", "2"]
     whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
-    told = capsys.readouterr().out
-    assert "15 training prompts" in told
-    assert f"{task / 'train.jsonl'}: 8 rows, 75.0% of the draws, 1.5 passes" in told
-    assert f"{task / 'eval.jsonl'}: 7 rows, 25.0% of the draws, 0.6 passes" in told
+    text = capsys.readouterr().out
+    assert "15 training prompts" in text
+    assert f"{task / 'train.jsonl'}: 8 rows, 75.0% of the draws, 1.5 passes" in text
+    assert f"{task / 'eval.jsonl'}: 7 rows, 25.0% of the draws, 0.6 passes" in text
     train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
     parts = train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]
@@ -840,22 +760,21 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
         samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
         assert samples == samples_of(tmp_path / "parts", f"step-{step:06d}")
         sources = [sample["source"] for sample in samples if sample["sample"] == 0]
-        assert [source.split(":")[0] for source in sources].count("eval.jsonl") == 1
+        assert sum(source.startswith("eval.jsonl") for source in sources) == 1
         drawn += sources
     assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
     with pytest.raises(distributed.UserError, match="flags that alter the result .*--data"):
-        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", mixture(task).replace("0.75", "0.5"))
+        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", data.replace("0.75", "0.5"))
 
 
 def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
     """With a weight and without: pass e takes the rows in the order that numpy draws from (0, e)."""
-    order = np.concatenate([np.random.default_rng([0, epoch]).permutation(8) for epoch in range(2)])
+    order = [row for epoch in range(2) for row in np.random.default_rng([0, epoch]).permutation(8)]
     for name, data in (("plain", "train.jsonl"), ("weight", "train.jsonl:0.3")):
         train(qwen25, task, tmp_path / name, "--data", str(task / data), "--steps", "4", "--prompts_per_step", "3",
               "--max_new_tokens", "2", "--advantage", "grpo", "--export_every", "0", "--save_every", "0")
-        drawn = [sample["index"] for step in range(1, 5) for sample in samples_of(tmp_path / name, f"step-{step:06d}")
-                 if sample["sample"] == 0]
-        assert drawn == order[:12].tolist()
+        samples = [sample for step in range(1, 5) for sample in samples_of(tmp_path / name, f"step-{step:06d}")]
+        assert [sample["index"] for sample in samples if sample["sample"] == 0] == order[:12]
 
 
 @pytest.mark.parametrize("spec, message", [("a.jsonl:0.5,b.jsonl", "all of them or none"), ("a.jsonl:-1", "weight above 0"),
@@ -865,30 +784,29 @@ def test_bad_probabilities_are_refused(spec, message):
         ppo.parse_args(["--model", "m", "--data", spec])
 
 
-def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path):
-    """--eval_only evaluates, whatever --eval_every says, and needs no --data."""
-    line = flags(qwen25, task, tmp_path, "--eval_data", str(task / "eval.jsonl"), "--eval_only", "--eval_every", "0")
-    at = line.index("--data")
-    assert ppo.main(line[:at] + line[at + 2:])["eval/num_samples"] == 7
-    train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
-    line = flags(qwen25, task, tmp_path / "trained", "--advantage", "grpo", "--eval_data", str(task / "eval.jsonl"),
-                 "--eval_only", "--resume", "force")
-    at = line.index("--data")
-    assert ppo.main(line[:at] + line[at + 2:])["eval/train_step"] == 1
+def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
+    """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty folder and prints a line
+    that fits a terminal."""
+    def evaluate(name: str, *more: str) -> dict:
+        line = flags(qwen25, task, tmp_path / name, "--eval_data", str(task / "eval.jsonl"), "--eval_only", *more)
+        at = line.index("--data")
+        return ppo.main(line[:at] + line[at + 2:])
 
-
-def test_an_evaluation_alone_leaves_no_empty_folder_and_fits_a_terminal(qwen25, task, tmp_path, capsys):
-    line = flags(qwen25, task, tmp_path / "run", "--eval_data", str(task / "eval.jsonl"), "--eval_only")
-    metrics = ppo.main(line)
+    metrics = evaluate("run", "--eval_every", "0")
+    assert metrics["eval/num_samples"] == 7
     printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
     assert len(printed) <= 120 and f"  reward {metrics['eval/reward_mean']:.3f}" in printed
-    assert "train_step" not in printed and "num_samples" not in printed and metrics["eval/num_samples"] == 7
+    assert "train_step" not in printed and "num_samples" not in printed
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
     assert folders and all(any(folder.iterdir()) for folder in folders)
+    train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
+    assert evaluate("trained", "--advantage", "grpo", "--resume", "force")["eval/train_step"] == 1
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    """All but the lock."""
+    paths = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
 
 @pytest.mark.slow
@@ -898,10 +816,10 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
     train(qwen25, task, tmp_path / "whole", *line, "--export_every", "1")
     update = ppo.update_actor
 
-    def interrupted(trained, reference, batch, step, *more):
-        if step == 3:
+    def interrupted(*args):
+        if args[3] == 3:
             distributed.STOP_SIGNALS.append(signal.SIGTERM)
-        return update(trained, reference, batch, step, *more)
+        return update(*args)
 
     monkeypatch.setattr(ppo.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
     monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
@@ -910,10 +828,9 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
         train(qwen25, task, tmp_path / "half", *line)
     del stop
     gc.collect()                                                                     # the lock of the run that was stopped
-    before = {name: data for name, data in files_of(tmp_path / "half").items() if name != ".lock"}
+    before = files_of(tmp_path / "half")
     assert not any(name.startswith("export") for name in before)
     half = (tmp_path / "half").rename(tmp_path / "moved")
-    monkeypatch.setattr(ppo.rewards.RewardMix, "model_sources", None)  # nothing is scored
     for step, more in ((3, []), (2, ["--resume", str(half / "checkpoints" / "step-2")])):
         ppo.main(["--export_only", "--out", str(half), *more])
         assert f"exported to {half / 'export' / f'step-{step}'}" in capsys.readouterr().out
@@ -921,7 +838,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
             assert files_of(half / place / f"step-{step}") == files_of(tmp_path / "whole" / place / f"step-{step}")
     after = files_of(half)
     assert {name: after[name] for name in before} == before
-    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {".lock", "export", "export_ema"}
+    assert {name.split("/")[0] for name in after.keys() - before.keys()} == {"export", "export_ema"}
 
 
 def test_export_without_a_run(tmp_path):
@@ -933,9 +850,9 @@ def test_export_without_a_run(tmp_path):
 
 def test_a_component_beyond_float32_is_an_error_before_the_record(qwen25, task, tmp_path):
     """Accepted as a finite number of Python, infinite as a float32: JSON cannot hold it."""
-    (tmp_path / "huge.py").write_text("def f(p, responses, *_):\n    n = len(responses)\n"
-                                      "    return {'reward': [0.5] * n, 'huge': [1e300] * n}\n".replace("*_", "r, l, i"))
-    with pytest.raises(distributed.UserError, match=r"samples of step 1: components/huge of sample 0 .*jsonl:\d.* is inf"):
+    (tmp_path / "huge.py").write_text("def f(prompts, responses, references, labels, images):\n"
+                                      "    return {'reward': [0.5] * len(responses), 'huge': [1e300] * len(responses)}\n")
+    with pytest.raises(distributed.UserError, match="samples of step 1: "):
         train(qwen25, task, tmp_path / "run", "--reward", f"{tmp_path / 'huge.py'}:f")
 
 
@@ -952,10 +869,9 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
     with pytest.raises(distributed.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
         ppo.main(flags(qwen25, task, tmp_path / "a", *bad))
     steps = train(qwen25, task, tmp_path / "b", *bad, "--on_bad_row", "skip", "--steps", "2", "--minibatches", "4")
-    assert [step["rollout/dropped_prompts"] for step in steps] == [1, 2]
-    assert [step["rollout/samples"] for step in steps] == [9, 9]
-    told = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
-    assert told.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
+    assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [(1, 9), (2, 9)]
+    text = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
+    assert text.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
     skip = ("--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip")
     held_out = ppo.main(flags(qwen25, task, tmp_path / "c", *skip))
@@ -1013,35 +929,30 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     update_actor(env)
     trained = score(env.actor, samples)
     assert (trained - samples.logprobs).abs().max() > 0.01
-    vlm_weights.export(env.actor, env.processor, tmp_path / "hf", shard_bytes=200_000)
+    exported = tmp_path / "hf"
+    vlm_weights.export(env.actor, env.processor, exported, shard_bytes=200_000)
 
-    source, written = tensors(any_checkpoint), tensors(tmp_path / "hf")
+    source, written = tensors(any_checkpoint), tensors(exported)
     assert written.keys() == source.keys()
     assert all(written[key].shape == source[key].shape and written[key].dtype == source[key].dtype for key in source)
-    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
-    for file in (tmp_path / "hf").glob("*.safetensors"):
+    files = list(exported.glob("*.safetensors"))
+    assert len(files) > 1 and not list(tmp_path.glob(".*"))
+    for file in files:
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "hf", any_checkpoint)]
-    assert configs[0] == configs[1]
-    model, info = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert json.loads((exported / "config.json").read_text()) == json.loads((any_checkpoint / "config.json").read_text())
+    model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    expected, image_id = [], env.processor.config.image_token_id
-    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
-        ids = torch.cat([env.prompts[group].input_ids, tokens])[None]
-        pixels = load_pixels(env.prompts[group], env.processor)
-        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
+    expected = []
+    for index, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         with torch.no_grad():
-            logits = model(input_ids=ids, mm_token_type_ids=(ids == image_id).int(), **images).logits[0]
-        logits[:, list(env.processor.banned_ids)] = -torch.inf
-        rows = slice(len(env.prompts[group].input_ids) - 1, ids.shape[1] - 1)
-        expected.append(logits[rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+            logits = logits_of(model, env.prompts[index], tokens, env.processor)
+        expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
     assert (torch.cat(expected) - trained).abs().max() < ROUNDING
 
     text = "how many circles are there?"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text) == env.processor.tokenizer(text)
-    again = start(tmp_path / "hf", picture_rows, "--advantage", "grpo")                        # trains on from there
-    assert all(torch.equal(x.input_ids, y.input_ids) and x.grids == y.grids for x, y in zip(again.prompts, env.prompts))
+    assert AutoTokenizer.from_pretrained(exported)(text) == env.processor.tokenizer(text)
+    again = start(exported, picture_rows, "--advantage", "grpo")                        # trains on from there
     same = dataclasses.replace(samples, patches=take(again).patches, features={}, positions={})
     with torch.no_grad():
         vlm.compute_features(again.actor.model, same)
@@ -1053,62 +964,61 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
     env = start(source, picture_rows, "--advantage", "grpo")
     assert all(p.dtype == torch.float32 for p in env.actor.parameters() if p.requires_grad)            # master weights
-    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-    before, after = tensors(source), tensors(tmp_path / "hf")
-    assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-    vlm_weights.export(env.actor, env.processor, tmp_path / "hf")                               # again, over the first
-    assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
+    for _ in range(2):                                                                    # the second one over the first
+        vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
+        before, after = tensors(source), tensors(tmp_path / "hf")
+        assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+        assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 
 def test_tied_weights_stay_one_parameter(qwen25, picture_rows, tmp_path):
     """Input and output embedding of a tied checkpoint share their gradient; of an untied one they do not."""
-    tied = start(write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True), picture_rows)
-    names = {name for name, _ in tied.actor.named_parameters()}
-    assert "model.lm_head.weight" not in names and tied.actor.model.lm_head.weight is \
-        tied.actor.model.model.language_model.embed_tokens.weight
-    untied = start(qwen25, picture_rows)
-    assert "model.lm_head.weight" in {name for name, _ in untied.actor.named_parameters()}
+    for tie, checkpoint in ((True, write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True)), (False, qwen25)):
+        actor = start(checkpoint, picture_rows).actor
+        names = {name for name, _ in actor.named_parameters()}
+        assert ("model.lm_head.weight" in names) != tie
+        assert (actor.model.lm_head.weight is actor.model.model.language_model.embed_tokens.weight) == tie
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
 TALKING = '--max_new_tokens 24 --max_reply_tokens 200 --max_tokens_per_pack 900 --stop_strings ["a","e","r"] --env_workers 3'
 RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that ranks have unequal shares
-    "gae": ("qwen2_5_vl", "--steps 3 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
-            "--eval_every 2 --lr_schedule linear --warmup_steps 1"),
+    "gae": ("qwen2_5_vl", "--steps 2 --prompts_per_step 9 --minibatches 3 --epochs 2 --kl_coef 0.1 --critic_lr 1e-3 "
+            "--eval_every 1 --lr_schedule linear --warmup_steps 1"),
     "grpo": ("qwen3_vl", "--steps 2 --prompts_per_step 5 --advantage grpo --kl_coef 0.1 --kl_in loss "
              "--kl_estimator k3+ --kl_target 0.01 --loss_aggregation seq-mean-token-mean --max_tokens_per_pack 518 "
              "--clip_high 0.28 --entropy_coef 0.01 --eval_every 0"),
-    "rloo": ("qwen2_5_vl", "--steps 2 --data MIXTURE --prompts_per_step 3 --advantage rloo "
+    "rloo": ("qwen2_5_vl", "--steps 2 --data TASK/train.jsonl:0.75,TASK/eval.jsonl:0.25 --prompts_per_step 3 --advantage rloo "
              "--gradient_checkpointing --importance_cap 2 --temperature 0.7 --min_new_tokens 2 --target_kl 1e-4 "
-             "--epochs 3 --eval_every 0 --reward reward.py:of_rows --reward_workers 2"),
+             "--epochs 3 --eval_every 0 --reward TASK/reward.py:of_rows --reward_workers 2"),
     "reinforce++": ("qwen2_5_vl", "--steps 2 --prompts_per_step 1 --advantage reinforce++ --gamma 0.9 --slots 2 "
                     "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
                     "--reward_workers 2"),                                              # rank 1 has no prompt
-    "skip": ("qwen2_5_vl", "--steps 2 --data bad.jsonl --on_bad_row skip --eval_every 0"),
-    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe recipe.json --grm_question correct --prompts_per_step 3"),
-    "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data judgements.jsonl --row_kind judgements --reward verdict "
-                "--eval_data judgements.jsonl"),
+    "skip": ("qwen2_5_vl", "--steps 2 --data TASK/bad.jsonl --on_bad_row skip --eval_every 0"),
+    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct --prompts_per_step 3"),
+    "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data TASK/judgements.jsonl --row_kind judgements --reward verdict "
+                "--eval_data TASK/judgements.jsonl"),
     "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
-                "--ptx_data ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
-    "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe talk.json "
-                "--grm_question correct --eval_data alike.jsonl " + TALKING),
+                "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
+    "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
+                "--grm_question correct --eval_data TASK/talk.jsonl " + TALKING),
     "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env --eval_samples 2 " + TALKING),
 }
-FAILURES = {  # name -> flags, what is said
-    "picture": ("--data bad.jsonl", "bad.jsonl:2.*damaged.png"),
-    "reward": ("--reward reward.py:fails --prompts_per_step 8", "the reward of row 2.*response"),
+SLOW = ("skip", "judged", "average", "looking")
+FAILURES = {  # name -> flags, the message
+    "picture": ("--data TASK/bad.jsonl", "bad.jsonl:2.*damaged.png"),
+    "reward": ("--reward TASK/reward.py:fails --prompts_per_step 8", "the reward of row 2.*response"),
     "gap": ("--sampler_gap_limit 1e-12 --advantage grpo --steps 2", "step 1: train/sampler_gap .* is above 1e-12"),
 }
 
 
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
-    more = [str(task / word) if word.startswith(("bad.jsonl", "reward.py", "recipe.json", "judgements.jsonl", "ptx.jsonl", "talk.json", "alike.jsonl")) else word for word in spec[1].split()]
-    more = [mixture(task) if word == "MIXTURE" else word for word in more]
-    more = [word.replace("TALKERS", str(Path(__file__).with_name("talkers.py"))) for word in more]
-    line = flags(checkpoints[spec[0]], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more)
+    family, more = spec
+    more = more.replace("TASK", str(task)).replace("TALKERS", str(Path(__file__).with_name("talkers.py")))
+    line = flags(checkpoints[family], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more.split())
     if "--reward_recipe" in line:
-        del line[line.index("--reward"):line.index("--reward") + 2]
+        at = line.index("--reward")
+        del line[at:at + 2]
     return line
 
 
@@ -1128,14 +1038,14 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     (task / "judge" / "judge.json").write_text(json.dumps(judge))
     (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
     (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
-    rows = [{"question": "how many?", "images": ["train-1-0.png"], "response": "3", "correct": True},
-            {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
-            {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}]
-    (task / "judgements.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    rows = [{"prompt": f"what is {i}?", "images": [f"train-{i}-0.png"], "answer": "1"} for i in (1, 1, 3, 3, 1)]
-    (task / "alike.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))      # whose pictures can be swapped
-    rows = [{"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)]
-    (task / "ptx.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(task / "judgements.jsonl", [
+        {"question": "how many?", "images": ["train-1-0.png"], "response": "3", "correct": True},
+        {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
+        {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}])
+    write_rows(task / "talk.jsonl", [
+        {"prompt": f"what is {i}?", "images": [f"train-{i}-0.png"], "answer": "1"} for i in (1, 1, 3, 3, 1)])
+    write_rows(task / "ptx.jsonl", [
+        {"prompt": f"count {i} times", "images": ["train-1-0.png"] * (i % 3), "response": "one " * i} for i in range(1, 6)])
     return checkpoints
 
 
@@ -1159,51 +1069,50 @@ def assert_same_run(one: Path, other: Path) -> None:
     files = sorted(path.name for path in (one / "samples").glob("*.jsonl"))
     assert files == sorted(path.name for path in (other / "samples").glob("*.jsonl"))
     for file in files:
-        for ours, theirs in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
+        for first, second in zip(samples_of(one, file[:-6]), samples_of(other, file[:-6]), strict=True):
             for name in ("advantage", "reward", "components"):
-                assert theirs.pop(name, 0) == pytest.approx(ours.pop(name, 0), abs=1e-4, rel=1e-4)
-            assert bool(theirs.pop("judgement", "")) == bool(ours.pop("judgement", ""))       # probabilities, three digits
-            assert ours == theirs
-    first, second = records(one), records(other)
-    assert len(first) == len(second)
-    for ours, theirs in zip(first, second):
-        assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
-            if not name.startswith("perf/") and not name.endswith("seconds"):
-                assert theirs[name] == pytest.approx(value, abs=1e-4, rel=1e-4), (ours["step"], name)
+                assert second.pop(name, 0) == pytest.approx(first.pop(name, 0), abs=1e-4, rel=1e-4)
+            assert bool(second.pop("judgement", "")) == bool(first.pop("judgement", ""))       # probabilities, three digits
+            assert first == second
+    for first, second in zip(records(one), records(other), strict=True):
+        assert first.keys() == second.keys()
+        for name in reproducible(first):
+            assert second[name] == pytest.approx(first[name], abs=1e-4, rel=1e-4), (first["step"], name)
 
 
 def save_gradients(model: str, rows: str, out: str) -> None:
     """Those of the hand-made samples in small packs, on this rank."""
-    env, found = hand_env(model, rows), {}
+    env, tensors = hand_env(model, rows), {}
     for part in ("actor", "critic"):
         module = getattr(env, part)
         with computing(module, max_tokens_per_pack=110):
             gradients, _ = gradient(env.args, module, env.batch)
-        found |= {f"{part}.{name}": value for name, value in gradients.items()}
-    save_file(found, f"{out}/gradients-{dist.get_rank()}.safetensors")
+        for name, value in gradients.items():
+            tensors[f"{part}.{name}"] = value
+    save_file(tensors, f"{out}/gradients-{dist.get_rank()}.safetensors")
 
 
 def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_path):
     """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
     ranks.run(save_gradients, str(qwen25), picture_rows, str(tmp_path), world=2)
-    both = load_file(tmp_path / "gradients-1.safetensors")
+    expected = {}
     for part in ("actor", "critic"):
-        found = {name.removeprefix(f"{part}."): value for name, value in both.items() if name.startswith(part)}
-        expected, packs = gradient(env.args, getattr(env, part), env.batch)
-        assert packs == 1 and distance(found, expected) < rounding(len(env.batch.tokens)), part
+        gradients, packs = gradient(env.args, getattr(env, part), env.batch)
+        assert packs == 1
+        actual = load_file(tmp_path / "gradients-1.safetensors")
+        actual = {name.removeprefix(f"{part}."): value for name, value in actual.items() if name.startswith(part)}
+        assert distance(actual, gradients) < rounding(len(env.batch.tokens)), part
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
 def test_one_rank_equals_two_ranks(both, name):
     one, two = both(name)
     assert_same_run(one, two)
     gaps = [record["train/sampler_gap"] for record in records(one) + records(two) if "train/sampler_gap" in record]
     assert gaps and max(gaps) < ROUNDING                                   # sampled is trained, before any update of a step
-    steps = int(RUNS[name][1].split("--steps ")[1].split()[0])
-    assert len([record for record in records(two) if "rollout/reward" in record]) == steps
-    for place in ("export", "export_ema") if "--ema_beta" in RUNS[name][1] else ("export",):
-        ours, theirs = (tensors(path / place / f"step-{steps}") for path in (one, two))
+    places = ["export", "export_ema"] if name == "average" else ["export"]
+    for place in places:
+        ours, theirs = (tensors(folder / place / "latest") for folder in (one, two))
         assert ours.keys() == theirs.keys() and len(ours) > 10
         for key in ours:
             assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
@@ -1215,8 +1124,7 @@ def test_one_and_two_ranks_agree_as_the_readme_says(both):
     bound = re.search(r"between 1 and 2 ranks no metric differed by more than (\S+) in", readme)
     for name in ("gae", "grpo"):
         one, two = ({record["step"]: record for record in records(folder)}[1] for folder in both(name))
-        gaps = [abs(two[key] - value) / max(1, abs(value)) for key, value in one.items()
-                if not key.startswith("perf/") and not key.endswith("seconds")]
+        gaps = [abs(two[key] - value) / max(1, abs(value)) for key, value in reproducible(one).items()]
         assert max(gaps) <= float(bound[1]) and np.median(gaps) <= 1e-6, name
 
 
@@ -1224,11 +1132,10 @@ def test_a_judge_learns_from_verdicts(both):
     """Judgement rows as prompts: pairs in both orders with their verdict as reference; the export can be asked as a judge."""
     _, out = both("judging")
     rows = samples_of(out, "eval-000002")
-    assert [(row["label"], row["reference"], row["question"][-60:] != "") for row in rows] == [
-        ("correct", "yes", True), ("pictures", "A", True), ("pictures", "B", True), ("answers", "tie", True),
-        ("answers", "tie", True)]
+    assert [(row["label"], row["reference"]) for row in rows] == [
+        ("correct", "yes"), ("pictures", "A"), ("pictures", "B"), ("answers", "tie"), ("answers", "tie")]
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
-    assert len({row["index"] for row in rows}) == 5                                          # own noise for each order
+    assert len({row["index"] for row in rows}) == 5                                       # each order has noise of its own
     judge = Processor(out / "export" / "step-2").files["judge"]
     assert judgements.judge_question(judge, "auto") == "correct" and judge["trained_on"] == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
@@ -1238,20 +1145,18 @@ def test_a_judge_learns_from_verdicts(both):
 
 def test_every_held_out_row_is_answered_once(both):
     _, out = both("gae")
-    files = sorted(path.stem for path in (out / "samples").glob("eval-*.jsonl"))
-    assert files == [f"eval-{step:06d}" for step in (0, 2, 3)]
-    for file in files:
-        assert [row["index"] for row in samples_of(out, file)] == list(range(7))
+    for step in (0, 1, 2):
+        assert [row["index"] for row in samples_of(out, f"eval-{step:06d}")] == list(range(7))
     pairs = [(row["index"], row["sample"]) for row in samples_of(both("reinforce++")[1], "eval-000000")]
     assert pairs == [(i, k) for i in range(7) for k in range(2)]
 
 
 @pytest.mark.parametrize("name", FAILURES)
 def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, name):
-    more, said = FAILURES[name]
+    more, message = FAILURES[name]
     line = run_flags(name, ("qwen2_5_vl", more), checkpoints, task, tmp_path)
-    told = ranks.run(ppo.main, line, world=2, codes=[2, 2])
-    assert told.count("error: ") == 1 and re.search(f"error: .*{said}", told, re.DOTALL) and "Traceback" not in told
+    text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
+    assert text.count("error: ") == 1 and re.search(f"error: .*{message}", text, re.DOTALL) and "Traceback" not in text
     if name == "gap":
         assert [record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record] == [1]
 
@@ -1284,18 +1189,18 @@ def check_exchange() -> None:
         for _ in range(10):
             shapes = {p: (2, int(rng.integers(1, 6)), 3) for p in range(9) if rng.random() < 0.7}
             owners = rng.integers(0, world, 9).tolist()
-            needed = [{int(p) for p in rng.permutation(9)[:rng.integers(0, 9)]} for _ in range(world)]
+            needed = [set(rng.permutation(9)[:rng.integers(0, 9)].tolist()) for _ in range(world)]
             whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
-            own = {p: value for p, value in whole.items() if owners[p] == rank}
-            arrived = exchange_features(own, owners, needed, shapes, dtype)
+            local = {p: value for p, value in whole.items() if owners[p] == rank}
+            arrived = exchange_features(local, owners, needed, shapes, dtype)
             assert arrived.keys() == needed[rank] & shapes.keys()
             assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
-    parts = gather_ragged(torch.arange(6 * rank).view(-1, 3) + rank)
-    assert [part.tolist() for part in parts] == [(torch.arange(6 * r).view(-1, 3) + r).tolist() for r in range(world)]
-    assert gather_objects({"rank": rank, "text": "ü" * rank}) == [{"rank": r, "text": "ü" * r} for r in range(world)]
-    for text, told in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
+    parts = gather_ragged(torch.full((rank, 3), rank))
+    assert [part.tolist() for part in parts] == [[[r] * 3] * r for r in range(world)]
+    assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
+    for text, message in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
         with pytest.raises(distributed.UserError) as error, raise_on_all_ranks("what: "):
             raise ValueError(text)
-        assert str(error.value) == told
+        assert str(error.value) == message
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none
     assert ppo.exceeds(rows, 0.9 / world) and not ppo.exceeds(rows, 1.1 / world)
