@@ -852,7 +852,7 @@ def test_a_component_beyond_float32_is_an_error_before_the_record(qwen25, task, 
     """Accepted as a finite number of Python, infinite as a float32: JSON cannot hold it."""
     (tmp_path / "huge.py").write_text("def f(prompts, responses, references, labels, images):\n"
                                       "    return {'reward': [0.5] * len(responses), 'huge': [1e300] * len(responses)}\n")
-    with pytest.raises(distributed.UserError, match="samples of step 1: "):
+    with pytest.raises(distributed.UserError, match="samples of step 1 .*Out of range float"):
         train(qwen25, task, tmp_path / "run", "--reward", f"{tmp_path / 'huge.py'}:f")
 
 
@@ -1104,7 +1104,8 @@ def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_pat
         assert distance(actual, gradients) < rounding(len(env.batch.tokens)), part
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in RUNS])
+@pytest.mark.parametrize("name", [
+    *(name for name in RUNS if name not in SLOW), *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_one_rank_equals_two_ranks(both, name):
     one, two = both(name)
     assert_same_run(one, two)
@@ -1112,7 +1113,7 @@ def test_one_rank_equals_two_ranks(both, name):
     assert gaps and max(gaps) < ROUNDING                                   # sampled is trained, before any update of a step
     places = ["export", "export_ema"] if name == "average" else ["export"]
     for place in places:
-        ours, theirs = (tensors(folder / place / "latest") for folder in (one, two))
+        ours, theirs = (tensors(folder / place / f"step-{records(one)[-1]['step']}") for folder in (one, two))
         assert ours.keys() == theirs.keys() and len(ours) > 10
         for key in ours:
             assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
@@ -1161,6 +1162,7 @@ def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, 
         assert [record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record] == [1]
 
 
+@pytest.mark.slow
 def test_dropped_prompts_are_counted_on_two_ranks(both):
     assert [record["rollout/dropped_prompts"] for record in records(both("skip")[1])] == [1, 2]
 
