@@ -50,7 +50,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
 from common import distributed, flags, logging, logprobs
@@ -462,7 +461,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     if not args.run.export_only and budget.check(plan, args.model, ranks):
         weights.recompute_layers(judge.model)
     with distributed.raise_on_all_ranks():
-        shard(judge, ranks)
+        fsdp.shard(judge, ranks.mesh)
         weights.materialize(judge, ranks.device)
         weights.init_adapters(judge.model, args.run.seed)
         weights.load(judge.model, builder.folder)
@@ -487,24 +486,6 @@ def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.Judg
         batch=args.eval.eval_batch if rows.held_out else 0,
         new_tokens=args.eval.eval_max_new_tokens,
     )
-
-
-def shard(judge: Judge, ranks: distributed.Ranks) -> Judge:
-    """ZeRO-3 by FSDP2: every layer, then the root. A frozen vision tower is replicated, outside of
-    FSDP."""
-    model = judge.model
-    mixed = MixedPrecisionPolicy(
-        param_dtype=model.compute.dtype,
-        reduce_dtype=torch.float32,
-        # A tower's angles stay float32; torch 2.11 would cast them only in a recomputation.
-        cast_forward_inputs=False,
-    )
-    for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=ranks.mesh)
-    for layer in vlm.layers(model):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
-    replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
-    return fully_shard(judge, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 
 
 # -------------------------------------------------------------------------------------------------

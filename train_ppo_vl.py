@@ -36,7 +36,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from PIL import Image
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import distributed, flags, logging, logprobs, losses
 from common.buffers import Batch, Pack, check_failures, describe_failures
@@ -45,7 +44,6 @@ from common.data.loader import (
     InOrder,
     PromptLoader,
     absolute_datasets,
-    data_order,
     describe_shares,
     digest_data,
 )
@@ -59,6 +57,7 @@ from common.model import (
     attention,
     budget,
     checkpoint,
+    experts,
     forward as vlm,
     fsdp,
     graphs,
@@ -66,6 +65,7 @@ from common.model import (
     memory,
     weights,
 )
+from common.model.text_loss import TextLoss
 from common.rewards import judge, models as reward_models, scoring, transcripts
 from common.rewards.records import sample_cards, sample_records, summarise
 
@@ -654,14 +654,6 @@ def parse_stop_strings(text: str) -> list[str] | None:
 
 
 @dataclass
-class TextRows:
-    """Rows of --ptx_data with their target tokens, and the threads that decode their pictures."""
-
-    rows: list[tuple[Prompt, Tensor]]
-    loader: PromptLoader
-
-
-@dataclass
 class Rows:
     """What a run reads, the same on every rank: checked rows, and the processor of the actor's
     checkpoint."""
@@ -670,7 +662,7 @@ class Rows:
     train_sets: list[list[Prompt]]
     shares: list[float]  # how often each set is drawn, in proportion
     held_out: list[Prompt]
-    text: TextRows | None
+    text: TextLoss | None  # of --ptx_data
 
     @property
     def train(self) -> list[Prompt]:
@@ -719,16 +711,23 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_text(args: Args, processor: Processor) -> TextRows | None:
-    """Checked rows of --ptx_data, unchanged: no system prompt is added. Raises UserError on every
-    rank alike."""
+def load_text(args: Args, processor: Processor) -> TextLoss | None:
+    """The loss on the rows of --ptx_data, to which no system prompt is added. Raises UserError on
+    every rank alike."""
     if not args.rows.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
         rows = judge.load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
-    return TextRows(rows, PromptLoader(processor, args.data))
+    return TextLoss(
+        rows,
+        PromptLoader(processor, args.data),
+        batch=args.rows.ptx_batch,
+        coef=args.rows.ptx_coef,
+        labels=args.rows.ptx_labels,
+        seed=args.run.seed,
+    )
 
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
@@ -890,7 +889,7 @@ class Policy(nn.Module):
     def forward(
         self,
         pack: Pack,
-        sampling: Sampling | None,
+        sampling: Sampling | None = None,
         entropy: bool = False,
         reference: tuple[Tensor, Tensor] | None = None,
         hidden_only: bool = False,
@@ -898,7 +897,7 @@ class Policy(nn.Module):
         """Returns logp (T,) float32, entropy (T,) or None, and exact KL (T,) or None.
 
         Args:
-            sampling: how the tokens were drawn; None, for text that was not sampled: the plain
+            sampling: how the tokens were drawn; None, of text that was not sampled: the plain
                 model, with no temperature and nothing banned.
             reference: `reference_outputs`, hidden states (T, H) and head (V, H), for the exact KL.
             hidden_only: return the hidden states (T, H) that predict the responses, and nothing
@@ -1104,35 +1103,13 @@ def load_models(
 def shard_and_load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
     """Shard a module that is on meta, allocate the shards and stream the weights into them. Returns
     the names of the weights in the files that were read."""
-    shard(module, ranks)
+    fsdp.shard(module, ranks.mesh)
     weights.materialize(module, ranks.device)
     weights.init_adapters(module.model, args.run.seed)
     head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
     return weights.load(module.model, module.model.folder, value_head=head)
-
-
-def shard(module: nn.Module, ranks: distributed.Ranks) -> nn.Module:
-    """ZeRO-3 by FSDP2: every decoder layer, then the root. A frozen vision tower is replicated,
-    outside of FSDP."""
-    model = module.model
-    dtype = model.compute.dtype
-    mixed = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype,
-        reduce_dtype=None if dtype == torch.float32 else torch.float32,
-        # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
-        # recomputing
-        cast_forward_inputs=False,
-    )
-    for part in vlm.float32_parts(model):  # before the layers, which would take them along
-        fully_shard(part, mesh=ranks.mesh)
-    for layer in vlm.layers(model):
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=mixed)
-    if hasattr(module, "value_head"):
-        fully_shard(module.value_head, mesh=ranks.mesh)  # always float32
-    replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
-    return fully_shard(module, mesh=ranks.mesh, mp_policy=mixed, ignored_params=replicated)
 
 
 def load_reward_models(
@@ -1486,6 +1463,7 @@ def minibatches_of(
 ) -> Iterator[Minibatch]:
     """The minibatches of ``epochs`` passes over the samples of 1-based ``step``."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
+    balanced = args.update.aux_loss_coef > 0
     for epoch in range(epochs):
         seed = (args.run.seed, step, epoch)
         for indices in batch.minibatches(args.update.minibatches, seed):
@@ -1493,7 +1471,7 @@ def minibatches_of(
                 indices,
                 weights=minibatch_weights(batch, indices, all_tokens, args),
                 policy_weights=minibatch_weights(batch, indices, batch.in_policy_loss, args),
-                expert_load=count_experts(module, batch, indices, args),
+                expert_load=experts.count_experts(module, batch, indices) if balanced else None,
             )
 
 
@@ -1511,7 +1489,7 @@ def update_models(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: TextRows | None,
+    text: TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
     """The updates of 1-based ``step``: of the critic, and of the actor once the critic has had its
@@ -1537,7 +1515,7 @@ def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) 
             stats = []
             for pack in vlm.packs(critic.model, batch, minibatch.indices):
                 loss, pack_stats = critic_loss(critic, pack, batch, minibatch, args)
-                backward(loss)
+                fsdp.backward(loss)
                 stats.append(pack_stats)
             norm, applied = trained.update(step)
             sums.record_update("critic", norm, applied, stats)
@@ -1553,7 +1531,8 @@ def critic_loss(
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
     loss = (weight * losses.value_loss(values, old, returns, args.algorithm.value_clip)).sum()
     stats = {"critic_loss": loss.detach()}
-    return loss + pack_balance_loss(critic, pack, routed, minibatch.expert_load, args), stats
+    balance = experts.balance_loss(critic.model, pack, routed, minibatch.expert_load)
+    return loss + args.update.aux_loss_coef * balance, stats
 
 
 def update_actor(
@@ -1561,25 +1540,28 @@ def update_actor(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: TextRows | None,
+    text: TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
     """Policy-gradient updates: all epochs and minibatches of 1-based ``step``, or until --target_kl
     is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
     exact = reference if args.exact_kl_in_loss else None
-    updates = 0
+    updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.policy_weights.any():
                 continue  # no token of the policy loss: nothing to learn from
-            text_batch = start_text(text, step, number, args)  # its pictures decode meanwhile
+            if text is not None:
+                # updates planned before this one
+                planned = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
+                text_batch = text.start(planned)  # its images decode meanwhile
             stats = []
             for pack in vlm.packs(actor.model, batch, minibatch.indices):
                 loss, pack_stats = actor_loss(actor, exact, pack, batch, minibatch, args)
-                backward(loss)
+                fsdp.backward(loss)
                 stats.append(pack_stats)
             if exact is not None:
                 fsdp.rest_after_scoring(exact)
@@ -1587,7 +1569,7 @@ def update_actor(
                 trained.optimizer.zero_grad(set_to_none=True)
                 break
             if text is not None:
-                stats.append(backward_text(actor, text, text_batch, args))
+                stats.append(text.backward(actor, text_batch, args.update.aux_loss_coef))
             if updates:  # after an update the policy is no longer the one that sampled
                 for part in stats:
                     part.pop("sampler_gap", None)
@@ -1645,7 +1627,8 @@ def actor_loss(
         loss = loss + batch.kl_coef * kl_loss
         stats["kl_loss"] = kl_loss.detach()
     if minibatch.expert_load is not None:
-        balance = pack_balance_loss(actor, pack, routed, minibatch.expert_load, args)
+        balance = experts.balance_loss(actor.model, pack, routed, minibatch.expert_load)
+        balance = args.update.aux_loss_coef * balance
         loss = loss + balance
         stats["aux_loss"] = balance.detach()
     return loss, stats
@@ -1671,11 +1654,6 @@ def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
     }
 
 
-def backward(loss: Tensor) -> None:
-    """Undo FSDP's averaging of gradients over ranks: the rows' shares of a loss add up."""
-    (loss * dist.get_world_size()).backward()
-
-
 def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
     moved = [part["approx_kl"] for part in stats]
@@ -1691,85 +1669,6 @@ def move_reference(step: int, actor: Policy, reference: Policy | None, args: Arg
     every = args.algorithm.reference_every
     if every and step % every == 0:
         fsdp.copy_weights(actor, reference)
-
-
-# The load-balancing loss of MoE models (--aux_loss_coef)
-
-
-@torch.no_grad()
-def count_experts(module: nn.Module, batch: Batch, indices, args: Args) -> Tensor | None:
-    """(E,) how often each expert is chosen in a minibatch, over all ranks: the balance loss of a
-    pack depends on all packs."""
-    if not args.update.aux_loss_coef:
-        return None
-    text = module.model.config.get_text_config()
-    load = torch.zeros(text.num_experts, device=module.model.compute.device)
-    for pack in vlm.packs(module.model, batch, indices):
-        with vlm.router_logits(module.model) as routed:
-            module(pack, None) if isinstance(module, Policy) else module(pack)
-        load += losses.expert_load(routed, pack.copies.to(load.device), text.num_experts_per_tok)
-    fsdp.forget_forwards(module)
-    dist.all_reduce(load)
-    return load
-
-
-def pack_balance_loss(
-    module: nn.Module, pack: Pack, routed: list[Tensor], load: Tensor | None, args: Args
-) -> Tensor | float:
-    """This pack's share of the load-balancing loss of a minibatch, weighted; 0 without one."""
-    if load is None:
-        return 0.0
-    top_k = module.model.config.get_text_config().num_experts_per_tok
-    return args.update.aux_loss_coef * losses.balance_loss(
-        routed, pack.copies.to(load.device), load, top_k
-    )
-
-
-# The next-token loss on --ptx_data
-
-
-def start_text(text: TextRows | None, step: int, number: int, args: Args) -> tuple | None:
-    """Begin to decode the pictures of the rows for update ``number`` of 1-based ``step``. The rows
-    are a function of (seed, updates planned before this one), so a resumed run continues the
-    sequence."""
-    if text is None:
-        return None
-    size = args.rows.ptx_batch
-    updates = (
-        step - 1 - args.update.critic_warmup_steps
-    ) * args.update.epochs * args.update.minibatches + number
-    picks = data_order(
-        range(updates * size, (updates + 1) * size), len(text.rows), args.run.seed
-    )
-    return text.loader.submit([text.rows[k][0] for k in picks], picks)
-
-
-def backward_text(actor: Policy, text: TextRows, pending: tuple, args: Args) -> dict[str, Any]:
-    """Add the gradient of --ptx_coef times the next-token loss of drawn rows: PPO-ptx (Ouyang et
-    al. 2022, equation 2), the mean over the label tokens of all ranks. Returns statistics as
-    `actor_loss` does."""
-    prompts = text.loader.collect(*pending)
-    batch = prompts.with_targets([[text.rows[k][1]] for k in prompts.prompt_ids])
-    banned = actor.processor.banned_mask()
-    count = len(batch.tokens)
-    if args.rows.ptx_labels == "text":
-        count = int((~banned[batch.tokens]).sum())
-        # the first token of a text is no label: nothing predicts it
-        for index in batch.prompt_index.tolist():
-            count += int((~banned[batch.prompts[index].input_ids[1:]]).sum())
-    if not actor.model.trains_vision:  # a trained tower computes them in each forward
-        vlm.compute_features(actor.model, batch)
-    load = count_experts(actor, batch, None, args)
-    total = torch.zeros((), device=actor.model.compute.device)
-    for pack in vlm.packs(actor.model, batch):
-        if args.rows.ptx_labels == "text":
-            pack = pack.label_text(banned.to(total.device))
-        with vlm.router_logits(actor.model) as routed:
-            logp, *_ = actor(pack, None)  # (T,)
-        loss = -logp.sum() / count
-        backward(args.rows.ptx_coef * (loss + pack_balance_loss(actor, pack, routed, load, args)))
-        total += loss.detach()
-    return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / dist.get_world_size()}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1928,27 +1827,10 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"a step: {prompts} prompts x {count} samples, {updates} updates; "
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
-    log.line(
-        f"mode: {mode_of(args)}, {len(rows.train) / args.prompts_per_rollout:.1f} rollouts per pass"
-    )
     draws = args.optim.steps * prompts
     for text in describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
         log.line(text)
     return log
-
-
-def mode_of(args: Args) -> str:
-    """How rollouts and updates alternate."""
-    rollouts, updates = args.rollout.rollouts_per_step, args.update.epochs * args.update.minibatches
-    samples = args.data.prompts_per_step * args.rollout.samples_per_prompt
-    per_update = samples // args.update.minibatches
-    if rollouts > 1:
-        return (
-            f"several rollouts per update; {samples // rollouts} samples per rollout, "
-            f"{updates} updates of {per_update} each after {rollouts} rollouts"
-        )
-    name = "several updates per rollout" if updates > 1 else "one update per rollout"
-    return f"{name}; {samples} samples per rollout, {updates} updates of {per_update} each"
 
 
 # what a step's line on the console shows after reward and accuracy: name -> metric

@@ -26,7 +26,7 @@ ROOMS = {
     "buffers": ("distributed",),
     "logging": ("distributed", "flags"),
     "data": ("distributed", "flags", "buffers"),
-    "model": ("logprobs", "distributed", "flags", "buffers", "logging", "data"),
+    "model": ("losses", "logprobs", "distributed", "flags", "buffers", "logging", "data"),
     "rewards": ("losses", "distributed", "flags", "buffers", "data", "model"),
     "envs": ("distributed", "flags", "buffers", "data", "model"),
 }

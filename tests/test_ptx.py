@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, rounding, start, take, with_flags
+from conftest import ROUNDING, computing, rounding, start, with_flags
 from test_algorithms import Caught
 from test_training import distance, fresh, gradient, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
@@ -50,7 +50,8 @@ def env(qwen25, picture_rows, rows):
 def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient of rows by the code under test."""
     drawn = [env.text.rows[k][0] for k in picks]
-    stats = ppo.backward_text(env.actor, env.text, env.text.loader.submit(drawn, picks), args)
+    env.text.coef, env.text.labels = args.rows.ptx_coef, args.rows.ptx_labels
+    stats = env.text.backward(env.actor, env.text.loader.submit(drawn, picks), args.update.aux_loss_coef)
     found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
     return float(stats["ptx_loss"]), found
@@ -127,15 +128,13 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     assert not trained.gradients and "train/ptx_loss" not in metrics
 
 
-def test_every_row_is_drawn_once_per_pass(env):
-    """By step and update alone; frozen steps draw nothing. Five rows, two per update, two updates per step."""
-    args = with_flags(env.args, ptx_batch=2, epochs=2)
-    drawn = [ppo.start_text(env.text, step, number, args)[1] for step in range(1, 6) for number in range(2)]
+def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
+    """By the number of the update alone. Five rows, two per update."""
+    monkeypatch.setattr(env.text, "batch", 2)
+    drawn = [env.text.start(update)[1] for update in range(10)]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
     assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5)) and flat[:5] != flat[5:10]
-    warm = with_flags(args, critic_warmup_steps=3)
-    assert [ppo.start_text(env.text, 4, number, warm)[1] for number in range(2)] == drawn[:2]
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
-"""What FSDP2 leaves to its users: optimizers and learning rates, weights gathered for a rollout,
-host memory.
+"""FSDP2, and what it leaves to its users: optimizers and learning rates, weights gathered for a
+rollout, host memory.
 
+    shard, backward                      ZeRO-3, and losses that add up over the ranks
     Trainable                            a model in training, and what moves with it
     unsharded, bare_forwards             many forwards without a collective
     rest_after_scoring, forget_forwards  forwards without a backward
@@ -13,12 +14,15 @@ from collections import OrderedDict
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from common.flags import OptimArgs
+from common.model import forward as vlm
 
 HOST = torch.device("cpu")
 
@@ -26,6 +30,34 @@ HOST = torch.device("cpu")
 # -------------------------------------------------------------------------------------------------
 # Training
 # -------------------------------------------------------------------------------------------------
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
+    FSDP; a value head is always float32."""
+    model = module.model
+    dtype = model.compute.dtype
+    full = dtype == torch.float32  # then nothing is cast
+    mixed = MixedPrecisionPolicy(
+        param_dtype=None if full else dtype,
+        reduce_dtype=None if full else torch.float32,
+        # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
+        # recomputing
+        cast_forward_inputs=False,
+    )
+    for part in vlm.float32_parts(model):  # before the layers, which would take them along
+        fully_shard(part, mesh=mesh)
+    for layer in vlm.layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=mixed)
+    if hasattr(module, "value_head"):
+        fully_shard(module.value_head, mesh=mesh)
+    replicated = set() if model.trains_vision else set(vlm.tower_parameters(model))
+    return fully_shard(module, mesh=mesh, mp_policy=mixed, ignored_params=replicated)
+
+
+def backward(loss: Tensor) -> None:
+    """Undo FSDP's averaging of gradients over ranks: the packs' shares of a loss add up."""
+    (loss * dist.get_world_size()).backward()
 
 
 class Trainable:

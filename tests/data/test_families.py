@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROUNDING, build_rewards, computing, our_name, rounding, start, take, with_flags
+from conftest import ROUNDING, build_rewards, computing, our_name, rounding, start, take
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import random_responses
@@ -26,7 +26,7 @@ import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import fsdp
+from common.model import experts, fsdp
 from common.rewards import scoring
 from common.buffers import Batch
 from common.data.loader import InOrder, PromptLoader
@@ -504,15 +504,14 @@ def test_a_text_model_refuses_pictures(family, picture_rows):
 def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, budget, counts):
     """Value and gradients, over one pack, over several with split groups, and with samples alone with their prompt."""
     env = family.env
-    args = with_flags(env.args, aux_loss_coef=0.5)
     samples = responses_to(env, counts, family.oracle.config.text_config.vocab_size)
     total, packs = 0.0, 0
     with computing(env.actor, max_tokens_per_pack=budget):
-        load = ppo.count_experts(env.actor, samples, None, args)
+        load = experts.count_experts(env.actor, samples)
         for row in vlm.packs(env.actor.model, samples):
             with vlm.router_logits(env.actor.model) as logits:
                 logp, *_ = env.actor(row, None)
-            share = ppo.pack_balance_loss(env.actor, row, logits, load, args)
+            share = 0.5 * experts.balance_loss(env.actor.model, row, logits, load)
             (share + 0 * logp.sum()).backward()             # FSDP gathers a layer's weights when its output gets a gradient
             total, packs = total + share.item(), packs + 1
     assert (packs == 1) == (budget > 10**5)
@@ -547,8 +546,8 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     text = env.rows.text
     drawn = [row for row, _ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
-        args = with_flags(env.args, ptx_coef=ptx, aux_loss_coef=aux)
-        ppo.backward_text(env.actor, text, text.loader.submit(*drawn), args)
+        text.coef = ptx
+        text.backward(env.actor, text.loader.submit(*drawn), aux)
         found[ptx, aux] = torch.cat([router.weight.grad.full_tensor() for router in vlm.routers(env.actor.model)])
         env.actor.zero_grad(set_to_none=True)
     whole = found[1.0, 0.5]

@@ -1,0 +1,38 @@
+"""The load-balancing loss of mixture-of-experts models (--aux_loss_coef). A pack's share of it
+depends on all packs of a minibatch, so the experts that are chosen are counted first."""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from common import losses
+from common.buffers import Batch, Pack
+from common.model import forward as vlm, fsdp
+
+
+@torch.no_grad()
+def count_experts(module: nn.Module, batch: Batch, indices=None) -> Tensor:
+    """(E,) how often each expert is chosen in the minibatch of the prompts ``indices`` (None: all),
+    over all ranks."""
+    model = module.model
+    text = model.config.get_text_config()
+    load = torch.zeros(text.num_experts, device=model.compute.device)
+    for pack in vlm.packs(model, batch, indices):
+        with vlm.router_logits(model) as routed:
+            module(pack)
+        load += losses.expert_load(routed, pack.copies.to(load.device), text.num_experts_per_tok)
+    fsdp.forget_forwards(module)
+    dist.all_reduce(load)
+    return load
+
+
+def balance_loss(
+    model: nn.Module, pack: Pack, routed: list[Tensor], load: Tensor | None
+) -> Tensor | float:
+    """This pack's share of the load-balancing loss of a minibatch, from the router logits of its
+    forward; 0 where the experts were not counted."""
+    if load is None:
+        return 0.0
+    top_k = model.config.get_text_config().num_experts_per_tok
+    return losses.balance_loss(routed, pack.copies.to(load.device), load, top_k)

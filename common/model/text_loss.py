@@ -1,0 +1,82 @@
+"""A next-token loss on rows of text beside the RL loss: PPO-ptx (Ouyang et al. 2022, equation 2)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch import Tensor
+
+from common.buffers import Batch
+from common.data.loader import PromptLoader, data_order
+from common.data.rows import Prompt
+from common.model import experts, forward as vlm, fsdp
+
+
+class TextLoss:
+    """Rows with their target tokens, and the loader whose threads decode their images.
+
+    Args:
+        rows: prompts and their targets (n,).
+        batch: rows per update, over all ranks.
+        coef: weight of the loss in the actor's.
+        labels: which tokens carry the loss: all "text", or "responses".
+    """
+
+    def __init__(
+        self,
+        rows: list[tuple[Prompt, Tensor]],
+        loader: PromptLoader,
+        *,
+        batch: int,
+        coef: float,
+        labels: str,
+        seed: int,
+    ):
+        self.rows, self.loader, self.batch = rows, loader, batch
+        self.coef, self.labels, self.seed = coef, labels, seed
+        # (V,) bool: image tokens and such are no labels
+        self.banned = loader.processor.banned_mask()
+
+    def start(self, update: int) -> tuple:
+        """Begin to decode the images of the rows of an update, counted from 0 over the whole run. The
+        rows are a function of (seed, update), so a resumed run continues the sequence."""
+        places = range(update * self.batch, (update + 1) * self.batch)
+        picks = data_order(places, len(self.rows), self.seed)
+        return self.loader.submit([self.rows[k][0] for k in picks], picks)
+
+    def backward(self, policy: nn.Module, pending: tuple, aux_loss_coef: float) -> dict[str, Any]:
+        """Add the gradient of the loss, a mean over the label tokens of all ranks. Returns statistics
+        as the actor's loss does.
+
+        Args:
+            pending: what `start` returned.
+        """
+        model = policy.model
+        prompts = self.loader.collect(*pending)
+        batch = prompts.with_targets([[self.rows[k][1]] for k in prompts.prompt_ids])
+        if not model.trains_vision:  # a trained tower computes them in each forward
+            vlm.compute_features(model, batch)
+        load = experts.count_experts(policy, batch) if aux_loss_coef else None
+        count = self.count_labels(batch)
+        total = torch.zeros((), device=model.compute.device)
+        for pack in vlm.packs(model, batch):
+            if self.labels == "text":
+                pack = pack.label_text(self.banned.to(total.device))
+            with vlm.router_logits(model) as routed:
+                logp, *_ = policy(pack)  # (T,)
+            loss = -logp.sum() / count
+            balance = aux_loss_coef * experts.balance_loss(model, pack, routed, load)
+            fsdp.backward(self.coef * (loss + balance))
+            total += loss.detach()
+        return {"ptx_loss": total, "ptx_dropped": len(prompts.dropped) / dist.get_world_size()}
+
+    def count_labels(self, batch: Batch) -> int:
+        """Tokens that carry the loss, over all ranks."""
+        if self.labels == "responses":
+            return len(batch.tokens)
+        count = int((~self.banned[batch.tokens]).sum())
+        # the first token of a text is no label: nothing predicts it
+        for index in batch.prompt_index.tolist():
+            count += int((~self.banned[batch.prompts[index].input_ids[1:]]).sum())
+        return count
