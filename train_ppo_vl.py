@@ -993,8 +993,10 @@ def build_reward_models(
             # A reward model sees images at the size that it was trained on.
             processor = Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
             reward.check_media(source, processor, rows.train + rows.held_out)
-            shares_tower = weights.same_tower(folder, processor, actor.model, actor.processor)
-            model = weights.build_frozen(
+            shares_tower = weights.reads_features_of(
+                actor.model, actor.processor, folder, processor
+            )
+            model = weights.build_model(
                 processor.config,
                 actor.model.compute,
                 args.longest,
@@ -1122,10 +1124,8 @@ def load_reward_models(
         module = models[source.name]
         with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
             loaded = shard_and_load(module, args, ranks)
-            if source.kind == "rm" and not loaded & weights.VALUE_HEADS:
-                raise ValueError(
-                    f"no value head: none of the weights {', '.join(sorted(weights.VALUE_HEADS))}"
-                )
+            if source.kind == "rm" and "value_head.weight" not in loaded:
+                raise ValueError("no value head: none of the weights value_head.weight, score.weight")
         fsdp.offload(module, args.update.offload)
 
 

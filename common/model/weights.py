@@ -1,6 +1,6 @@
 """Checkpoints in and out, and adapters.
 
-    folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, build_frozen, load
+    folder -> model on meta -> (sharded by the script) -> weights streamed    Builder, load
     shards -> safetensors under the checkpoint's names, whole on rank 0       export
 
 A user's mistake is a ValueError that names the file and the numbers. A model that is built here
@@ -65,12 +65,11 @@ KEY_SPELLINGS = (
     (r"^language_model\.", ""),
     (r"^(?:model\.)?vision_tower\.(?:vision_model\.)?", "model.vision_tower."),
     (r"^(multi_modal_projector)", r"model.\1"),
+    (r"^score\.", "value_head."),  # of AutoModelForSequenceClassification
 )
 # Multi-token prediction, which no model here has: exports copy its weights from the files.
 COPIED_KEYS = "mtp."
 VISION_KEYS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "connector.")
-# ours, and that of AutoModelForSequenceClassification
-VALUE_HEADS = {"value_head.weight", "score.weight"}
 # of floats; a quantized weight has its scales under another key
 WEIGHT_TYPES = {
     "F64": torch.float64,
@@ -92,7 +91,7 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
     Raises:
         ValueError: there is no such folder, and the hub has nothing of this name.
     """
-    path = Path(name)
+    path = follow_pointer(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
@@ -100,34 +99,34 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
                 "run's models are <out>/export/step-N"
             )
         return path
-    if path.name == "latest" and path.is_file():
-        return path.parent / path.read_text(errors="replace").strip()
-    if path.exists() or name.startswith((".", "/")) or name.count("/") != 1:
-        raise ValueError(f"checkpoint {name}: no such folder (a hub name looks like owner/name)")
 
     from huggingface_hub import snapshot_download
 
     patterns = ["*.json", "*.txt", "*.jinja", "*.model"]
     if weights:
         patterns.append("*.safetensors")
+    # Mistral's own copy of the weights
+    second = "consolidated*"
     try:
-        # consolidated*: Mistral's own copy of the weights.
-        return Path(
-            snapshot_download(name, allow_patterns=patterns, ignore_patterns="consolidated*")
-        )
-    except OSError as error:  # those of the hub are
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=second))
+    except (OSError, ValueError) as error:  # whatever the hub raises is one of them
         reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"checkpoint {name}: no such folder, and the hub gave: {reason}"
-        ) from error
+        message = f"checkpoint {name}: no such folder, and the hub says: {reason}"
+        raise ValueError(message) from error
+
+
+def follow_pointer(name: str) -> Path:
+    """The folder that <out>/export/latest names now; any other path as it is."""
+    path = Path(name)
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text().strip()
+    return path
 
 
 def absolute_model(name: str) -> str:
-    """Make the path of a checkpoint absolute; <out>/export/latest becomes the folder that it names
-    now, so that a resumed run uses the same one. A hub name stays."""
-    if Path(name).name == "latest" and Path(name).is_file():
-        return absolute(str(resolve_folder(name)))
-    return absolute(name)
+    """Make the path of a checkpoint absolute, behind its pointer, so that a resumed run uses the
+    same one. A hub name stays."""
+    return absolute(str(follow_pointer(name))) if name else ""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -210,9 +209,7 @@ class Builder:
 
     def actor(self) -> nn.Module:
         """The model to train, with its vision tower."""
-        model = self.build(self.config, self.folder, vision=True)
-        self.prepare(model)
-        return model
+        return self.build(self.config, self.folder, vision=True)
 
     def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
         """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
@@ -227,12 +224,7 @@ class Builder:
             folder = resolve_folder(name)
             config = read_model_config(folder)  # same shapes do not make the same model
             self.check_role(folder, config)
-        model = self.build(config, folder, vision=self.args.train_vision, head=head)
-        if frozen:
-            model.requires_grad_(False)
-        else:
-            self.prepare(model)
-        return model
+        return self.build(config, folder, self.args.train_vision, head, frozen)
 
     def check_role(self, folder: Path, config) -> None:
         size, tokens = config.get_text_config().vocab_size, self.config.get_text_config().vocab_size
@@ -241,30 +233,35 @@ class Builder:
                 f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
                 "its tokens"
             )
-        different = [] if self.args.train_vision else differing_tower(self.folder, folder)
-        if different:
+        if not self.args.train_vision and not same_tower(self.folder, folder):
             raise ValueError(
-                f"{folder}: {len(different)} weights of its vision tower differ from those of "
-                f"{self.folder} (such as {different[0]}); critic and reference work on the image "
-                "features of the actor"
+                f"{folder}: its vision tower differs from that of {self.folder}; critic and "
+                "reference work on the image features of the actor"
             )
 
-    def build(self, config, folder: Path, vision: bool, head: bool = True) -> nn.Module:
-        model = build_on_meta(config, self.longest, vision=vision, head=head)
-        set_up(model, self.compute, trains_vision=self.args.train_vision)
+    def build(
+        self, config, folder: Path, vision: bool, head: bool = True, frozen: bool = False
+    ) -> nn.Module:
+        """With adapters, gradient checkpointing and compiled layers, as the flags say."""
+        args = self.args
+        model = build_model(
+            config,
+            self.compute,
+            self.longest,
+            vision=vision,
+            head=head,
+            trains_vision=args.train_vision,
+        )
         model.folder = folder
-        return model
-
-    def prepare(self, model: nn.Module) -> None:
-        """Adapters, gradient checkpointing and compiled layers, as the flags say."""
-        if self.args.lora_rank:
-            add_adapters(
-                model, absolute_model(self.args.model), self.args.lora_rank, self.args.lora_alpha
-            )
-        if self.args.gradient_checkpointing == "on":
+        if frozen:
+            return model.requires_grad_(False)
+        if args.lora_rank:
+            add_adapters(model, absolute_model(args.model), args.lora_rank, args.lora_alpha)
+        if args.gradient_checkpointing == "on":
             recompute_layers(model)
-        if self.args.compile == "layers":
+        if args.compile == "layers":
             compile_layers(model)
+        return model
 
 
 def recompute_layers(model: nn.Module) -> None:
@@ -273,41 +270,31 @@ def recompute_layers(model: nn.Module) -> None:
         part.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def build_frozen(config, compute: Compute, longest: int, vision: bool, head: bool) -> nn.Module:
-    """A model on meta that is not trained; its parts ``vision`` and ``head`` can be left out."""
-    model = build_on_meta(config, longest, vision=vision, head=head)
-    set_up(model, compute, trains_vision=False)
-    return model.requires_grad_(False)
-
-
-def set_up(model: nn.Module, compute: Compute, trains_vision: bool) -> None:
-    """Make a model of transformers one of ours; a tower that is not trained is frozen, in the
-    compute type.
-
-    Raises:
-        ValueError: a tower is to be trained and the family's cannot be.
-    """
-    model.compute, model.trains_vision = compute, trains_vision
-    if trains_vision and not isinstance(model.family, Qwen):
-        raise ValueError(
-            f"--train_vision: the checkpoint is of the family {model.config.model_type}; only "
-            "vision towers of Qwen-VL can be trained"
-        )
-    if not trains_vision:
-        freeze(tower_parameters(model), compute.dtype)
-    use_attention(model, compute.backend)
-    if float32_parts(model) and compute.device.type != "meta":
-        announce_rule(compute.device.type, compute.dtype)
-
-
-def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) -> nn.Module:
+def build_model(
+    config,
+    compute: Compute,
+    longest: int,
+    *,
+    vision: bool = True,
+    head: bool = True,
+    trains_vision: bool = False
+) -> nn.Module:
     """The model of a config with parameters on the meta device and real buffers, for sequences of
-    up to ``longest`` tokens. Without ``vision`` or ``head`` that part is left out.
+    up to ``longest`` tokens. Without ``vision`` or ``head`` that part is left out; a tower that is
+    not trained is frozen, in the compute type.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out
-    of ``to_empty`` as garbage had they been built there.
+    of `materialize` as garbage had they been built there.
+
+    Raises:
+        ValueError: something in the config is not supported.
     """
     family, text = family_of(config), config.get_text_config()
+    if trains_vision and not isinstance(family, Qwen):
+        raise ValueError(
+            f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
+            "towers of Qwen-VL can be trained"
+        )
     for name in (
         "attn_logit_softcapping",
         "final_logit_softcapping",
@@ -319,8 +306,10 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
     with parameters_on_meta():
         # a copy: it is written into
         model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)
+    model.family, model.compute, model.trains_vision = family, compute, trains_vision
     use_mixers(model)
     use_fewer_kernels(model)
+    use_attention(model, compute.backend)
     language = decoder(model)
     check_positions(language, text, longest)
     # EOS may serve as padding, and learns like any token
@@ -330,7 +319,10 @@ def build_on_meta(config, longest: int, vision: bool = True, head: bool = True) 
             setattr(model.model, name, None)
     if not head:
         model.lm_head = None
-    model.family = family
+    if not trains_vision:
+        freeze(tower_parameters(model), compute.dtype)
+    if float32_parts(model) and compute.device.type != "meta":
+        announce_rule(compute.device.type, compute.dtype)
     return model
 
 
@@ -363,10 +355,11 @@ def freeze(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate meta parameters on ``device``, keeping the values of all buffers."""
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.to_empty(device=device)
-    for name, buffer in module.named_buffers():
-        buffer.copy_(buffers[name])
+    module._apply(
+        lambda tensor: torch.empty_like(tensor, device=device)
+        if tensor.is_meta
+        else tensor.to(device)
+    )
 
 
 # -------------------------------------------------------------------------------------------------
@@ -374,18 +367,18 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def same_tower(
-    folder: Path, processor: Processor, actor: nn.Module, actor_processor: Processor
+def reads_features_of(
+    actor: nn.Module, actor_processor: Processor, folder: Path, processor: Processor
 ) -> bool:
     """Whether the model in a folder can read the actor's image features: family, image processor
     and vision tower are the actor's, and stay so because they are not trained."""
-    if actor.trains_vision or picture_settings(processor) != picture_settings(actor_processor):
+    if actor.trains_vision or image_settings(processor) != image_settings(actor_processor):
         return False
-    return not differing_tower(actor.folder, folder)
+    return same_tower(actor.folder, folder)
 
 
-def picture_settings(processor: Processor) -> list:
-    """Whatever decides how a processor turns a picture into patches."""
+def image_settings(processor: Processor) -> list:
+    """Whatever decides how a processor turns an image into patches."""
     settings = [processor.config.model_type]
     for name in ("image_processor", "frame_processor"):
         part = getattr(processor.family, name, None)
@@ -393,17 +386,13 @@ def picture_settings(processor: Processor) -> list:
     return settings
 
 
-def differing_tower(first: Path, second: Path) -> list[str]:
-    """Names of the vision tower's weights that are not the same in two checkpoints; none where one
-    has no weights, because a plan has fetched none."""
+def same_tower(first: Path, second: Path) -> bool:
+    """Whether two checkpoints have the same vision tower; also where one has no weights, because a
+    plan has fetched none."""
     if not all(any(folder.glob("*.safetensors")) for folder in (first, second)):
-        return []
+        return True
     a, b = vision_tensors(first), vision_tensors(second)
-    return sorted(
-        name
-        for name in a | b
-        if name not in a or name not in b or not torch.equal(a[name](), b[name]())
-    )
+    return a.keys() == b.keys() and all(torch.equal(a[name](), b[name]()) for name in a)
 
 
 def vision_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
@@ -433,12 +422,13 @@ class LoRALinear(nn.Linear):
     def __init__(self, layer: nn.Linear, rank: int, scale: float):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.weight, self.bias, self.scale = layer.weight, layer.bias, scale
+        self.acts = True
         self.lora_A = nn.Parameter(torch.empty(rank, layer.in_features, device="meta"))
         self.lora_B = nn.Parameter(torch.empty(layer.out_features, rank, device="meta"))
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.linear(x, self.weight, self.bias)
-        if not self.scale:
+        if not self.acts:
             return out
         return out + F.linear(F.linear(x, self.lora_A), self.lora_B) * self.scale
 
@@ -492,14 +482,14 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 def without_adapters(model: nn.Module):
     """Inside, a model with adapters is its base: the reference of a KL needs no copy of the
     weights."""
-    scales = [(layer, layer.scale) for layer in adapted_layers(model)]
-    for layer, _ in scales:
-        layer.scale = 0.0
+    layers = adapted_layers(model)
+    for layer in layers:
+        layer.acts = False
     try:
         yield
     finally:
-        for layer, scale in scales:
-            layer.scale = scale
+        for layer in layers:
+            layer.acts = True
 
 
 # -------------------------------------------------------------------------------------------------
@@ -523,31 +513,30 @@ class StoredWeight:
 
 def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> set[str]:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
-    rows. A value head is read where the files have one. Returns the keys of the files that were
-    read.
+    rows. A value head is read where the files have one. Returns the names of what was read.
 
     Raises:
         ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    required = [name for name in parameters if ".lora_" not in name]
+    if value_head is not None:
+        parameters["value_head.weight"] = value_head.weight
     model.stored = {}
-    keys: set[str] = set()
-    read: set[int] = set()  # ids of parameters
+    read: dict[int, str] = {}  # by the parameter's id: tied ones are one
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
                 name = parameter_name(key, parameters)
-                target = parameters.get(name)
-                if name is None and key in VALUE_HEADS and value_head is not None:
-                    target = value_head.weight
                 value = tensors.get_slice(key)
                 if name is not None or key.startswith(COPIED_KEYS):
                     dtype = WEIGHT_TYPES.get(value.get_dtype())
                     like = torch.empty(value.get_shape(), dtype=dtype, device="meta")
                     model.stored[key] = StoredWeight(name, path, like)
-                if target is None:  # a part that this role leaves out, or that no model has
+                if name is None:  # of a part that this role leaves out, or that no model has
                     continue
+                target = parameters[name]
                 tied = shard_of(target).clone() if id(target) in read else None
                 read_weight(f"{path}: {key}", target, value)
                 if tied is not None and not torch.equal(tied, shard_of(target)):
@@ -555,14 +544,13 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                         f"{path}: {key} differs from the weight that config.json ties it to; to "
                         "keep both, set tie_word_embeddings to false there"
                     )
-                keys.add(key)
-                read.add(id(target))
-    missing = [name for name, p in parameters.items() if id(p) not in read and ".lora_" not in name]
+                read[id(target)] = name
+    missing = [name for name in required if id(parameters[name]) not in read]
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
         )
-    return keys
+    return set(read.values())
 
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:

@@ -119,7 +119,7 @@ def random_weights(model, folder=None, value_head=None) -> set[str]:
 
 def text_model(folder: Path, compute: weights.Compute):
     """The language model alone, without gradients, in the compute dtype."""
-    model = weights.build_frozen(text_config(folder)[0], compute, 32768, vision=False, head=True)
+    model = weights.build_model(text_config(folder)[0], compute, 32768, vision=False, head=True)
     weights.freeze(model.parameters(), compute.dtype)
     weights.materialize(model, DEVICE)
     random_weights(model)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_packed import COMPUTE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen3VLConfig
 
@@ -22,7 +23,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts, parse_columns
 from common.data.images import image_size, read_image
-from common.model.weights import build_on_meta, materialize, resolve_folder
+from common.model.weights import build_model, materialize, resolve_folder
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>", "<|box_start|>"]
@@ -117,7 +118,7 @@ def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
     retokenize(folder, None)
     processor = Processor(folder)
     assert processor.tokenizer.pad_token_id == IM_END == processor.config.get_text_config().pad_token_id
-    model = build_on_meta(processor.config, longest=100)
+    model = build_model(processor.config, COMPUTE, 100)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
     table = model.get_input_embeddings()

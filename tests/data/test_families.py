@@ -16,7 +16,7 @@ import transformers
 from conftest import ROUNDING, build_rewards, computing, our_name, rounding, start, take
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from test_packed import random_responses
+from test_packed import COMPUTE, random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
@@ -449,11 +449,11 @@ def test_what_our_attention_is_not_is_refused():
             "original_max_position_embeddings": 64}
     text = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
     with pytest.raises(ValueError, match="llama has rope_type longrope or attention sinks"):
-        vlm_weights.build_on_meta(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), longest=100)
+        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE, 100)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
     with pytest.raises(ValueError, match="gpt_oss has rope_type longrope or attention sinks"):
-        vlm_weights.build_on_meta(AutoConfig.for_model(**config), longest=100)
+        vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE, 100)
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):

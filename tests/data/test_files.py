@@ -4,10 +4,10 @@ import json
 import os
 
 import pytest
-import torch
 from conftest import start
 from PIL import Image
 from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
+from test_packed import COMPUTE
 from transformers import PreTrainedTokenizerFast
 
 import train_grm_vl as grm
@@ -17,7 +17,7 @@ from common.flags import DataArgs
 from common.data import images
 from common.data.processor import Processor
 from common.data.rows import load_prompts
-from common.model.weights import build_on_meta, load as load_weights
+from common.model.weights import build_model, load as load_weights
 
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
@@ -71,7 +71,7 @@ def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
-        load_weights(build_on_meta(Processor(str(qwen25)).config, longest=100), tmp_path)
+        load_weights(build_model(Processor(str(qwen25)).config, COMPUTE, 100), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

@@ -1006,7 +1006,7 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
     name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
     save_file(weights | {name: weights[name] + 1}, critic / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(distributed.UserError, match="1 weights of its vision tower differ"):
+    with pytest.raises(distributed.UserError, match="its vision tower differs from that of"):
         start(qwen25, picture_rows, "--critic_model", str(critic))
 
 

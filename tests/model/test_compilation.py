@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, rounding, start, take, write_checkpoint
-from test_families import write_family
+from conftest import ROUNDING, computing, rounding, start, take
 from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, records, score, task  # noqa: F401
 
 import train_ppo_vl as ppo

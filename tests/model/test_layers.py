@@ -4,6 +4,7 @@ import pytest
 import torch
 from conftest import write_checkpoint
 from test_families import make_config, make_tokenizer
+from test_packed import COMPUTE
 from torch import nn
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionPatchEmbed, Qwen2_5_VLRMSNorm
@@ -74,7 +75,7 @@ def test_the_patch_embedding_is_the_convolution(bias):
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_model_that_is_built_has_them(kind, tmp_path):
-    model = weights.build_on_meta(read_model_config(write_checkpoint(tmp_path, kind)), 64)
+    model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE, 64)
     found = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
     convolutions = [type(module) for module in model.modules() if isinstance(module, nn.Conv3d)]
     assert found == {"RMSNorm"} and convolutions == [layers.PatchProjection]
@@ -82,7 +83,7 @@ def test_every_model_that_is_built_has_them(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_no_tower_that_can_be_trained_has_a_convolution(kind):
-    model = weights.build_on_meta(make_config(kind, make_tokenizer(kind)), 64)
+    model = weights.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE, 64)
     assert isinstance(model.family, Qwen)
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
     found = [type(module) for module in model.model.visual.modules() if isinstance(module, convolutions)]

@@ -13,6 +13,7 @@ import torch
 from conftest import ROUNDING, our_name, start, take, write_checkpoint
 from safetensors.torch import save_file
 from test_families import EXPERTS, LINEAR, TEXT, make_config, make_tokenizer
+from test_packed import COMPUTE
 from test_plan import LiveBytes
 from test_training import flags, records, score, tensors
 from transformers import AutoConfig, AutoModelForImageTextToText
@@ -485,7 +486,7 @@ def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
-    return vlm_weights.build_on_meta(AutoConfig.for_model(**config), longest=100)
+    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE, 100)
 
 
 FOREIGN = {

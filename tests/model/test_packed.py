@@ -20,7 +20,7 @@ from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model.forward import decoder, hidden_states, image_features, prompt_positions
-from common.model.weights import Compute, build_frozen, load, materialize, resolve_folder
+from common.model.weights import Compute, build_model, load, materialize, resolve_folder
 
 CPU = torch.device("cpu")
 COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256)
@@ -37,9 +37,7 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 
 def load_model(folder, loaded: bool = True):
     """The model of a folder, not sharded; without its weights if not ``loaded``."""
-    model = build_frozen(
-        Processor(folder, DataArgs()).config, COMPUTE, 1000, vision=True, head=True
-    )
+    model = build_model(Processor(folder, DataArgs()).config, COMPUTE, 1000).requires_grad_(False)
     if loaded:
         materialize(model, CPU)
         load(model, folder)

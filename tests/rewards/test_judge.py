@@ -247,7 +247,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
     tensors.pop("nothing", None)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(distributed.UserError, match="no value head: none of the weights score.weight, value_head.weight"):
+    with pytest.raises(distributed.UserError, match="no value head: none of the weights value_head.weight, score.weight"):
         build(env, scoring.load(env.args.reward))
 
 
