@@ -191,8 +191,14 @@ def is_ours(mixer: nn.Module) -> bool:
     return by_name or isinstance(mixer, DeltaNet)
 
 
-def check_positions(language: nn.Module, text_config, longest: int) -> None:
-    """Refuse rotary positions that packs cannot have. Raises ValueError."""
+UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def check_decoder(language: nn.Module, text_config, longest: int) -> None:
+    """Refuse attention and rotary positions that packs cannot have. Raises ValueError."""
+    for name in UNSUPPORTED:
+        if getattr(text_config, name, None):
+            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     rope = str(language.rotary_emb.rope_type)
     sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
     if rope == "longrope" or sinks:

@@ -43,7 +43,7 @@ from common.logging import sync_folder, write_pointer
 from common.model.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
 from common.model.forward import (
-    check_positions,
+    check_decoder,
     decoder,
     float32_parts,
     tower_parameters,
@@ -295,13 +295,6 @@ def build_model(
             f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
             "towers of Qwen-VL can be trained"
         )
-    for name in (
-        "attn_logit_softcapping",
-        "final_logit_softcapping",
-        "use_bidirectional_attention",
-    ):
-        if getattr(text, name, None):
-            raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     auto = AutoModelForImageTextToText if family.has_pictures else AutoModelForCausalLM
     with parameters_on_meta():
         # a copy: it is written into
@@ -311,7 +304,7 @@ def build_model(
     use_fewer_kernels(model)
     use_attention(model, compute.backend)
     language = decoder(model)
-    check_positions(language, text, longest)
+    check_decoder(language, text, longest)
     # EOS may serve as padding, and learns like any token
     language.get_input_embeddings().padding_idx = None
     if not vision:
