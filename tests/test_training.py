@@ -673,8 +673,9 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
     assert bars[0].keys() >= {"reward", "length", "entropy", "clip"}
     assert captions == [f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1" for s in samples[::3]]
+    train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
     text = capsys.readouterr().out
-    assert "a step: 4 prompts x 3 samples, 6 updates;" in text and "warning" not in text
+    assert "1 updates;" in text and "warning:" not in text and " -> '" not in text
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
     assert events.Images("samples/step")[0].width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
@@ -851,8 +852,9 @@ def test_export_without_a_run(tmp_path):
 
 def test_a_component_beyond_float32_is_an_error_before_the_record(qwen25, task, tmp_path):
     """Accepted as a finite number of Python, infinite as a float32: JSON cannot hold it."""
-    text = capsys.readouterr().out
-    assert "a step: 4 prompts x 3 samples, 6 updates;" in text and "warning" not in text
+    (tmp_path / "huge.py").write_text("def f(prompts, responses, references, labels, images):\n"
+                                      "    return {'reward': [0.5] * len(responses), 'huge': [1e300] * len(responses)}\n")
+    with pytest.raises(distributed.UserError, match="samples of step 1 cannot be written.*not JSON compliant"):
         train(qwen25, task, tmp_path / "run", "--reward", f"{tmp_path / 'huge.py'}:f")
 
 
