@@ -15,7 +15,6 @@ done
 torchrun --standalone --nproc_per_node 2 train_ppo_vl.py --config toy_describe/args.json --out "$out" ${flags[@]+"${flags[@]}"}
 echo
 python launch/summary.py "$out"
-echo "learning curve        $(python launch/figures.py "$out")"
 cat <<END
 
 Next:

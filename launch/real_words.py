@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from summary import read_lines
+from summary import read_records
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -306,7 +306,7 @@ def read_evaluations(run: Path) -> dict[int, list[dict]]:
     """The graded answers of each evaluation of a run, by step."""
     found = {}
     for path in sorted((run / "samples").glob("eval-*.jsonl")):
-        found[int(path.stem.removeprefix("eval-"))] = read_lines(path)
+        found[int(path.stem.removeprefix("eval-"))] = read_records(path)
     if not found:
         raise SystemExit(f"error: {run}/samples has no evaluation")
     return found
@@ -316,7 +316,7 @@ def print_table(run: Path) -> None:
     """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
     print("held-out accuracy        with its picture    with a grey one    with another row's")
     names = [f"eval/{name}_reward_mean" for name in ("named/accuracy", "grey", "another")]
-    for record in read_lines(run / "metrics.jsonl"):
+    for record in read_records(run / "metrics.jsonl"):
         if names[0] in record:
             own, grey, another = (f"{record[name]:.3f}" for name in names)
             step = "before" if record["step"] == 0 else f"after {record['step']} steps"

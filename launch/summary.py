@@ -1,96 +1,97 @@
-"""What a run has reached, on one screen of text: python launch/summary.py RUN
+"""What a run has reached: a curve, three held-out answers, and where the rest is.
 
-The curve of its accuracy (of its reward, where no component has that name) and of its critic's
-explained variance, three held-out answers with what they earned, and where the rest is.
+    python launch/summary.py RUN                           draws rewards and accuracies into RUN/curve.png
+    python launch/summary.py RUN train/kl train/entropy    draws these metrics
 """
 
-import json
 import sys
 from pathlib import Path
 
-WIDTH, HEIGHT = 60, 8  # characters of a curve
+import numpy as np
+from PIL import Image, ImageDraw
 
-Points = list[tuple[int, float]]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.logging import read_records
+from common.rewards.cards import GREY, INK, PAPER, font
 
-def read_lines(path: Path) -> list[dict]:
-    """Of JSONL, without the half line that a kill may leave at its end."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # a string may hold U+2028
-    return [json.loads(line) for line in lines]
+COLOURS = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
+WIDTH, HEIGHT = 800, 440  # pixels of a figure
+LEFT, RIGHT, TOP, BOTTOM = 64, 776, 72, 388  # of its axes
+SCALE = 3  # it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
 
-
-def curves_of(records: list[dict]) -> tuple[str, Points, Points]:
-    """The name of what is shown, its values of the samples by step, and of the held-out answers."""
-    keys = {key for record in records for key in record}
-    names = [key.split("/", 1)[1].split("_reward")[0] for key in sorted(keys) if "accuracy_reward" in key]
-    sampled, held_out = "rollout/reward", "eval/reward_mean"
-    if names:  # of several sources: of the first
-        sampled, held_out = f"rollout/{names[0]}_reward", f"eval/{names[0]}_reward_mean"
-    curves = []
-    for key in (sampled, held_out):
-        curves.append([(record["step"], record[key]) for record in records if key in record])
-    if not any(curves):
-        raise SystemExit("error: the run has no records of rewards")
-    return names[0] if names else "reward", *curves
+Curves = dict[str, list[tuple[int, float]]]  # metric -> (step, value)
 
 
-def explained_of(records: list[dict]) -> tuple[Points, Points]:
-    """What the critic explains of the returns of the samples by step, and of the held-out answers;
-    values below -1, which say no more, as -1."""
-    found = []
-    for key in ("train/explained_variance", "eval/explained_variance"):
-        shown = [record for record in records if key in record]
-        found.append([(record["step"], max(-1.0, record[key])) for record in shown])
-    return tuple(found)
+def read_curves(records: list[dict], names: list[str]) -> Curves:
+    """Of those metrics that a run has; without ``names`` of all on the scale of rewards."""
+    known = {name for record in records for name in record}
+    accuracies = sorted(name for name in known if name.endswith(("accuracy_reward", "accuracy_reward_mean")))
+    curves = {}
+    for name in names or ["rollout/reward", "eval/reward_mean", *accuracies]:
+        curves[name] = [(record["step"], record[name]) for record in records if name in record]
+    curves = {name: points for name, points in curves.items() if points}
+    if not curves:
+        sys.exit(f"error: the run has none of these metrics; it has {' '.join(sorted(known))}")
+    return curves
 
 
-def text_curve(sampled: Points, held_out: Points) -> list[str]:
-    """Lines of a diagram over the steps: a dot for samples, an o for held-out answers."""
-    points = sampled + held_out
-    last = max(max(step for step, _ in points), 1)
-    low, high = min(0.0, *(v for _, v in points)), max(1.0, *(v for _, v in points))
-    grid = [[" "] * (WIDTH + 1) for _ in range(HEIGHT + 1)]
-    for mark, curve in ((".", sampled), ("o", held_out)):
-        for step, value in curve:
-            row = round((high - value) / (high - low) * HEIGHT)
-            grid[row][round(step / last * WIDTH)] = mark
-    lines = []
-    for number, row in enumerate(grid):
-        value = high - (high - low) * number / HEIGHT
-        label = f"{value:5.2f}" if number % (HEIGHT // 2) == 0 else " " * 5
-        lines.append(f"{label} |{''.join(row).rstrip()}")
-    lines.append(f"      0{'steps':^{WIDTH - 1}}{last}")
-    return lines
+def draw_curves(curves: Curves, path: Path, title: str) -> None:
+    """Write a PNG."""
+    steps, values = zip(*(point for points in curves.values() for point in points))
+    last = max(*steps, 1)
+    low, high = min(0.0, *values), max(1.0, *values)  # a share has its full scale, so that runs compare by eye
+    image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
+    draw = ImageDraw.Draw(image)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = LEFT + step / last * (RIGHT - LEFT)
+        y = BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
+        return x * SCALE, y * SCALE
+
+    def write(at: tuple[float, float], text: str, anchor: str, size: int = 12, colour: str = GREY) -> None:
+        draw.text(at, text, colour, font(size * SCALE), anchor)
+
+    for value in np.linspace(low, high, 5):
+        draw.line((place(0, value), place(last, value)), fill="#e9edf2", width=SCALE)
+        x, y = place(0, value)
+        write((x - 8 * SCALE, y), f"{value:.3g}", "rm")
+    for step in np.linspace(0, last, 5):
+        x, y = place(step, low)
+        write((x, y + 9 * SCALE), f"{step:.4g}", "mt")
+    write((WIDTH / 2 * SCALE, 430 * SCALE), "step", "mb")
+    write((LEFT * SCALE, 12 * SCALE), title, "la", 16, INK)
+    x = LEFT * SCALE
+    for colour, (name, points) in zip(COLOURS * len(curves), curves.items()):
+        draw.line([place(*point) for point in points], fill=colour, width=2 * SCALE, joint="curve")
+        for point in points if len(points) <= 30 else []:  # few values, such as evaluations
+            draw.circle(place(*point), 4 * SCALE, fill=colour)
+        write((x, 48 * SCALE), name, "lm", 13, colour)
+        x += 20 * SCALE + font(13 * SCALE).getlength(name)
+    image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
 
 
-def newest(folder: Path, pattern: str) -> Path | None:
-    return max(folder.glob(pattern), default=None)
-
-
-def summary_of(run: Path) -> list[str]:
-    """The lines of the screen."""
-    records = read_lines(run / "metrics.jsonl")
-    name, sampled, held_out = curves_of(records)
-    lines = [f"{name} by step: . of the samples, o of held-out answers", *text_curve(sampled, held_out)]
-    explained = explained_of(records)
-    if any(explained):
-        title = "explained variance of the critic (1: it knows what an answer will earn, 0: no more than the mean)"
-        lines += ["", title, *text_curve(*explained)]
-    answers = newest(run / "samples", "eval-*.jsonl")
+def main(argv: list[str]) -> None:
+    if not argv:
+        sys.exit(__doc__)
+    run, names = Path(argv[0]), argv[1:]
+    curves = read_curves(read_records(run / "metrics.jsonl"), names)
+    for name, points in curves.items():
+        print(f"{name:30}" + " -> ".join(f"{value:.3f}" for _, value in (points[0], points[-1])))
+    answers = max(run.glob("samples/eval-*.jsonl"), default=None)
     if answers:
-        lines += ["", "held-out answers of the last evaluation:"]
-        for record in read_lines(answers)[:3]:
-            lines.append(f"  {record['question'].strip()[-90:]}")
-            said, reward = record["response"].strip()[:90], record["reward"]
-            lines.append(f"    {said!r}   reward {reward:.2f}, right: {record['reference']!r}")
-    picture = newest(run / "samples", "*.png")
-    lines += ["", f"pictures of samples   {picture}" if picture else ""]
-    lines.append(f"every number          {run}/metrics.jsonl")
-    lines.append(f"TensorBoard           tensorboard --logdir {run}/tensorboard")
-    return lines
+        print("\nheld-out answers of the last evaluation:")
+        for record in read_records(answers)[:3]:
+            print(f"  {record['question'].strip()[-90:]}")
+            said = record["response"].strip()[:90]
+            print(f"    {said!r}   reward {record['reward']:.2f}, right: {record['reference']!r}")
+    draw_curves(curves, run / "curve.png", run.name)
+    cards = max(run.glob("samples/*.png"), default="none were written")
+    print(f"\ncurve                 {run}/curve.png")
+    print(f"samples as pictures   {cards}")
+    print(f"every number          {run}/metrics.jsonl")
+    print(f"TensorBoard           tensorboard --logdir {run}/tensorboard")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    print("\n".join(summary_of(Path(sys.argv[1]))))
+    main(sys.argv[1:])

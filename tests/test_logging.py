@@ -8,7 +8,6 @@ import os
 import time
 
 import numpy as np
-import figures
 import pytest
 import ranks
 import torch
@@ -323,21 +322,3 @@ def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
     log.close(6, 6, {})
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.9], [3.0], [-5.0, 5.0, 1e6], [2.0] * 50, [0.0]])
-def test_plot_curves(tmp_path, values):
-    lines = ['{"type": "header"}'] + [json.dumps({"step": i, "x": v, "y": 1}) for i, v in enumerate(values)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    figures.plot_curves(tmp_path / "metrics.jsonl", ["x", "y", "not in this run"], tmp_path / "curve.png", "title")
-    assert Image.open(tmp_path / "curve.png").size == (800, 440)
-    with pytest.raises(ValueError, match=r"no values of \['z'\]; it has \['x', 'y'\]"):
-        figures.plot_curves(tmp_path / "metrics.jsonl", ["z"], tmp_path / "other.png")
-
-
-def test_figures_are_drawn_into_the_run(tmp_path, capsys):
-    """Of the metrics on the scale of rewards alone, and nowhere else."""
-    (tmp_path / "metrics.jsonl").write_text(
-        '{"step": 1, "rollout/reward": 0.5, "eval/x/accuracy_reward_mean": 1.0, "train/explained_variance": -9.0}\n')
-    figures.main([str(tmp_path)])
-    assert capsys.readouterr().out == f"{tmp_path / 'curve.png'}\n" and Image.open(tmp_path / "curve.png").size == (800, 440)
-    assert figures.reward_names(tmp_path / "metrics.jsonl") == ["rollout/reward", "eval/reward_mean", "eval/x/accuracy_reward_mean"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["curve.png", "metrics.jsonl"]
