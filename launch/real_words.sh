@@ -62,7 +62,7 @@ if [ "$task" = words ]; then
         train --model real/smollm2 --data real/words/train.jsonl --eval_data real/words/eval.jsonl --reward "launch/real_rewards.py:${rule}_count" \
             --prompts_per_step 8 --max_new_tokens 24 --steps 24 --eval_every 8 --kl_coef 0.02 --kl_in loss --kl_estimator k2 --out "$out"
         echo
-        python launch/real_words.py samples "$out"
+        python launch/summary.py "$out"
     done
     exit
 fi
@@ -86,8 +86,7 @@ recipe="{\"*\": [[\"$from:named\", 1]], \"grey\": [[\"$from:grey\", 0]], \"anoth
 train --model real/fashion/model --data real/fashion/train.jsonl --eval_data real/fashion/eval.jsonl --reward_recipe "$recipe" \
     --prompts_per_step 16 --max_new_tokens 6 --steps 16 --eval_every 16 --out "$out"
 echo
-python launch/real_words.py table "$out"
-echo
-python launch/summary.py "$out"
+echo "held-out accuracy with its picture, with a grey one, with another row's, before and after:"
+python launch/summary.py "$out" eval/named/accuracy_reward_mean eval/grey_reward_mean eval/another_reward_mean
 echo "talk to it            .venv/bin/python launch/chat.py $out/export/latest real/fashion/images/eval-00000.png" \
     "'Which is it: trousers, coat, pullover or boot? Answer with one word.'"

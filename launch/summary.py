@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
     run, names = Path(argv[0]), argv[1:]
     curves = read_curves(read_records(run / "metrics.jsonl"), names)
     for name, points in curves.items():
-        print(f"{name:30}" + " -> ".join(f"{value:.3f}" for _, value in (points[0], points[-1])))
+        print(f"{name:34}" + " -> ".join(f"{value:.3f}" for _, value in (points[0], points[-1])))
     answers = max(run.glob("samples/eval-*.jsonl"), default=None)
     if answers:
         print("\nheld-out answers of the last evaluation:")

@@ -1,7 +1,7 @@
 """A tiny vision-language model and a picture task for it, in the ordinary file formats.
 
     python launch/toy.py --out toy                       Qwen2.5-VL; about 30 seconds on one processor core
-    python launch/toy.py --task describe                 longer answers, into toy_describe; about a minute
+    python launch/toy.py --out toy2 --task describe      longer answers; about a minute
     python launch/toy.py --out toy3 --model qwen3_vl     Qwen3-VL
     python launch/toy.py --out toy35 --model qwen3_5     Qwen3.5: two layers of three with linear attention
 
@@ -88,6 +88,7 @@ COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (50, 80, 220), 
            "purple": (150, 60, 180), "grey": (130, 130, 130)}
 SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cross": "crosses"}
 COUNTS = ("1", "2", "3", "4")
+ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
 CAPTION_PROMPT = "describe the picture in three words."
 LIST_PROMPT = "list all objects, then say how many."  # --task describe
@@ -128,26 +129,27 @@ CHAT_TEMPLATE = """\
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def question_cells() -> list[tuple[str, str, str]]:
-    """Every (label, question text, answer); all answers to one text stand here once, so that cycling is balanced."""
-    cells = [("colour", f"what colour is each {shape}?", colour) for shape in SHAPES for colour in COLOURS]
-    cells += [("shape", f"what shape is each {colour} object?", shape) for colour in COLOURS for shape in SHAPES]
-    cells += [("count", f"how many {plural} are there?", count) for plural in SHAPES.values() for count in COUNTS]
+def question_cells() -> list[tuple[str, str, dict[str, str]]]:
+    """Every (label, question, what is known of the board); all answers to one question stand here once, so that
+    cycling is balanced."""
+    cells = []
+    for shape in SHAPES:
+        for colour in COLOURS:
+            cells.append(("colour", f"what colour is each {shape}?", {"shape": shape, "colour": colour}))
+    for colour in COLOURS:
+        for shape in SHAPES:
+            cells.append(("shape", f"what shape is each {colour} object?", {"shape": shape, "colour": colour}))
+    for shape, plural in SHAPES.items():
+        for count in COUNTS:
+            cells.append(("count", f"how many {plural} are there?", {"shape": shape, "count": count}))
     return cells
 
 
-def random_board(rng: random.Random, question: str, answer: str) -> dict[str, str]:
-    """{"colour", "shape", "count"} of a board that fits the question: what it names and its answer, the rest random."""
-    words = question.rstrip("?").split() + [answer]
-    return {"colour": next((c for c in COLOURS if c in words), rng.choice(list(COLOURS))),
-            "shape": next((s for s in SHAPES if s in words or SHAPES[s] in words), rng.choice(list(SHAPES))),
-            "count": answer if answer in COUNTS else rng.choice(COUNTS)}
-
-
-def draw_board(rng: random.Random, board: dict[str, str], cell: int) -> Image.Image:
-    """A picture of a board, in cells of `cell` pixels."""
-    places = rng.sample(CELLS, int(board["count"]))
-    return draw_objects(rng, {place: (board["colour"], board["shape"]) for place in places}, cell)
+def random_board(rng: random.Random, known: dict[str, str]) -> dict[str, str]:
+    """{"colour", "shape", "count"} of a board of which some is known."""
+    board = {"colour": rng.choice(ANSWERS["colour"]), "shape": rng.choice(ANSWERS["shape"])}
+    board["count"] = known["count"] if "count" in known else rng.choice(COUNTS)
+    return board | known
 
 
 def draw_objects(rng: random.Random, objects: dict[tuple[int, int], tuple[str, str]], cell: int) -> Image.Image:
@@ -178,21 +180,22 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> 
         if not cells:
             cells = question_cells()
             rng.shuffle(cells)
-        label, question, answer = cells[-1]
-        board = random_board(rng, question, answer)
-        image = draw_board(rng, board, cell)
+        label, question, known = cells[-1]
+        board = random_board(rng, known)
+        places = rng.sample(CELLS, int(board["count"]))
+        image = draw_objects(rng, {place: (board["colour"], board["shape"]) for place in places}, cell)
         if image.tobytes() in seen:
             continue
         seen.add(image.tobytes())
         cells.pop()
         rows.append({"prompt": question, "board": board, "sights": list(board.values()), "images": [image],
-                     "answer": answer, "label": label})
+                     "answer": board[label], "label": label})
     return rows
 
 
 def random_objects(rng: random.Random, count: int) -> dict[tuple[int, int], tuple[str, str]]:
     """{cell: (colour, shape)} of the first `count` cells, in reading order."""
-    return {place: (rng.choice(list(COLOURS)), rng.choice(list(SHAPES))) for place in CELLS[:count]}
+    return {place: (rng.choice(ANSWERS["colour"]), rng.choice(ANSWERS["shape"])) for place in CELLS[:count]}
 
 
 def description(objects: dict[tuple[int, int], tuple[str, str]]) -> str:
@@ -229,17 +232,18 @@ def mixed_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> l
 
 
 def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
-    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a
-    wrong answer to its question; for every second a pair of pictures, of which it fits a request and the other not at all."""
+    """Rows of train_grm_vl.py about the boards of `rows`, whose "files" are written: for every board a right and a wrong
+    answer to its question; for every second a pair of pictures, of which it fits a request and the other not at all."""
     boards, judgements = [row for row in rows if len(row["images"]) == 1], []
-    values = {"colour": COLOURS, "shape": SHAPES, "count": COUNTS}
     for number, row in enumerate(boards):
         label, answer = row["label"], row["answer"]
-        wrong = rng.choice([value for value in values[label] if value != answer])
+        wrong = rng.choice([value for value in ANSWERS[label] if value != answer])
         if rng.random() < 0.25:                          # what a policy also tries: other kinds of words, none, or two
-            wrong = rng.choice([word for kind in values if kind != label for word in values[kind]] + ["", f"{answer} {wrong}"])
+            words = [word for kind in ANSWERS if kind != label for word in ANSWERS[kind]]
+            wrong = rng.choice([*words, "", f"{answer} {wrong}"])
         for response, correct in ((answer, True), (wrong, False)):
-            judgements.append({"question": row["prompt"], "images": row["files"], "response": response, "correct": correct})
+            judgements.append({"question": row["prompt"], "images": row["files"], "response": response,
+                               "correct": correct})
         others = [other for other in rng.sample(boards, min(len(boards), 60))
                   if not set(other["board"].values()) & set(row["board"].values())]
         if number % 2 and others:
@@ -250,16 +254,18 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
 
 
 def write_rows(rows: list[dict], folder: Path, split: str) -> None:
-    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-<picture>].png, which become the rows' "files"."""
+    """Write <folder>/<split>.jsonl, and <folder>/images/<split>-<row>[-1].png, which become the rows' "files"."""
     lines = []
     for number, row in enumerate(rows):
-        names = [f"images/{split}-{number:05d}{f'-{k}' if k else ''}.png" for k in range(len(row["images"]))]
-        for name, image in zip(names, row["images"]):
+        row["files"] = [f"images/{split}-{number:05d}{place}.png" for place in ("", "-1")[:len(row["images"])]]
+        for name, image in zip(row["files"], row["images"]):
             image.save(folder / name)
-        row["files"] = names
-        lines.append(json.dumps({"prompt": row["prompt"], "images": names, "answer": row["answer"],
-                                 "label": row["label"]}) + "\n")
-    (folder / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+        lines.append({"prompt": row["prompt"], "images": row["files"], "answer": row["answer"], "label": row["label"]})
+    write_lines(folder / f"{split}.jsonl", lines)
+
+
+def write_lines(path: Path, rows: list[dict]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 class Task(NamedTuple):
@@ -369,32 +375,18 @@ def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> 
             "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
 
 
-def greedy_accuracy(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, max_new_tokens: int) -> float:
-    """Share of rows answered exactly, by greedy decoding; pixels (rows, 16, C)."""
-    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
-    correct = 0
-    model.eval()
-    for length in sorted(set(map(len, prompts))):  # equal lengths need no padding
-        chosen = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-        inputs = model_inputs(model, torch.tensor([prompts[i] for i in chosen]), pixels[chosen])
-        tokens = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)[:, length:]
-        answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-        correct += sum(answer == rows[i]["answer"] for answer, i in zip(answers, chosen))
-    return correct / len(rows)
-
-
 def blind_answer(rng: random.Random, label: str) -> str:
     """An answer of the right form that has nothing to do with the picture."""
     if label == "description":
         return description(random_objects(rng, rng.choice(OBJECT_COUNTS)))
     # A favourite answer: with equal odds, a trace of what the descriptions teach would decide the argmax.
-    answers = list({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[label])
+    answers = ANSWERS[label]
     return rng.choices(answers, [2] + [1] * (len(answers) - 1))[0]
 
 
-def warm_start_example(rng: random.Random, row: dict, caption_prompt: str, format_share: float) -> tuple[str, str]:
+def warm_start_example(rng: random.Random, row: dict, caption_prompt: str, blind_share: float) -> tuple[str, str]:
     """(prompt, response) about a board: mostly what is to be seen, in random order, else its question, blindly."""
-    if rng.random() < format_share:
+    if rng.random() < blind_share:
         return row["prompt"], blind_answer(rng, row["label"])
     if row["label"] == "description":
         return caption_prompt, ", ".join(row["sights"])
@@ -402,17 +394,17 @@ def warm_start_example(rng: random.Random, row: dict, caption_prompt: str, forma
 
 
 def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
-               caption_prompt: str, format_share: float, batch_size: int = 64, learning_rate: float = 3e-3) -> None:
+               task: Task) -> None:
     """Train all weights, tower included, by next-token prediction on the responses; pixels (rows, 16, C)."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
-    prompts = {text: encode_prompt(tokenizer, text) for text in {caption_prompt, *(row["prompt"] for row in rows)}}
+    prompts = {text: encode_prompt(tokenizer, text) for text in {task.caption_prompt, *(row["prompt"] for row in rows)}}
     model.train()
     for step in range(1, steps + 1):
-        chosen = rng.sample(range(len(rows)), batch_size)
+        chosen = rng.sample(range(len(rows)), 64)
         sequences, labels = [], []
         for i in chosen:
-            prompt, response = warm_start_example(rng, rows[i], caption_prompt, format_share)
+            prompt, response = warm_start_example(rng, rows[i], task.caption_prompt, task.blind_share)
             target = tokenizer.encode(response) + [tokenizer.eos_token_id]
             sequences.append(torch.tensor(prompts[prompt] + target))
             labels.append(torch.tensor([-100] * len(prompts[prompt]) + target))
@@ -436,38 +428,23 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Write a tiny vision-language model and a picture task for it.",
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
-    parser.add_argument("--out", type=Path, help="new folder to write; default: toy, or toy_describe for that task")
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="new folder to write")
     parser.add_argument("--task", choices=sorted(TASKS), default="questions", help="one word about a picture, or a list")
     parser.add_argument("--model", choices=sorted(PATCH_SIZE), default="qwen2_5_vl", help="model family")
     parser.add_argument("--seed", type=int, default=0, help="of weights, pictures and warm start")
     parser.add_argument("--train", type=int, default=2048, help="rows to train on; best a multiple of 64")
     parser.add_argument("--eval", type=int, default=256, help="held-out rows; best a multiple of 64")
-    parser.add_argument("--mixed", action="store_true", help="an eighth more rows, with two pictures or with text only")
-    parser.add_argument("--warm_start_steps", type=int, help="supervised steps; default: 300, or 500 to describe; "
-                        "0 leaves random weights")
+    parser.add_argument("--mixed", action="store_true",
+                        help="an eighth more rows, with two pictures or with text only; for --task questions")
+    parser.add_argument("--warm_start_steps", type=int,
+                        help="supervised steps; None: 300, or 500 to describe; 0 leaves random weights")
     args = parser.parse_args(argv)
     if args.warm_start_steps is None:
         args.warm_start_steps = TASKS[args.task].warm_start_steps
-    if args.out is None:
-        root = Path(__file__).resolve().parent.parent
-        args.out = root / ("toy" if args.task == "questions" else f"toy_{args.task}")
-    if args.mixed and args.task != "questions":
-        parser.error(f"--mixed is for --task questions, not {args.task}")
-    # Single small shapes have some ten thousand places: far more rows, and no new picture would be found.
-    if not 1 <= args.train <= 100_000 or not 1 <= args.eval <= 10_000 or args.warm_start_steps < 0:
-        parser.error(f"--train {args.train} must be 1 to 100000, --eval {args.eval} 1 to 10000, --warm_start_steps "
-                     f"{args.warm_start_steps} at least 0")
-    if args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
-        parser.error(f"--out {args.out} exists and is not an empty folder: remove it or name another")
+    if args.out.exists():
+        parser.error(f"--out {args.out} exists: remove it or name another")
     return args
-
-
-def chance_of(row: dict) -> float:
-    """How often a guess of the right form answers a row."""
-    if row["label"] == "description":
-        return (len(COLOURS) * len(SHAPES)) ** -len(row["sights"]) / len(OBJECT_COUNTS)
-    return 1 / len({"colour": COLOURS, "shape": SHAPES, "count": COUNTS}[row["label"]])
 
 
 def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch.Tensor:
@@ -477,42 +454,40 @@ def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch
 
 
 def write_toy(args: argparse.Namespace, folder: Path) -> None:
-    """Write everything but args.json into `folder`."""
+    """Write everything but the files of flags into `folder`."""
     task, cell, seen = TASKS[args.task], 2 * PATCH_SIZE[args.model], set()
     (folder / "images").mkdir()
-    splits = {}
     for split, count in (("train", args.train), ("eval", args.eval)):
         rng = random.Random(f"{args.seed} {split}")
-        splits[split] = task.rows(rng, count, cell, seen)
-        extra = mixed_rows(rng, count // 8, cell, seen) if args.mixed else []
-        rows = splits[split] + extra
+        rows = task.rows(rng, count, cell, seen)
+        if args.mixed:
+            rows += mixed_rows(rng, count // 8, cell, seen)
         rng.shuffle(rows)
         write_rows(rows, folder, split)
         if args.task == "questions":
             judgements = judgement_rows(random.Random(f"{args.seed} judge {split}"), rows)
-            lines = "".join(json.dumps(row) + "\n" for row in judgements)
-            (folder / f"judge_{split}.jsonl").write_text(lines, encoding="utf-8")
-        print(f"toy: {split}.jsonl: {len(rows)} rows, {sum(len(row['images']) for row in rows)} pictures of "
-              f"{2 * cell} x {2 * cell} pixels" + (" and larger" if args.mixed else ""), flush=True)
+            write_lines(folder / f"judge_{split}.jsonl", judgements)
+        print(f"toy: {split}.jsonl: {len(rows)} rows", flush=True)
 
     tokenizer, processor = make_tokenizer(args.task), make_image_processor(args.model)
     model = make_model(args.model, tokenizer, args.seed)
-    size = sum(weight.numel() for weight in model.parameters())
-    print(f"toy: model: {args.model}, {size / 1e6:.2f} million weights, {len(tokenizer)} tokens", flush=True)
+    size = model.num_parameters() / 1e6
+    print(f"toy: model: {args.model}, {size:.2f} million weights, {len(tokenizer)} tokens", flush=True)
     if args.warm_start_steps:
         print("toy: warm start, supervised: descriptions of other pictures, and blind answers", flush=True)
         start, rng = time.perf_counter(), random.Random(f"{args.seed} warm start")
         rows = task.rows(rng, 2048, cell, seen)
-        warm_start(model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps,
-                   task.caption_prompt, task.blind_share)
+        warm_start(model, tokenizer, rows, board_pixels(processor, rows), rng, args.warm_start_steps, task)
         print(f"toy: warm start took {time.perf_counter() - start:.0f} s", flush=True)
-    accuracy = greedy_accuracy(model, tokenizer, splits["eval"], board_pixels(processor, splits["eval"]),
-                               task.trainer_args["max_new_tokens"])
-    chance = sum(chance_of(row) for row in splits["eval"])
-    print(f"toy: greedy accuracy on eval.jsonl before reinforcement learning: {accuracy:.3f}; who ignores the pictures "
-          f"scores {chance / args.eval:.3f}", flush=True)
     for part in (model, tokenizer, processor):
         part.save_pretrained(folder / "model")
+
+
+def write_flags(path: Path, out: Path, prefix: str, flags: dict) -> None:
+    """What --config reads; `prefix`: of the names of both files of rows."""
+    paths = {"model": out / "model", "data": out / f"{prefix}train.jsonl", "eval_data": out / f"{prefix}eval.jsonl"}
+    flags = {name: str(place) for name, place in paths.items()} | flags
+    path.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -527,13 +502,9 @@ def main(argv: list[str] | None = None) -> None:
         folder = Path(scratch) / "toy"
         folder.mkdir()
         write_toy(args, folder)
-        trainer_args = {"model": str(out / "model"), "data": str(out / "train.jsonl"),
-                        "eval_data": str(out / "eval.jsonl"), **TASKS[args.task].trainer_args}
-        (folder / "args.json").write_text(json.dumps(trainer_args, indent=2) + "\n", encoding="utf-8")
+        write_flags(folder / "args.json", out, "", TASKS[args.task].trainer_args)
         if args.task == "questions":
-            judge_args = {"model": str(out / "model"), "data": str(out / "judge_train.jsonl"),
-                          "eval_data": str(out / "judge_eval.jsonl"), **JUDGE_ARGS}
-            (folder / "grm_args.json").write_text(json.dumps(judge_args, indent=2) + "\n", encoding="utf-8")
+            write_flags(folder / "grm_args.json", out, "judge_", JUDGE_ARGS)
         folder.rename(out)
     print(f"toy: wrote {out}", flush=True)
 

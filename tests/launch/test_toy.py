@@ -120,14 +120,13 @@ def test_mixed_rows(tmp_path):
     assert all(row["prompt"] == f"say {row['answer']}." for row in rows if not row["images"])
 
 
-def test_warm_start_moves_every_weight_and_prints_the_start(tmp_path, capsys):
+def test_warm_start_moves_every_weight(tmp_path):
     folder = tmp_path / "toy"
     write(folder, "--warm_start_steps", "2")
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     fresh = toy.make_model("qwen2_5_vl", toy.make_tokenizer(), seed=0)
     for (name, weight), start in zip(model.named_parameters(), fresh.parameters()):
         assert not torch.equal(weight, start), name
-    assert "before reinforcement learning: 0." in capsys.readouterr().out
 
 
 def test_args_file_names_existing_paths(folder):
@@ -139,7 +138,7 @@ def test_args_file_names_existing_paths(folder):
 def test_folder_in_use_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as error:
         toy.main(["--out", str(folder)])
-    assert error.value.code == 2 and "exists and is not an empty folder" in capsys.readouterr().err
+    assert error.value.code == 2 and "exists: remove it" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ --task describe
@@ -182,12 +181,6 @@ def test_a_blind_answer_to_a_description_is_well_formed_and_ignores_the_picture(
     assert {prompt for prompt, _ in said} == {row["prompt"]} and len({answer for _, answer in said}) > 40
     prompt, answer = toy.warm_start_example(rng, row, toy.SIGHT_PROMPT, 0.0)
     assert prompt == toy.SIGHT_PROMPT and row["answer"].startswith(answer + ", ")
-
-
-def test_mixed_rows_are_no_descriptions(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        write(tmp_path / "toy", "--task", "describe", "--mixed")
-    assert "--mixed is for --task questions" in capsys.readouterr().err
 
 
 def test_the_reward_counts_parts_in_their_places(described):
