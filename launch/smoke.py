@@ -29,9 +29,8 @@ import transformers
 import check_kernels
 import toy
 from common import distributed
-from common.data.folder import read_json
-from common.logging import read_records
 from common.distributed import UserError
+from common.logging import read_records
 from common.model.attention import choose_backend, flash_attn_problem
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
@@ -42,40 +41,38 @@ STEP = {True: "--prompts_per_step 32 --samples_per_prompt 8 --max_new_tokens 256
         False: "--prompts_per_step 4 --samples_per_prompt 2 --max_new_tokens 6 --max_prompt_tokens 256"}
 COMMON = "--log_samples 0 --eval_every 0 --minibatches 1 --timeout 120"
 ALONE = "--save_every 0 --export_every 0 --steps"
-COLUMNS = {"step s": "perf/step_seconds", "rollout s": "perf/rollout_seconds", "update s": "perf/update_actor_seconds",
-           "rollout tok/s": "perf/rollout_tokens_per_second", "update tok/s": "perf/update_tokens_per_second",
-           "MFU": "perf/update_mfu", "gap": "train/sampler_gap", "peak GiB": "perf/peak_memory_gib"}
+COLUMNS = {"step s": "perf/step_seconds", "rollout tok/s": "perf/rollout_tokens_per_second",
+           "update tok/s": "perf/update_tokens_per_second", "gap": "train/sampler_gap", "peak GiB": "perf/peak_memory_gib"}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
-    gpus = torch.cuda.device_count()
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / time.strftime("smoke-%Y%m%d-%H%M%S"))
-    own, given = parser.parse_known_args(argv)
-    own.out.mkdir(parents=True)
+    args, flags = parser.parse_known_args(argv)
+    args.out.mkdir(parents=True)
+    gpus = torch.cuda.device_count()
     try:
         distributed.choose_device()
     except UserError as error:
         print(f"{error}\nFAIL")
         return 1
-    report = {"machine": describe_machine(), "flags": given, "runs": []}
-    print(f"{gpus} GPUs, torch {torch.__version__}; {own.out}", flush=True)
+    print(f"{gpus} GPUs, torch {torch.__version__}; {args.out}", flush=True)
     if check_kernels.main([]):
         return 1
-    task = [] if "--model" in given else write_random_task(own.out / "task", large=gpus > 0)
-    flags = [*STEP[gpus > 0].split(), *COMMON.split(), *task, *given]
-    for run in do_runs(own.out, flags, gpus):
+    task = [] if "--model" in flags else write_random_task(args.out / "task", large=gpus > 0)
+    runs = []
+    for run in do_runs(args.out, [*STEP[gpus > 0].split(), *COMMON.split(), *task, *flags], gpus):
         print(f"{run['name']}: {'; '.join(run['problems']) or 'ok'}, {run['seconds']:.0f} s", flush=True)
-        report["runs"].append(run)
-    report["passed"] = not any(run["problems"] for run in report["runs"])
-    path = own.out / "smoke.json"
+        runs.append(run)
+    passed = not any(run["problems"] for run in runs)
+    path = args.out / "smoke.json"
+    report = {"machine": describe_machine(), "flags": flags, "runs": runs, "passed": passed}
     path.write_text(json.dumps(report, indent=1) + "\n")
-    seconds = sum(run["seconds"] for run in report["runs"])
     print(f"\n{'run':31}s", *(heading.rjust(13) for heading in COLUMNS))
-    print(*map(table_row, report["runs"]), sep="\n")
-    print(f"\n{'PASS' if report['passed'] else 'FAIL'} after {seconds:.0f} s; {path}", flush=True)
-    return int(not report["passed"])
+    print(*map(table_row, runs), sep="\n")
+    print(f"\n{'PASS' if passed else 'FAIL'}; {path}", flush=True)
+    return int(not passed)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -84,8 +81,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict[str, Any]]:
-    """What was found of each run: those on one rank; on all ranks one that is killed after its first checkpoint, the same
-    resumed, and its export loaded."""
+    """Reports of runs on one rank; on all ranks of one that is killed after its first checkpoint, of the same resumed; and
+    of loading its export."""
     for name, more in plan_runs(gpus):
         yield Run(name, folder / name.replace(" ", "-"), 1, [*flags, *more]).finish()
     ranks, out = gpus or 2, folder / "interrupted"
@@ -93,20 +90,19 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict[str, Any
     killed = Run(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"])
     while killed.is_alive() and newest_checkpoint(out) is None:
         time.sleep(0.1)
-    kill(killed.process)
-    found, newest = killed.finish(expected=-signal.SIGKILL), newest_checkpoint(out)
+    killed.kill()
+    report, newest = killed.finish(expected=-signal.SIGKILL), newest_checkpoint(out)
     if newest is None:
-        found["problems"].append("no checkpoint was committed")
-        yield found
+        report["problems"].append("no checkpoint was committed")
+    yield report
+    if newest is None:
         return
-    yield found
-    last = newest + 2
-    resumed = Run(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must", "--export_every", "-1"])
-    found = resumed.finish()
-    if f"resuming from {out}/checkpoints/step-{newest}" not in found["tail"]:
-        found["problems"].append(f"it did not resume from step {newest}")
-    yield found
-    yield load_export(out / "export" / f"step-{last}")
+    more = [str(newest + 2), "--resume", "must", "--export_every", "-1"]
+    report = Run(f"{ranks} ranks, resumed", out, ranks, [*flags, *more]).finish()
+    if f"resuming from {out}/checkpoints/step-{newest}" not in report["tail"]:
+        report["problems"].append(f"it did not resume from step {newest}")
+    yield report
+    yield load_export(out / "export" / f"step-{newest + 2}")
 
 
 def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
@@ -141,23 +137,29 @@ class Run:
     def is_alive(self) -> bool:
         return self.process.poll() is None and time.time() < self.began + LONGEST_RUN
 
+    def kill(self) -> None:
+        """At once, with all of its session; workers of torchrun end with it."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        time.sleep(2.0)
+
     def finish(self, expected: int = 0) -> dict[str, Any]:
         """Wait for the end; what was measured, and what is wrong with it."""
-        problems = []
         while self.is_alive():
             time.sleep(0.1)
         if self.process.poll() is None:
-            kill(self.process)
-            problems.append(f"it took more than {LONGEST_RUN:.0f} s and was killed")
-        if self.process.returncode != expected:
-            problems.append(f"exit code {self.process.returncode}; see {self.log}")
+            self.kill()  # it hangs
+        code, problems = self.process.returncode, []
+        if code != expected:
+            problems.append(f"exit code {code}; see {self.log}")
         path = self.out / "metrics.jsonl"
         records = read_records(path) if path.exists() else []
         steps = [record for record in records if "train/actor_updates" in record]
-        said = self.log.read_text()
-        problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in said else "bfloat16"])
-        return {"name": self.name, "command": self.command, "exit_code": self.process.returncode, "problems": problems,
-                "seconds": time.time() - self.began, "metrics": steps[-1] if steps else {}, "tail": said[-6000:]}
+        text = self.log.read_text()
+        problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"])
+        return {"name": self.name, "command": self.command, "exit_code": code, "problems": problems,
+                "seconds": time.time() - self.began, "metrics": steps[-1] if steps else {}, "tail": text[-6000:]}
 
 
 def judge_steps(steps: list[dict], bound: float) -> list[str]:
@@ -167,7 +169,8 @@ def judge_steps(steps: list[dict], bound: float) -> list[str]:
         if record["train/actor_skipped"]:
             problems.append(f"step {record['step']}: an update was not finite")
         if not record["train/sampler_gap"] < bound:
-            problems.append(f"step {record['step']}: sampler gap {record['train/sampler_gap']:.2g}, at most {bound} is rounding")
+            gap = f"sampler gap {record['train/sampler_gap']:.2g}, at most {bound} is rounding"
+            problems.append(f"step {record['step']}: {gap}")
     return problems
 
 
@@ -175,14 +178,6 @@ def newest_checkpoint(out: Path) -> int | None:
     """The step of the newest committed checkpoint."""
     committed = [int(path.parent.name.removeprefix("step-")) for path in out.glob("checkpoints/step-*/COMMITTED.json")]
     return max(committed, default=None)
-
-
-def kill(process: subprocess.Popen) -> None:
-    """At once, with all of its session; workers of torchrun end with it. Returns when they have."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    time.sleep(2.0)
 
 
 def load_export(folder: Path) -> dict[str, Any]:
@@ -213,15 +208,12 @@ def write_random_task(folder: Path, large: bool) -> list[str]:
         tokenizer = toy.make_tokenizer()
         for part in (toy.make_model("qwen2_5_vl", tokenizer, 0, **LARGE), tokenizer, toy.make_image_processor("qwen2_5_vl")):
             part.save_pretrained(folder / "model")
-    task = read_json(folder / "args.json")
-    return ["--model", task["model"], "--data", task["data"], "--reward", "exact"]
+    return ["--model", str(folder / "model"), "--data", str(folder / "train.jsonl"), "--reward", "exact"]
 
 
 def describe_machine() -> dict[str, Any]:
     """What a bug report has to say. torch asks nvidia-smi: no memory of a GPU is taken here."""
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return {"torch": torch.__version__, "transformers": transformers.__version__, "flash_attn": flash_attn_problem(),
-            "git": commit.stdout.strip(),
             "environment": torch.utils.collect_env.get_pretty_env_info().splitlines()}
 
 

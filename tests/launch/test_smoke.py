@@ -31,7 +31,7 @@ def test_it_passes_here(tmp_path):
     """One rank, two ranks that are killed and resumed, an export; a row of the table for each, and a report."""
     done = run_smoke(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "PASS after" in done.stdout and "FAIL" not in done.stdout
+    assert "\nPASS; " in done.stdout and "FAIL" not in done.stdout
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert [run["name"] for run in report["runs"]] == ["sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
     assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None] and report["passed"]
@@ -55,7 +55,7 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
     assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "7"]) == 1
     told = capsys.readouterr().out
-    assert "FAIL after" in told and "sdpa: exit code 2; see" in told and "no checkpoint was committed" in told
+    assert "\nFAIL; " in told and "sdpa: exit code 2; see" in told and "no checkpoint was committed" in told
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert not report["passed"] and "--min_new_tokens 7 exceeds --max_new_tokens 6" in report["runs"][0]["tail"]
 
