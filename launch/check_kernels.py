@@ -16,7 +16,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, Iterator, NamedTuple
+from typing import Callable, Iterable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -45,17 +45,6 @@ DELTA_HEADS, DELTA_DIM = 4, 128
 Checked = Iterator[tuple[str, Tensor, Tensor, float]]  # name, computed, expected, bound
 
 
-class Part(NamedTuple):
-    name: str
-    error: float
-    bound: float
-    problem: str = ""  # what was raised instead
-
-    @property
-    def fails(self) -> bool:
-        return not self.error <= self.bound
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
@@ -73,10 +62,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"without {backend}: {error}")
             continue
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")
-        for part in Check(args, backend, device, dtype).parts():
-            failed |= part.fails
-            told = part.problem or f"{part.error:8.1e} {part.bound:8.1e}"
-            print(f"  {part.name:32} {told}  {'FAILS' if part.fails else 'ok'}")
+        for name, error, bound in Check(args, backend, device, dtype).measure():
+            right = error <= bound
+            failed |= not right
+            print(f"  {name:32} {error:8.1e} {bound:8.1e}  {'ok' if right else 'FAILS'}")
     print("FAIL" if failed else "PASS")
     return int(failed)
 
@@ -101,20 +90,8 @@ def relative_error(computed: Tensor, expected: Tensor) -> float:
     return error if math.isfinite(error) else math.inf
 
 
-def measure(name: str, checked: Checked) -> list[Part]:
-    """The parts with their errors. A kernel may raise anything: then ``name`` fails."""
-    parts = []
-    try:
-        for part, computed, expected, bound in checked:
-            parts.append(Part(part, relative_error(computed, expected), bound))
-    except Exception as error:
-        parts.append(Part(name, math.inf, 1.0, f"{type(error).__name__}: {error}"))
-    return parts
-
-
 def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
-    """The output of a function, and gradients of its inputs; from above comes what is the same for an output of this shape
-    in any type, on any machine."""
+    """The output of a function, and gradients of its inputs; what comes from above depends on the output's shape alone."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     out = function(*inputs)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
@@ -122,8 +99,12 @@ def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]
 
 
 def compare(name: str, inputs: Iterable[str], *columns: Iterable) -> Checked:
-    """What `with_gradients` computed and what is right, as parts; ``columns``: computed, expected, bounds."""
+    """Parts of `with_gradients`; ``columns``: computed, expected, bounds."""
     yield from zip([name, *(f"{name}, gradient of {x}" for x in inputs)], *columns)
+
+
+def on_host(inputs: list[Tensor]) -> list[Tensor]:
+    return [x.double().cpu() for x in inputs]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -147,23 +128,29 @@ class Check:
         """Normal numbers, rounded to the type."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def parts(self) -> Iterator[Part]:
-        yield from measure("packs", self.packs(None))
-        yield from measure("packs, window", self.packs(24))
-        yield from measure("decoding", self.decoding())
+    def measure(self) -> Iterator[tuple[str, float, float]]:
+        """The name of each part, its error, and its bound. A kernel may raise anything: that is an infinite error."""
+        parts = {"packs": self.packs(None), "packs, window": self.packs(24), "decoding": self.decoding(),
+                 "delta rule": self.delta_rule(), "head": self.head()}
         if self.backend != "sdpa":  # whose tower is transformers' own
-            yield from measure("vision", self.vision())
-        yield from measure("delta rule", self.delta_rule())
-        yield from measure("head", self.head())
+            parts["vision"] = self.vision()
+        for part, checked in parts.items():
+            try:
+                for name, computed, expected, bound in checked:
+                    yield name, relative_error(computed, expected), bound
+            except Exception as error:
+                print(f"  {part}: {type(error).__name__}: {error}")
+                yield part, math.inf, 1.0
+
+    def attention_bounds(self) -> list[float]:
+        return [explained(self.dtype, 4, self.sums), *[explained(self.dtype, 12, self.sums)] * 3]
 
     def packs(self, window: int | None) -> Checked:
         packed = PackedAttention(SEGMENTS, self.backend, self.device)
         computed = with_gradients(lambda *x: packed(0, *x, self.scale, window), self.qkv)  # (1, N, Hq, D)
-        exact = [x.double().cpu() for x in self.qkv]
-        expected = with_gradients(lambda *x: naive_attention(*x, self.scale, visible(window)), exact)
-        backward = explained(self.dtype, 12, self.sums)
-        bounds = [explained(self.dtype, 4, self.sums), backward, backward, backward]
-        yield from compare(f"packs, window {window}" if window else "packs", "qkv", computed, expected, bounds)
+        expected = with_gradients(lambda *x: naive_attention(*x, self.scale, visible(window)), on_host(self.qkv))
+        name = f"packs, window {window}" if window else "packs"
+        yield from compare(name, "qkv", computed, expected, self.attention_bounds())
 
     @torch.no_grad()
     def decoding(self) -> Checked:
@@ -178,23 +165,22 @@ class Check:
         PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)(0, *self.qkv, self.scale)
         step = DecodeAttention(cache, torch.tensor([SHORT, FULL], device=self.device), FULL + 1, self.backend)
         decoded = step(0, *[x[:, :, DECODED] for x in self.qkv], self.scale)  # (1, 2, Hq, D)
-        expected = naive_attention(*[x.double().cpu() for x in self.qkv], self.scale, visible(None))
+        expected = naive_attention(*on_host(self.qkv), self.scale, visible(None))
         for i, slot in enumerate(("short", "full")):
             yield f"decoding, {slot} slot", decoded[:, i], expected[:, DECODED[i]], explained(self.dtype, 4, self.sums)
 
     def vision(self) -> Checked:
         """Windows of a tower: every patch sees its own window in both directions."""
         bounds = torch.tensor([0, 16, 80, TOKENS], dtype=torch.int32, device=self.device)
-        sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": TOKENS - 80, "max_length_k": TOKENS - 80}
+        longest = TOKENS - 80
+        sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         call = attention.AttentionInterface()[attention.VISION_ATTENTION_NAME + self.backend]
         qkv = [self.random(1, 16, TOKENS, 80) for _ in range(3)]
         computed = with_gradients(lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0], qkv)
         window = torch.bucketize(torch.arange(TOKENS), bounds[1:-1].cpu(), right=True)
         seen = window[:, None] == window
-        expected = with_gradients(lambda *x: naive_attention(*x, 80**-0.5, seen), [x.double().cpu() for x in qkv])
-        backward = explained(self.dtype, 12, self.sums)
-        limits = [explained(self.dtype, 4, self.sums), backward, backward, backward]
-        yield from compare("vision", "qkv", computed, expected, limits)
+        expected = with_gradients(lambda *x: naive_attention(*x, 80**-0.5, seen), on_host(qkv))
+        yield from compare("vision", "qkv", computed, expected, self.attention_bounds())
 
     def delta_rule(self) -> Checked:
         """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain torch itself."""
@@ -213,8 +199,7 @@ class Check:
         targets = torch.randint(ROWS, (TARGETS,), generator=self.generator)
         there = targets.to(self.device)
         computed = with_gradients(lambda *x: linear_logprobs(*x, there, chunk=32)[0], inputs)
-        exact = [x.double().cpu() for x in inputs]
-        expected = with_gradients(lambda x, w: -F.cross_entropy(x @ w.t(), targets, reduction="none"), exact)
+        expected = with_gradients(lambda x, w: -F.cross_entropy(x @ w.t(), targets, reduction="none"), on_host(inputs))
         # Tensor cores cut off what a sum does not keep, so that errors grow with its length.
         of_sums = explained(torch.float32, 0, HIDDEN**2)
         bound = explained(self.dtype, 6) + of_sums
