@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     roles = {"judge": trained}
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
+    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, read_only=read_only)
     state.last_evaluation = newest_evaluation(args.run.out, state)
     rows.judge_json["held_out"] = state.last_evaluation
     if args.run.export_only:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch) | checkpoints.metrics()
             # recorded before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
-            checkpoints.check_skipped(state, roles, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps}, args.optim.max_skipped_steps)
 
     return log.close(state.step, last, state.metrics)
 
@@ -157,7 +157,6 @@ class UpdateArgs:
         2,
         "passes over the data, rounded up to whole steps; 0, or with --steps: --steps decides",
         low=0,
-        neutral=True,
     )
     lr: float = flag(1e-5, "learning rate", low=0)
 
@@ -166,22 +165,20 @@ class UpdateArgs:
 class EvalArgs:
     """evaluation"""
 
-    eval_batch: int = flag(32, "judgements generated together per rank", low=1, neutral=True)
+    eval_batch: int = flag(32, "judgements generated together per rank", low=1)
     eval_max_new_tokens: int = flag(
-        1024, "longest generated judgement, tokens", low=1, neutral=True
+        1024, "longest generated judgement, tokens", low=1
     )
     eval_temperature: float = flag(
         0.0,
         "sampling temperature; 0: greedy. Samples depend on batches and ranks",
         low=0,
-        neutral=True,
     )
     eval_top_p: float = flag(
         1.0,
         "sample from the smallest set with this probability; 1: off",
         low=1e-6,
         high=1,
-        neutral=True,
     )
 
 
@@ -246,8 +243,20 @@ def count_steps(args: Args, rows: int) -> Args:
     )
 
 
+# What makes a run another run: --resume auto does not go on with other values of these.
+IDENTITY = {
+    "model",
+    "lora_rank",
+    "lora_alpha",
+    "train_vision",
+    "data",
+    "data (rows)",
+    *JudgeArgs.__annotations__,
+}
+
+
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
-    """What a resumed run must repeat: flags, and a digest of the data."""
+    """What a resumed run is compared by: flags, and a digest of the data."""
     return recorded_flags(args) | {"data (rows)": digest_data(args.data.data, len(rows.train))}
 
 
@@ -399,8 +408,7 @@ class TrainState:
     dropped_prompts: int = 0  # whose pictures did not decode
     loss_mean: float | None = None  # running average
     last_evaluation: dict | None = None  # what judge.json says of it
-    # role -> consecutive steps without an applied update
-    skipped_steps: dict[str, int] = field(default_factory=dict)
+    skipped_steps: int = 0  # in a row, without an update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,9 +424,7 @@ def advance(
     """Count a step that is done, and add the counters to its metrics."""
     state.step += 1
     state.dropped_prompts = loader.dropped
-    state.skipped_steps = checkpoint.count_skipped(
-        state.skipped_steps, {"train/judge_skipped": metrics["train/skipped"]}
-    )
+    state.skipped_steps = state.skipped_steps + 1 if metrics["train/skipped"] else 0
     loss = metrics.get("train/loss")
     if loss is not None:
         before = loss if state.loss_mean is None else state.loss_mean

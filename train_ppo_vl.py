@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     trainables = make_trainables(args, actor, critic, reference)
     state = TrainState.fresh(args)
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, trainables, run_flags(args, rows), args, read_only=read_only)
+    checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, read_only=read_only)
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     fsdp.put_away(trainables)
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, actor, checkpoints, args)  # recorded before it is saved
-            checkpoints.check_skipped(state, trainables, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(state.step, state.skipped_steps, args.optim.max_skipped_steps)
             check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
@@ -267,27 +267,23 @@ class RolloutArgs:
         0,
         "sequences decoded together per rank; 0: as many as the memory allows, at most 256",
         low=0,
-        neutral=True,
     )
     cuda_graphs: str = flag(
         "auto",
         "decode with CUDA graphs, captured anew in every rollout: one launch per step. auto: "
         f"on a GPU, once a batch size has been used for {GRAPH_PAYS} steps",
         choices=("auto", "on", "off"),
-        neutral=True,
     )
     vision_audit: bool = flag(
         True,
         "score the answers of evaluations with their images and with blank ones (two packed "
         "forwards): eval/vision_gap_logprob, near 0 of a model that does not see",
-        neutral=True,
     )
     eval_samples: int = flag(
         1,
         "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
         "and pass@k of the accuracy",
         low=1,
-        neutral=True,
     )
 
 
@@ -425,7 +421,6 @@ class UpdateArgs:
         "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
         "sampler and training, is above this; later only warn; -1: 0.1, in float32 0.001; 0: off",
         low=-1,
-        neutral=True,
     )
     ema_beta: float = flag(
         0.0,
@@ -439,10 +434,9 @@ class UpdateArgs:
         "what is kept in host memory while not in use. optimizer: the optimizers' states; all: "
         "the reference and reward models too",
         choices=("none", "optimizer", "all"),
-        neutral=True,
     )
     profile: int = flag(
-        0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0, neutral=True
+        0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0
     )
 
 
@@ -793,14 +787,35 @@ def advance(
     state.batches_taken, state.dropped_prompts = loader.taken, loader.dropped
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
     state.evaluations += evaluates_after(state.step, args, rows)
-    state.skipped_steps = checkpoint.count_skipped(state.skipped_steps, metrics)
+    for role in ("actor", "critic"):
+        skipped = metrics.get(f"train/{role}_skipped")  # share of its updates; None: it had none
+        if skipped is not None:
+            state.skipped_steps[role] = state.skipped_steps.get(role, 0) + 1 if skipped == 1 else 0
     for part in ("rollout", "train"):
         metrics |= {f"{part}/episode": state.passes, f"{part}/global_step": state.step}
     state.metrics = metrics
 
 
+# What makes a run another run: --resume auto does not go on with other values of these.
+IDENTITY = {
+    "model",
+    "lora_rank",
+    "lora_alpha",
+    "train_vision",
+    "data",
+    "data (rows)",
+    "ptx_data (rows)",
+    "reward",
+    "reward_recipe",
+    "reward_combiner",
+    "env",
+    *RowArgs.__annotations__,
+    *AlgorithmArgs.__annotations__,
+}
+
+
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
-    """What a resumed run must repeat: flags, and digests of the data files."""
+    """What a resumed run is compared by: flags, and digests of the data files."""
     listed = recorded_flags(args)
     listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
     if rows.text is not None:

@@ -1,6 +1,6 @@
 """Flags: a field of a frozen dataclass is a flag, a dataclass is a group in --help.
 
-    flag           declares a flag: its help, its bounds, whether a resumed run may change it
+    flag           declares a flag: its help and its bounds
     parse          command line, --config and defaults -> a script's Args, a dataclass of groups
     Refusals       collects what is wrong with the values
     as_flags       the values by flag, for args.json
@@ -41,15 +41,10 @@ def flag(
     choices: tuple = (),
     low: float = -math.inf,
     high: float = math.inf,
-    neutral: bool = False,
 ) -> Any:
     """A field of an argument class: its default, its help with the unit, the values or bounds it
-    must respect.
-
-    A ``neutral`` flag changes where, how fast or how visibly a run computes, but not what: a
-    resumed run may change it.
-    """
-    metadata = {"help": help, "choices": choices, "low": low, "high": high, "neutral": neutral}
+    must respect."""
+    metadata = {"help": help, "choices": choices, "low": low, "high": high}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -64,28 +59,9 @@ def as_flags(groups: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group in vars(groups).values():
         values |= vars(group)
-    return json_ready(values)
-
-
-def json_ready(values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: str(value) if isinstance(value, Path) else value for name, value in values.items()
     }
-
-
-def default_flags(groups: Any) -> dict[str, Any]:
-    """The defaults of a script's Args by flag: what a run did before it had a flag."""
-    defaults = {name: field.default for name, field in list_fields(type(groups)).items()}
-    return json_ready(defaults)
-
-
-def neutral_flags(groups: Any) -> set[str]:
-    """The flags of a script's Args that a resumed run may change."""
-    fields = list_fields(type(groups))
-    neutral = {name for name, field in fields.items() if field.metadata["neutral"]}
-    if as_flags(groups)["lr_schedule"] == "constant":
-        neutral.add("steps")
-    return neutral
 
 
 def absolute(path: str) -> str:
@@ -496,21 +472,18 @@ class ModelArgs:
         "auto",
         "attention back-end. auto: flash_attn if installed, else torch's varlen; sdpa on CPU",
         choices=("auto", "flash_attn", "varlen", "sdpa"),
-        neutral=True,
     )
     gradient_checkpointing: str = flag(
         "auto",
         "recompute layers in the backward pass: less memory, about 30 % more time. auto: on a GPU, "
         "never on a CPU (launch/plan.py says what is fastest)",
         choices=("auto", "on", "off"),
-        neutral=True,
     )
     compile: str = flag(
         "off",
         "layers: torch.compile fuses norms, rotary positions, gates and sums of the decoder's "
         "layers in updates and scoring, which takes a while in the first step",
         choices=("off", "layers"),
-        neutral=True,
     )
     train_vision: bool = flag(
         False,
@@ -528,13 +501,11 @@ class ModelArgs:
         16384,
         "tokens per pack and per prefill; determines the memory of an update",
         low=1,
-        neutral=True,
     )
     head_chunk: int = flag(
         0,
         "tokens whose logits exist at the same time; 0: 4096 on a GPU, 256 on a CPU",
         low=0,
-        neutral=True,
     )
 
 
@@ -547,7 +518,7 @@ class DataArgs:
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
     )
-    eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation", neutral=True)
+    eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation")
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
         4096,
@@ -568,7 +539,6 @@ class DataArgs:
     image_root: str = flag(
         "",
         "refuse pictures and videos outside of this folder, links resolved; empty: any file",
-        neutral=True,
     )
     on_bad_row: str = flag(
         "error",
@@ -577,7 +547,7 @@ class DataArgs:
     )
     max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
     data_threads: int = flag(
-        2, "threads that decode images while the model works", low=1, neutral=True
+        2, "threads that decode images while the model works", low=1
     )
 
 
@@ -617,21 +587,18 @@ class RewardArgs:
         "longest time for the rewards of a step, with all retries, seconds",
         low=1e-6,
         high=LONGEST_WAIT,
-        neutral=True,
     )
     reward_workers: int = flag(
         1,
         "threads per rank that score in parallel: requests at a time to a reward server",
         low=1,
-        neutral=True,
     )
-    remote_batch: int = flag(32, "samples per request to a reward server", low=1, neutral=True)
+    remote_batch: int = flag(32, "samples per request to a reward server", low=1)
     remote_retries: int = flag(
         4,
         "retries of a request to a reward server after a time-out (half of --reward_timeout), a "
         "lost connection or a 5xx answer; the pauses before them grow from 0.5 s to at most 8 s",
         low=0,
-        neutral=True,
     )
 
 
@@ -656,14 +623,12 @@ class EnvArgs:
         "longest time of one call of an environment (reset, step or close), seconds",
         low=1e-6,
         high=LONGEST_WAIT,
-        neutral=True,
     )
     env_workers: int = flag(
         8,
         "threads per rank that run environments while other samples go on; 0: one after the other, "
         "so that runs repeat bit for bit",
         low=0,
-        neutral=True,
     )
     on_env_error: str = flag(
         "zero",
@@ -694,7 +659,6 @@ class OptimArgs:
         "stop the run after this many steps in a row in which every update of a model was skipped "
         "because its gradient was not finite; 0: never",
         low=0,
-        neutral=True,
     )
 
 
@@ -707,44 +671,38 @@ class CheckpointArgs:
         "steps between checkpoints, and after the last step; -1: only after the last step, 0: "
         "never",
         low=-1,
-        neutral=True,
     )
-    keep_last: int = flag(2, "complete checkpoints kept", low=1, neutral=True)
+    keep_last: int = flag(2, "complete checkpoints kept", low=1)
     keep_gb: float = flag(
         0.0,
         "disk space of complete checkpoints, 10^9 bytes: beyond it the oldest are deleted, never "
         "the newest; 0: no limit",
         low=0,
-        neutral=True,
     )
     save_strategy: str = flag(
         "unrestricted",
         "who writes at the same time: all ranks, those of one node, or one rank",
         choices=("unrestricted", "single_node", "single_process", "single_thread"),
-        neutral=True,
     )
     save_blocking: bool = flag(
-        False, "wait for each checkpoint instead of writing it in the background", neutral=True
+        False, "wait for each checkpoint instead of writing it in the background"
     )
     max_failed_saves: int = flag(
         3,
         "stop the run after this many failed saves in a row, of checkpoints or of records",
         low=1,
-        neutral=True,
     )
     export_every: int = flag(
         -1,
         "steps between exports of the weights; -1: only the last step, 0: never",
         low=-1,
-        neutral=True,
     )
     resume: str = flag(
         "auto",
         "auto: go on from the newest checkpoint in --out if there is one; must: there has to be "
-        "one; never: --out must be new; force: as auto, whatever flags have changed; or the path "
-        "of a checkpoint (or its latest), from which an --out without checkpoints starts; with "
-        "--export_only also the step of one in --out",
-        neutral=True,
+        "one; never: --out must be new; or the path of a checkpoint (or its latest), from which "
+        "an --out without checkpoints starts; with --export_only also the step of one in --out. "
+        "auto refuses the checkpoint of another model, data, reward or algorithm",
     )
 
 
@@ -752,47 +710,41 @@ class CheckpointArgs:
 class RunArgs:
     """run"""
 
-    out: Path = flag(Path("runs/latest"), "output folder", neutral=True)
+    out: Path = flag(Path("runs/latest"), "output folder")
     seed: int = flag(0, "seed of sampling and data order", low=0, high=2**32 - 1)
     eval_every: int = flag(
         -1,
         "steps between evaluations, besides start and end; -1: once per pass over the data, 0: "
         "never",
         low=-1,
-        neutral=True,
     )
-    eval_only: bool = flag(False, "evaluate the model and stop", neutral=True)
+    eval_only: bool = flag(False, "evaluate the model and stop")
     export_only: bool = flag(
         False,
         "export the weights of the run in --out, from its newest checkpoint or --resume PATH, and "
         "stop; the other flags are those of the run",
-        neutral=True,
     )
     log_samples: int = flag(
         4,
         "samples shown as pictures and text, with every evaluation and some steps; 0: none",
         low=0,
-        neutral=True,
     )
     log_samples_every: int = flag(
         5,
         "steps between samples of training; the first and the last step are always shown",
         low=1,
-        neutral=True,
     )
     timeout: float = flag(
         1800.0,
         "longest wait of a rank for the others, seconds",
         low=1e-6,
         high=LONGEST_WAIT,
-        neutral=True,
     )
     hsdp: int = flag(
         0,
         "ranks that share one copy of weights and optimizer, such as the GPUs of a node; only "
         "gradients travel between the copies (HSDP). 0: all ranks share one",
         low=0,
-        neutral=True,
     )
 
 

@@ -12,7 +12,6 @@ an error.
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -488,11 +487,3 @@ def write_pointer(pointer: Path, name: str) -> None:
     """Replace a file that holds the name of its newest neighbour."""
     replace_durably(pointer, name + "\n")
     sync_folder(pointer.parent)
-
-
-def kill_point(name: str) -> None:
-    """A marked instant of the save protocol. Tests set KILL_AT to die there; otherwise nothing
-    happens."""
-    own_rank = os.environ.get("RANK", "0") == os.environ.get("KILL_RANK", "0")
-    if own_rank and os.environ.get("KILL_AT") == name:
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -68,7 +68,7 @@ def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):  # 
     train(qwen25, task, tmp_path, *KL, "--steps", "1")
     names = set(tensors(tmp_path / "checkpoints" / "step-1"))
     assert {name.split(".")[0] for name in names} == {"actor", "critic"}
-    written = json.loads((tmp_path / "checkpoints" / "step-1" / "COMMITTED.json").read_text())["files"]
+    written = json.loads((tmp_path / "checkpoints" / "step-1" / "COMMITTED.json").read_text())["sha256"]
     assert not any("reference" in name for name in written)
 
 

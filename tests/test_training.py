@@ -765,7 +765,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
         assert sum(source.startswith("eval.jsonl") for source in sources) == 1
         drawn += sources
     assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
-    with pytest.raises(distributed.UserError, match="flags that alter the result .*--data"):
+    with pytest.raises(distributed.UserError, match="it is of another run: --data"):
         train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", data.replace("0.75", "0.5"))
 
 
@@ -802,7 +802,7 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
     assert folders and all(any(folder.iterdir()) for folder in folders)
     train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
-    assert evaluate("trained", "--advantage", "grpo", "--resume", "force")["eval/train_step"] == 1
+    assert evaluate("trained", "--advantage", "grpo", "--resume", "must")["eval/train_step"] == 1
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

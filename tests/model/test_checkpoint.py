@@ -32,20 +32,9 @@ from common.model.memory import resident_bytes
 from common.model import weights as vlm_weights
 
 REWARD = '''
-import os
-
-CALLS = []
-
 def letters(prompts, responses, references, labels, images):
     """Depends on the response, so that samples of one prompt differ and there is something to learn."""
     return [sum(c in "aeiou " for c in r) / max(1, len(r)) + 0.1 * len(p) for r, p in zip(responses, images)]
-
-def planned(prompts, responses, references, labels, images):
-    """Of the k-th evaluation: the k-th number of SCORES; elsewhere as above."""
-    if "held out" not in prompts[0]:
-        return letters(prompts, responses, references, labels, images)
-    CALLS.append(1)
-    return [float(os.environ["SCORES"].split()[len(CALLS) - 1])] * len(responses)
 '''
 ALGORITHMS = {
     "gae": "--steps 6 --epochs 2 --minibatches 2 --kl_coef 0.1 --kl_target 0.001 --kl_horizon 40 --critic_lr 1e-3 "
@@ -83,6 +72,21 @@ def die_before(owner: str, method: str, step: int) -> None:
     setattr(owner, method, killed)
 
 
+SAVING = {  # what a save calls, in order
+    "before-write": (checkpoint, "own_shards"),
+    "before-commit": (checkpoint.Checkpoints, "commit"),
+    "before-rename": (Path, "rename"),
+    "before-pointer": (checkpoint, "write_pointer"),
+    "before-rotation": (checkpoint.Checkpoints, "delete_old"),
+}
+
+
+def die_at(point: str, rank: int) -> None:
+    """SIGKILL of one rank at a point of its first save."""
+    if int(os.environ["RANK"]) == rank:
+        setattr(*SAVING[point], lambda *arguments: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def stop_at(function: str, call: int, rank: int, number: int) -> None:
     """A signal that reaches one rank in the middle of a step."""
     original, calls = getattr(ppo, function), []
@@ -98,10 +102,10 @@ def stop_at(function: str, call: int, rank: int, number: int) -> None:
 
 def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str = "", log: str = "") -> None:
     """The writer of one rank (-1: all) fails at the given saves (1-based), is slow at the first, or finds its disk full."""
-    original, calls = storage.CheckpointWriter.write_file, []
+    original, calls = checkpoint.write_shards, []
 
-    def write(self, plan, planner):
-        calls.append(plan)
+    def write(*arguments):
+        calls.append(arguments)
         own = rank in (-1, int(os.environ["RANK"]))
         if own and len(calls) in failing and fill:
             with open(fill, "wb") as file:
@@ -111,13 +115,13 @@ def change_writes(rank: int, failing: list[int], seconds: float = 0.0, fill: str
             raise OSError(5, "Input/output error")
         started = time.time()
         time.sleep(seconds if own and len(calls) == 1 else 0)
-        result = original(self, plan, planner)
+        result = original(*arguments)
         if log:
             with open(log, "a") as file:
                 file.write(json.dumps([int(os.environ["RANK"]), started, time.time()]) + "\n")
         return result
 
-    storage.CheckpointWriter.write_file = write
+    checkpoint.write_shards = write
 
 
 def name_hosts() -> None:
@@ -130,15 +134,14 @@ def other_disk(rank: int, folder: str, call: int = 0) -> None:
     if call == 0:
         os.chdir(folder) if int(os.environ["RANK"]) == rank else None
         return
-    original, calls = storage.CheckpointWriter.write_file, []
+    original, calls = checkpoint.write_shards, []
 
-    def write(self, plan, planner):
-        calls.append(plan)
-        if len(calls) == call and int(os.environ["RANK"]) == rank:
-            self.path = folder
-        return original(self, plan, planner)
+    def write(place, *arguments):
+        calls.append(place)
+        elsewhere = len(calls) == call and int(os.environ["RANK"]) == rank
+        return original(Path(folder) if elsewhere else place, *arguments)
 
-    storage.CheckpointWriter.write_file = write
+    checkpoint.write_shards = write
 
 
 def hang(call: int, rank: int) -> None:
@@ -296,7 +299,7 @@ def assert_equal_tensors(ours: Path, theirs: Path) -> None:
 
 def steps(out: Path) -> list[int]:
     """Steps of the complete checkpoints, newest first."""
-    return [step for step, _ in checkpoint.complete_checkpoints(out / "checkpoints")]
+    return [step for step, path in storage.step_folders(out / "checkpoints") if (path / "COMMITTED.json").exists()]
 
 
 def pointer(out: Path) -> str:
@@ -444,7 +447,7 @@ def test_killed_at_a_marked_point(flags, undisturbed, tmp_path, point, rank, sur
     logging.write_pointer(out / "checkpoints" / "latest", "step-2")
     before = contents(out / "checkpoints" / "step-2")
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
-    life = ranks.start(ppo.main, argv, world=2, KILL_AT=point, KILL_RANK=str(rank))
+    life = ranks.start(ppo.main, argv, world=2, patches=[(die_at, point, rank)])
     codes = life.wait()
     assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, -signal.SIGKILL)
     assert steps(out)[0] == survives and contents(out / "checkpoints" / "step-2") == before
@@ -484,7 +487,7 @@ def test_write_error_on_one_rank(flags, tmp_path):
     output = live(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, hooks)
     told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
     assert told == [("2", "1"), ("4", "1")]
-    assert output.count("in a row): OSError on rank 1, host node-1: [Errno 5] Input/output error") == 2
+    assert output.count("in a row): node-1: [Errno 5] Input/output error") == 2
     assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
     assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]   # before its save
     assert not list((out / "checkpoints").glob(".tmp-*"))
@@ -494,7 +497,7 @@ def test_write_error_on_one_rank(flags, tmp_path):
 def test_a_save_that_outlasts_the_timeout(flags, tmp_path):
     """Fails, and is the only one that does."""
     output = live(flags(tmp_path / "run", "--timeout 4 --save_blocking"), 2, [(change_writes, 1, [], 6)])
-    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "Timed out waiting" in output
+    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "not written within 2 s" in output
     assert steps(tmp_path / "run") == [2]
 
 
@@ -515,21 +518,18 @@ def test_nodes_that_share_no_disk(flags, tmp_path):
     output = live(flags(Path(os.path.relpath(tmp_path / "run"))), 2, hooks, codes=[2, 2])
     assert "is not rank 0's folder: use a file system that all nodes share" in output and socket.gethostname() in output
     output = live(flags(tmp_path / "late", "--save_blocking"), 2, [(other_disk, 1, str(tmp_path / "node"), 1)])
-    assert re.search(r"step 1 was not saved \(1 in a row\): .* shard-00002.*written by other ranks", output)
+    assert re.search(r"step 1 was not saved \(1 in a row\): shard-00002.*: written, but not in ", output)
     assert steps(tmp_path / "late") == [2] and list((tmp_path / "node").glob("shard-00002*"))
 
 
 def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
-    """Lustre without its mount option, say: a warning; other errors are errors."""
+    """Lustre without its mount option, say: a warning."""
     def locked(file, operation):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", locked)
-    number = errno.EIO
-    refused(flags(copy), "Input/output error")
-    number = errno.ENOSYS
     train(flags(copy))
-    assert f"warning: the file system of {copy} has no locks" in capfd.readouterr().out
+    assert f"warning: a second run in {copy} would not be refused: [Errno {errno.ENOSYS}]" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -632,36 +632,18 @@ def test_records_are_on_disk_before_a_commit(flags, tmp_path, monkeypatch):
 
 
 # ----------------------------------------------------------------------------- a model that is lost
-def skipped(out: Path, step: int) -> dict[str, int]:
-    return json.loads((out / "checkpoints" / f"step-{step}" / "state.json").read_text())["skipped_steps"]
-
-
 @pytest.mark.slow
 def test_a_lost_policy_stops_the_run(flags, tmp_path):
-    """The first update, finite, is the ruin: after three more steps without an update the run stops. The
-    checkpoint from before outlives the rotation, and the count a resume."""
+    """The first update, finite, is the ruin: after three more steps without an update the run stops. The count
+    outlives a resume."""
     out = tmp_path / "run"
     argv = flags(out, "--advantage rloo --actor_lr 1e20 --keep_last 1 --export_every 0 --save_blocking")
     train([*argv, "--steps", "3", "--max_skipped_steps", "0"])
     assert [record.get("train/actor_skipped") for record in records(out)] == [0, 1, 1]
-    assert steps(out) == [3, 1] and (skipped(out, 1), skipped(out, 3)) == ({"actor": 0}, {"actor": 2})
-    refused([*argv, "--steps", "9"], "step 4: the gradient of the actor was not finite",
-            "skipped, 3 steps in a row; its parameters are finite; "
-            f"the newest earlier checkpoint is {out}/checkpoints/step-1;")
-    assert steps(out) == [3, 1] and [record["step"] for record in records(out)] == [1, 2, 3, 4]
-    train([*argv, "--steps", "9", "--max_skipped_steps", "0"])
-    assert steps(out) == [9, 1]
-
-
-def test_steps_without_an_update_are_counted():
-    """By hand: a step in which none was due neither counts nor ends the row; one applied update ends it."""
-    counts, seen = {}, []
-    for actor, critic in ((1.0, 0.0), (None, 1.0), (1.0, 1.0), (0.5, 1.0), (1.0, 0.0)):
-        shares = {"train/actor_skipped": actor, "train/critic_skipped": critic}
-        metrics = {name: share for name, share in shares.items() if share is not None} | {"train/kl": 1.0}
-        counts = checkpoint.count_skipped(counts, metrics)
-        seen.append((counts.get("actor"), counts["critic"]))
-    assert seen == [(1, 0), (1, 1), (2, 2), (0, 3), (1, 0)]
+    state = json.loads((out / "checkpoints" / "step-3" / "state.json").read_text())
+    assert steps(out) == [3] and state["skipped_steps"] == {"actor": 2}
+    refused([*argv, "--steps", "9"], "step 4: the gradient of the actor was not finite", "skipped, 3 steps in a row;")
+    assert steps(out) == [3] and [record["step"] for record in records(out)] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -676,8 +658,7 @@ def test_a_weight_that_is_not_finite_is_named(flags, qwen25, tmp_path):
     output = live([*argv, "--model", str(model)], 2, codes=[2, 2])
     assert output.count("error: step 3: the gradient of the actor was not finite") == 1
     weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
-    assert re.search(f"first parameter that is not finite is {weight}; there is no earlier checkpoint", output)
-    assert re.search(rf"step 1 was not saved .* on rank 1, .*: actor\.model\.{weight} is not finite", output)
+    assert re.search(rf"step 1 was not saved .*: actor\.model\.{weight} is not finite", output)
     assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
     assert steps(tmp_path / "run") == [] and "Traceback" not in output
     assert not list((tmp_path / "run").glob("export/step-*"))
@@ -689,7 +670,7 @@ def test_the_commit_holds_the_sha256_of_every_file(undisturbed):
     files = {name: data for name, data in contents(folder).items() if name != "COMMITTED.json"}
     commit = json.loads((folder / "COMMITTED.json").read_text())
     assert commit["sha256"] == {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    assert commit["files"] == {name: len(data) for name, data in files.items()} and len(files) == 3
+    assert len(files) == 3
 
 
 def flip(path: Path, place: int) -> None:
@@ -708,29 +689,41 @@ def shard(folder: Path) -> Path:
     return next(folder.glob("*.safetensors"))
 
 
-ROT = {  # damage of the bytes, not the sizes -> what is said
+def truncate(folder: Path) -> None:
+    shard(folder).write_bytes(shard(folder).read_bytes()[:-1])
+
+
+DAMAGES = {  # of a checkpoint -> what is said
     "a weight or a moment": (lambda folder: flip(shard(folder), -1), "its sha256 is another"),
-    "an offset of a shard": (lambda folder: flip_in(shard(folder), b'saved_offsets\\": ['),
-                             "its sha256 is another"),
-    "the header": (lambda folder: flip(shard(folder), 8), "its sha256 is another"),
     "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"batches_taken": '),
                              "state.json is not what was written"),
+    "a truncated shard": (truncate, "its sha256 is another"),
+    "no shard": (lambda folder: shard(folder).unlink(), "No such file"),
     "a file too many": (lambda folder: save_file({"x": torch.zeros(1)}, folder / "stray.safetensors"),
-                        "stray.safetensors: missing, of another size, or not listed"),
+                        "stray.safetensors: not listed"),
+    "no commit": (lambda folder: (folder / "COMMITTED.json").unlink(), "COMMITTED.json cannot be read"),
+    "half a commit": (lambda folder: os.truncate(folder / "COMMITTED.json", 40), "COMMITTED.json cannot be read"),
+    "a commit of nothing": (lambda folder: (folder / "COMMITTED.json").write_text("{}"), "state.json: not listed"),
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rot", ROT)
-def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd, rot):
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_found(copy, damage):
+    distributed.start(60.0, 0)
+    path = copy / "checkpoints" / "step-2"
+    assert storage.find_damage(path) == ""
+    apply, reason = DAMAGES[damage]
+    apply(path)
+    assert reason in storage.find_damage(path)
+
+
+def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
     """It is told why, and the next older one is taken; the result is as if the rotten one had never been."""
-    damage, reason = ROT[rot]
-    damage(copy / "checkpoints" / "step-2")
+    flip(shard(copy / "checkpoints" / "step-2"), -1)
     train(flags(copy))
     output = capfd.readouterr().out
-    assert re.search(f"warning: not resumed from: {copy}/checkpoints/step-2: .*{reason}", output)
+    assert re.search(f"warning: not resumed from: {copy}/checkpoints/step-2: .* its sha256 is another", output)
     assert f"resuming from {copy}/checkpoints/step-1" in output and steps(copy) == [2, 1]
-    assert len(list((copy / "checkpoints").glob("damaged-step-2-*"))) == 1
     assert_bitwise(copy, finished, step=2)
 
 
@@ -759,79 +752,13 @@ def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_pat
     refused(flags(copy, "--resume must"), "no complete checkpoint")
     train(flags(copy))
     assert "starting from step 0" in capfd.readouterr().out and steps(copy) == [2, 1]
-    assert len(list((copy / "checkpoints").glob("damaged-step-2-*"))) == 1
-
-
-def committed(folder: Path, **changes) -> None:
-    old = json.loads((folder / "COMMITTED.json").read_text())
-    (folder / "COMMITTED.json").write_text(json.dumps(old | changes))
-
-
-def files_with(folder: Path, *names: str) -> dict[str, int]:
-    """The committed files and further ones, by their true sizes."""
-    files = json.loads((folder / "COMMITTED.json").read_text())["files"]
-    return files | {name: (folder / name).stat().st_size for name in names}
-
-
-def truncate(folder: Path) -> None:
-    shard = next(folder.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-1])
-
-
-DAMAGES = {
-    "truncated shard": truncate,
-    "deleted shard": lambda folder: next(folder.glob("*.safetensors")).unlink(),
-    "deleted state": lambda folder: (folder / "state.json").unlink(),
-    "no commit": lambda folder: (folder / "COMMITTED.json").unlink(),
-    "half a commit": lambda folder: os.truncate(folder / "COMMITTED.json", 40),
-    "another json": lambda folder: (folder / "COMMITTED.json").write_text("[1, 2]"),
-    "no text": lambda folder: (folder / "COMMITTED.json").write_bytes(b"\xff\xfe\x00"),
-    "empty list of files": lambda folder: committed(folder, files={}),
-    "wrong step": lambda folder: committed(folder, step=1),
-    "size as text": lambda folder: committed(folder, files=dict.fromkeys(files_with(folder), "1")),
-    "path upwards": lambda folder: committed(folder, files=files_with(folder, "../latest")),
-    "absolute path": lambda folder: committed(folder, files=files_with(folder, str(folder / "state.json"))),
-    "a file that is not listed": lambda folder: (folder / "notes.txt").write_text("stray"),
-    "no checksum of a file": lambda folder: committed(folder, sha256={}),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_checkpoint_is_not_complete(copy, damage):
-    assert steps(copy) == [2, 1]
-    DAMAGES[damage](copy / "checkpoints" / "step-2")
-    assert steps(copy) == [1]
-
-
-@pytest.mark.parametrize("change", ["{", "[1]", '{"step": 1}'])
-def test_edited_state(copy, change):
-    """Whatever was changed in it, also where its size is that of the commit."""
-    distributed.start(60.0, 0)
-    path = copy / "checkpoints" / "step-2"
-    assert storage.read_checkpoint(path) == (json.loads((path / "state.json").read_text()), "")
-    (path / "state.json").write_text(change)
-    committed(path, files=files_with(path, "state.json"))
-    assert storage.read_checkpoint(path) == ({}, "state.json is not what was written: its sha256 is another")
-
-
-def test_a_run_goes_on_from_before_an_edited_state(copy, flags, finished, capfd):
-    file = copy / "checkpoints" / "step-2" / "state.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"kl": {}}))
-    committed(file.parent, files=files_with(file.parent, "state.json"))
-    train(flags(copy))
-    assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
-    assert_bitwise(copy, finished, step=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["step-7\n", "\0\0", None])
-def test_damaged_pointer_is_not_believed(flags, finished, copy, text, capfd):
+def test_damaged_pointer_is_not_believed(flags, finished, copy, capfd):
     """The newest complete checkpoint is found without it, and the damaged one is replaced."""
     truncate(copy / "checkpoints" / "step-2")
-    if text is None:
-        (copy / "checkpoints" / "latest").unlink()
-    else:
-        (copy / "checkpoints" / "latest").write_text(text)
+    (copy / "checkpoints" / "latest").write_text("step-7\n")
     train(flags(copy))
     assert f"resuming from {copy}/checkpoints/step-1" in capfd.readouterr().out
     assert steps(copy) == [2, 1] and pointer(copy) == "step-2"
@@ -839,7 +766,7 @@ def test_damaged_pointer_is_not_believed(flags, finished, copy, text, capfd):
 
 
 def test_stale_temporary_folders_are_cleaned(flags, copy):
-    for stale in ("checkpoints/.tmp-step-3", "checkpoints/.tmp-old-step-1", "export/.step-2.tmp"):
+    for stale in ("checkpoints/.tmp-step-3", "export/.step-2.tmp"):
         (copy / stale).mkdir()
         (copy / stale / "junk").write_text("half")
     train(flags(copy))
@@ -853,18 +780,16 @@ def test_no_pickle_on_load(flags, copy, monkeypatch):
     assert {file.suffix for file in folder.iterdir()} == {".json", ".safetensors"}
     pickled = b"cos\nsystem\n(S'touch " + str(copy).encode() + b"/executed'\ntR."
     (folder / ".metadata").write_bytes(pickled)
-    assert steps(copy) == [1]
-    digests = json.loads((folder / "COMMITTED.json").read_text())["sha256"]
-    committed(folder, files=files_with(folder, ".metadata"),
-              sha256=digests | {".metadata": hashlib.sha256(pickled).hexdigest()})
-    assert steps(copy) == [2, 1]
+    commit = json.loads((folder / "COMMITTED.json").read_text())
+    commit["sha256"][".metadata"] = hashlib.sha256(pickled).hexdigest()
+    (folder / "COMMITTED.json").write_text(json.dumps(commit))
 
     def unpickled(*arguments, **named):
         raise AssertionError("something is unpickled from a file")
 
     for name in ("torch.load", "pickle.load", "pickle.Unpickler", "torch.serialization.load"):
         monkeypatch.setattr(name, unpickled)
-    train(flags(copy, "--steps 3"))
+    train(flags(copy, "--steps 3 --resume must --keep_last 1"))
     assert [record["step"] for record in records(copy)] == [1, 2, 3] and not (copy / "executed").exists()
 
 
@@ -886,34 +811,16 @@ def test_resume_choices(flags, copy, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_changed_flags(flags, copy, capfd):
-    """Flags that alter the result are refused with both values; the others are listed and accepted."""
-    altered = "--gamma 0.5 --samples_per_prompt 3 --seed 7"
-    refused(flags(copy, altered + " --keep_last 5"),
-            "--samples_per_prompt 2 -> 3", "--gamma 1.0 -> 0.5; --seed 0 -> 7. ")
-    refused(flags(copy, "--steps 3 --lr_schedule cosine"), "--steps 2 -> 3", "--lr_schedule")
+    """Those of another run are refused, with both values, unless by must; the others are listed and accepted."""
+    refused(flags(copy, "--advantage rloo --gamma 0.5 --samples_per_prompt 3 --keep_last 5"), "it is of another run",
+            "--advantage 'gae' -> 'rloo'; --gamma 1.0 -> 0.5. ")
     capfd.readouterr()
-    train(flags(copy, "--steps 3 --slots 2 --save_every 3"))
+    train(flags(copy, "--steps 3 --samples_per_prompt 3 --save_every 3 --lr_schedule cosine"))
     listed = re.search(r"resuming from .*; changed: (.*)", capfd.readouterr().out)[1]
-    assert all(text in listed for text in ("--steps 2 -> 3", "--slots 0 -> 2", "--save_every 1 -> 3"))
-    train(flags(copy, "--steps 4 --gamma 0.5 --resume force"))
+    assert all(text in listed for text in ("--steps 2 -> 3", "--samples_per_prompt 2 -> 3", "--save_every 1 -> 3"))
+    train(flags(copy, "--steps 4 --gamma 0.5 --resume must"))
     assert "--gamma 1.0 -> 0.5" in capfd.readouterr().out
     assert [record["step"] for record in records(copy)] == [1, 2, 3, 4]
-
-
-def test_a_checkpoint_from_before_a_flag_existed(flags, copy, capfd):
-    """What it does not name had its default; another value is refused as ever."""
-    file = copy / "checkpoints" / "step-2" / "state.json"
-    saved = json.loads(file.read_text())
-    assert saved["arguments"].pop("critic_epochs") == 0
-    file.write_text(json.dumps(saved))
-    digests = json.loads((file.parent / "COMMITTED.json").read_text())["sha256"]
-    digests["state.json"] = hashlib.sha256(file.read_bytes()).hexdigest()
-    committed(file.parent, files=files_with(file.parent, "state.json"), sha256=digests)
-    refused(flags(copy, "--critic_epochs 2"), "--critic_epochs 0 -> 2")
-    capfd.readouterr()
-    train(flags(copy))
-    told = capfd.readouterr().out
-    assert f"resuming from {file.parent}" in told and "critic_epochs" not in told
 
 
 def test_going_back(flags, copy, tmp_path, capfd):
@@ -927,21 +834,9 @@ def test_going_back(flags, copy, tmp_path, capfd):
     assert sorted(copy.rglob("*")) == before and steps(copy) == [2, 1]
 
 
-@pytest.mark.slow
-def test_a_requeued_job_goes_back_once(flags, copy, finished, tmp_path):
-    """Killed before the export, the same command goes on with what it saved, and an older export is not taken for its own."""
-    out = tmp_path / "new"
-    shutil.copytree(copy / "export", out / "export")
-    argv = flags(out, f"--resume {copy}/checkpoints/step-1 --gamma 0.5 --save_blocking")
-    live(argv, 1, [(die, "export", 1)], codes=[-signal.SIGKILL])
-    assert f"resuming from {out}/checkpoints/step-2" in live(argv)
-    ours, old = ((folder / "export" / "step-2" / "model.safetensors").read_bytes() for folder in (out, finished))
-    assert ours != old
-
-
 def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
     """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
-    monkeypatch.setattr(checkpoint, "step_folders", lambda folder: [])
+    monkeypatch.setattr(checkpoint, "find_damage", lambda path: "cannot be read")
     train(flags(copy, "--steps 1 --keep_last 1"))
     assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
 

@@ -210,12 +210,8 @@ def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
 
 def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
     train(qwen25, task, tmp_path, "--steps", "1")
-    with pytest.raises(
-        distributed.UserError, match="flags that alter the result .*--ema_beta 0.0 -> 0.75"
-    ):
+    with pytest.raises(distributed.UserError, match="cannot be loaded .*Missing key .*ema"):
         train(qwen25, task, tmp_path, "--steps", "2", *EMA)
-    with pytest.raises(distributed.UserError, match="cannot be loaded: .*Missing key .*ema"):
-        train(qwen25, task, tmp_path, "--steps", "2", *EMA, "--resume", "force")
 
 
 # ------------------------------------------------------------------------------------------------ host memory
