@@ -1,6 +1,5 @@
 """Formulas against golden values (computed by hand or by a python loop), oracles and statistics."""
 
-import itertools
 import math
 
 import pytest
@@ -10,7 +9,6 @@ from test_plan import LiveBytes
 
 import train_ppo_vl as ppo
 from common import logprobs, losses
-from common.distributed import UserError
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 LENGTHS = torch.tensor([3, 2])
@@ -44,8 +42,8 @@ def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask
     """Terms of a policy loss, and the sums of its statistics."""
     ratios = losses.PolicyLossInputs(logp, old, adv, seq, n_seq, mask)
     clips = (low, high, dual_clip) if name == "ppo" else (low, high)
-    found = ppo.POLICY_LOSSES[name].compute(ratios, *clips)
-    return found.per_token, losses.ratio_sums(ratios, found) | {"ratio_max": losses.largest_ratio(ratios, found)}
+    output = ppo.POLICY_LOSSES[name].compute(ratios, *clips)
+    return output.per_token, losses.ratio_sums(ratios, output) | {"ratio_max": losses.largest_ratio(ratios, output)}
 
 
 # Advantages
@@ -63,15 +61,8 @@ def test_gae_golden():
     assert advantages.dtype == returns.dtype == torch.float32
 
 
-def test_gae_passes_through_a_gap():
-    """[0, 0, -, -, 1, -]: what is not the response's is left out."""
-    advantages, _ = losses.gae(torch.tensor([0.0, 0, 1]), torch.full((3,), 0.5), torch.tensor([3]), 0.9, 0.8)
-    close(advantages, [.1732, .31, .5])
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_gae_and_rewards_to_go_equal_loops(seed):
-    g = generator(seed)
+def test_gae_and_rewards_to_go_equal_loops():
+    g = generator(0)
     lengths = [0, 3, 9, 1, 0, 9, 4]
     rewards, values = torch.randn(2, sum(lengths), generator=g)
     advantages, returns = losses.gae(rewards, values, torch.tensor(lengths), 0.9, 0.8)
@@ -80,11 +71,12 @@ def test_gae_and_rewards_to_go_equal_loops(seed):
     start = 0
     for length in lengths:
         following = carry = total = 0.0
-        for t in reversed(range(start, start := start + length)):
+        for t in reversed(range(start, start + length)):
             carry = float(rewards[t]) + 0.9 * following - float(values[t]) + 0.72 * carry
             following = float(values[t])
             total = float(rewards[t]) + 0.9 * total
             expected[:, t] = torch.tensor([carry, carry + following, total])
+        start += length
     close(torch.stack([advantages, returns, to_go]), expected)
 
 
@@ -94,21 +86,21 @@ def test_whiten():
     assert not losses.whiten(torch.tensor([3.0])).any() and not losses.whiten(torch.full((192,), 0.1)).any()
 
 
-@pytest.mark.parametrize("estimator, expected", [
-    ("rloo", [2 / 3, -2 / 3, -2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, 1]),
-    ("reinforce_baseline", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
-    ("dr_grpo", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
-    ("grpo", [.866025, -.866025, -.866025, .866025, -.5, -.5, -.5, 1.5]),
-    ("group_norm", [.866025, -.866025, -.866025, .866025, -.5, -.5, -.5, 1.5]),
-    ("gpg", [.5, -.5, -.5, .5, -.25, -.25, -.25, .75]),
-])
-def test_group_scores_golden(estimator, expected):
+GROUP_GOLDEN = {
+    "rloo": [2 / 3, -2 / 3, -2 / 3, 2 / 3, -1 / 3, -1 / 3, -1 / 3, 1],
+    "reinforce_baseline dr_grpo gpg": [.5, -.5, -.5, .5, -.25, -.25, -.25, .75],
+    "grpo group_norm": [.866025, -.866025, -.866025, .866025, -.5, -.5, -.5, 1.5],
+}
+
+
+@pytest.mark.parametrize("names", GROUP_GOLDEN)
+def test_group_scores_golden(names):
     scores, group = TWO_GROUPS
-    lengths = torch.ones(8, dtype=torch.int64)
-    close(estimate(estimator, scores, group, lengths), expected, 3e-6)
+    lengths, expected = torch.ones(8, dtype=torch.int64), torch.tensor(GROUP_GOLDEN[names])
     shuffle = torch.tensor([3, 7, 0, 5, 1, 2, 6, 4])
-    shuffled = estimate(estimator, scores[shuffle], group[shuffle] * 5 + 2, lengths)
-    close(shuffled, torch.tensor(expected)[shuffle], 3e-6)
+    for name in names.split():
+        close(estimate(name, scores, group, lengths), expected, 3e-6)
+        close(estimate(name, scores[shuffle], group[shuffle] * 5 + 2, lengths), expected[shuffle], 3e-6)
 
 
 def test_group_scores_equal_loops():
@@ -116,25 +108,21 @@ def test_group_scores_equal_loops():
     group = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 1, 2])
     scores[group == 2] = 0.1
     lengths = torch.randint(0, 9, (12,), generator=generator(1))
-
-    def loop(estimator):
-        result = torch.zeros(12, dtype=torch.float64)
-        spread = int((group != 2).sum())
-        for i in range(12):
+    alive = int((group != 2).sum())
+    for estimator in ("grpo", "cpgd", "dr_grpo", "rloo", "gpg", "opo"):
+        expected = []
+        for i, x in enumerate(scores.tolist()):
             members = [j for j in range(12) if estimator == "cpgd" or group[j] == group[i]]
             s = [float(scores[j]) for j in members]
-            mean, x = sum(s) / len(s), float(scores[i])
+            n = [int(lengths[j]) for j in members]
+            mean = sum(s) / len(s)
             std = math.sqrt(sum((y - mean) ** 2 for y in s) / (len(s) - 1))
-            weight = [float(lengths[j]) for j in members]
-            result[i] = {"grpo": (x - mean) / (std + 1e-6), "cpgd": (x - mean) / (std + 1e-6), "dr_grpo": x - mean,
-                         "rloo": x - (sum(s) - x) / (len(s) - 1), "gpg": (x - mean) * 12 / spread,
-                         "opo": x - sum(w * y for w, y in zip(weight, s)) / sum(weight)}[estimator]
-        return result
-
-    for estimator in ("grpo", "cpgd", "dr_grpo", "rloo", "gpg", "opo"):
-        actual = estimate(estimator, scores, group, lengths)
-        close(actual, loop(estimator).repeat_interleave(lengths), ROUNDING)
-        assert estimator == "cpgd" or (actual[(group == 2).repeat_interleave(lengths)] == 0).all()
+            normalized = (x - mean) / (std + 1e-6)
+            value = {"grpo": normalized, "cpgd": normalized, "dr_grpo": x - mean,
+                     "rloo": x - (sum(s) - x) / (len(s) - 1), "gpg": (x - mean) * 12 / alive,
+                     "opo": x - sum(a * b for a, b in zip(n, s)) / sum(n)}[estimator]
+            expected += [value] * int(lengths[i])
+        close(estimate(estimator, scores, group, lengths), expected, ROUNDING)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
@@ -144,19 +132,14 @@ def test_equal_scores_give_exactly_zero(estimator):
     for lengths in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
         result = estimate(estimator, torch.full((8,), 0.1), one_group, lengths)
         assert result.tolist() == [0.0] * int(lengths.sum())
-    empty = torch.zeros(3, dtype=torch.int64)                                        # three responses of no tokens
-    scores = torch.tensor([0.0, 1, 1])
-    assert len(estimate(estimator, scores, empty, empty)) == 0
-    assert losses.centre(scores, empty, weight=empty.double()).isfinite().all()
     if estimator != "cpgd":
         with pytest.raises(ValueError, match="prompt 4 has only one"):
             estimate(estimator, torch.ones(3), torch.tensor([4, 7, 7]), torch.ones(3, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("flag", ["--advantage", "--policy_loss"])
-def test_an_unknown_estimator(flag):
-    with pytest.raises(UserError, match="'other'"):
-        ppo.parse_args([flag, "other"])
+def test_a_baseline_weighted_by_no_tokens_is_finite():
+    empty = torch.zeros(3, dtype=torch.int64)
+    assert losses.centre(torch.tensor([0.0, 1, 1]), empty, weight=empty.double()).isfinite().all()
 
 
 def test_overlong_penalty():
@@ -173,8 +156,7 @@ def test_running_moments_and_score_normalisation():
     resumed.load_state_dict(moments.state_dict())
     resumed.update(torch.tensor([4.0, 5]))
     assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
-    close(resumed.normalize(torch.tensor([3.0, 3.0])), [0, 0])
-    close(resumed.normalize(torch.tensor([4.0])), [1 / resumed.std])
+    close(resumed.normalize(torch.tensor([3.0, 4.0])), [0, 1 / 1.5811388])
     assert resumed.state_dict()["count"] == 5                                       # it only reads them
     flat = losses.RunningMoments()
     flat.update(torch.full((4,), 0.1))
@@ -207,37 +189,41 @@ def test_explained_variance():
 # Losses
 
 
-def packed_loss(name, clip_low=None, clip_high=None, mode="seq-mean-token-mean", mask=None, logp=LOGP, **options):
+def packed_loss(name, clip_low=None, clip_high=None, mask=None, logp=LOGP, **options):
     low, high = ppo.POLICY_LOSSES[name].clip
     terms, stats = policy_loss(name, logp, OLD, ADV, SEQ, 2, low if clip_low is None else clip_low,
                                high if clip_high is None else clip_high, mask=mask, **options)
-    lengths = torch.tensor([3, 2]) if mask is None else torch.zeros(2).index_add(0, SEQ, mask.float()).long()
-    weights = losses.token_weights(lengths, mode, 8)[SEQ]
-    return (terms * weights * (1 if mask is None else mask)).sum(), stats
+    mask = torch.ones(5) if mask is None else mask.float()
+    lengths = torch.zeros(2).index_add(0, SEQ, mask).long()
+    weights = losses.token_weights(lengths, "seq-mean-token-mean", 8)[SEQ]
+    return (terms * weights * mask).sum(), stats
 
 
 def loss_oracle(name, logp, old, adv, low, high, dual):
-    """One sequence, lists of floats: the loss as the mean over its tokens."""
-    n = len(logp)
-    clip = lambda x: min(max(x, 1 - low), 1 + high)  # noqa: E731
-    mean = sum(a - b for a, b in zip(logp, old)) / n
-    total = 0.0
+    """One sequence, (T,): the mean over its tokens, term by term from the papers, with their gradient."""
+    total, n = torch.zeros(()), len(logp)
     for lp, o, a in zip(logp, old, adv):
-        r = math.exp(mean if name == "gspo" else lp - o)
+        ratio = torch.exp(lp - o)
+        if name == "gspo":
+            ratio = torch.exp((logp - old).mean().detach() + lp - lp.detach())
         if name in ("ppo", "gspo"):
-            term = max(-a * r, -a * clip(r))
-            term = min(term, -dual * a) if a < 0 and dual and name == "ppo" else term
+            term = torch.maximum(-a * ratio, -a * ratio.clamp(1 - low, 1 + high))
+            if name == "ppo" and a < 0:
+                term = torch.minimum(term, -dual * a)
+        elif name == "cpgd" and a > 0:
+            term = -a * torch.minimum(lp, o + math.log(1 + high))
         elif name == "cpgd":
-            term = -a * (min(lp, o + math.log(1 + high)) if a > 0 else max(lp, o + math.log(1 - low)))
+            term = -a * torch.maximum(lp, o + math.log(1 - low))
         elif name == "cispo":
-            term = -clip(r) * a * lp
+            term = -ratio.clamp(1 - low, 1 + high).detach() * a * lp
         elif name == "sapo":
             tau = 1.0 if a > 0 else 1.05
-            term = -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+            term = -a * 4 / tau * torch.sigmoid(tau * (ratio - 1))
         elif name == "gmpo":
-            a = sum(adv) / n
-            term = -a * math.exp(sum(min(x - y, high) if a > 0 else max(x - y, -low) for x, y in zip(logp, old)) / n)
-        total += term / n
+            mean, changes = adv.mean(), logp - old
+            changes = changes.clamp(max=high) if mean > 0 else changes.clamp(min=-low)
+            term = -mean * torch.exp(changes.mean())
+        total = total + term / n
     return total
 
 
@@ -263,25 +249,29 @@ def test_advantages_that_are_rounding_are_not_counted_as_clipped(name):
     """A prompt whose samples earn the same has advantages of 0; whitening makes them rounding of either sign."""
     logp, old = torch.tensor([1.0, -1.0] * 4), torch.zeros(8)
     adv, counts = torch.tensor([0.5, -0.5, 1e-9, 1e-9, -1e-9, -1e-9, 0.0, 0.0]), []
-    for k in (1.0, -1.0):
-        _, stats = policy_loss(name, logp, old, k * adv, torch.arange(8), 8, 0.2, 0.2, dual_clip=2.0)
+    for sign in (1.0, -1.0):
+        _, stats = policy_loss(name, logp, old, sign * adv, torch.arange(8), 8, 0.2, 0.2, dual_clip=2.0)
         counts.append([int(stats[f"clipped_{side}"]) for side in ("high", "low", "dual")])
     assert counts == [[1, 1, 0], [0, 0, int(name == "ppo")]]
 
 
 @pytest.mark.parametrize("name", ppo.POLICY_LOSSES)
 def test_policy_loss_equals_the_formula_of_a_sequence(name):
+    """Value and gradient, whatever else is in the pack."""
     g = generator(3)
     sizes, low, high = [4, 1, 7, 5], *ppo.POLICY_LOSSES[name].clip
     old = -torch.rand(17, generator=g) * 3
-    logp = old + torch.randn(17, generator=g) * 0.8
+    logp = (old + torch.randn(17, generator=g) * 0.8).requires_grad_()
     adv = torch.randn(17, generator=g)
     adv[3] = 0
     seq = torch.tensor([5, 1, 0, 2]).repeat_interleave(torch.tensor(sizes))        # sparse, unordered indices
     terms, stats = policy_loss(name, logp, old, adv, seq, 7, low, high, 2.0)
-    expected = [loss_oracle(name, *(x[seq == i].tolist() for x in (logp, old, adv)), low, high, 2.0)
-                for i in (5, 1, 0, 2)]
-    close([float(terms[seq == i].mean()) for i in (5, 1, 0, 2)], expected, ROUNDING)
+    for i in (5, 1, 0, 2):
+        actual = terms[seq == i].mean()
+        expected = loss_oracle(name, logp[seq == i], old[seq == i], adv[seq == i], low, high, 2.0)
+        close(actual, expected, ROUNDING)
+        ours, theirs = (torch.autograd.grad(loss, logp, retain_graph=True)[0] for loss in (actual, expected))
+        close(ours, theirs, ROUNDING)
     assert all(x.ndim == 0 and not x.requires_grad and torch.isfinite(x) for x in stats.values())
 
 
@@ -303,8 +293,8 @@ def test_policy_loss_survives_extremes_and_nothing(name):
     terms.sum().backward()
     assert terms.isfinite().all() and logp.grad.isfinite().all() and all(x.isfinite() for x in stats.values())
     close(stats["ratio_max"] / math.exp(10 if name == "gspo" else 20), 1, ROUNDING)
-    d = 300 - 0.1                                  # KL(old, new) is not clamped, or it would look like 10
-    close(stats["approx_kl"] / (2 * (math.expm1(d) - d) + 2 * (math.expm1(-d) + d)), 1, 1e-4)
+    # KL(old, new) is not clamped, or it would look like 10; two of four tokens have all of it.
+    close(stats["approx_kl"] / (2 * math.expm1(300 - 0.1)), 1, 1e-4)
     none = torch.zeros(0)
     terms, stats = policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
     assert terms.shape == (0,) and stats["ratio_max"] == 0
@@ -312,8 +302,8 @@ def test_policy_loss_survives_extremes_and_nothing(name):
 
 def test_policy_loss_clips():
     def clipped(adv, **options):
-        terms, stats = policy_loss("ppo", torch.tensor([2.0]), torch.zeros(1), torch.tensor([adv]),
-                                   torch.tensor([0]), 1, 0.2, 0.28, **options)
+        one = torch.zeros(1)
+        terms, stats = policy_loss("ppo", one + 2, one, one + adv, one.long(), 1, 0.2, 0.28, **options)
         return float(terms), int(stats["clipped_dual"])
 
     assert clipped(-1.0, dual_clip=3.0) == (3.0, 1)
@@ -332,38 +322,12 @@ def test_token_weights_table():
         losses.token_weights(lengths, "other", 10)
 
 
-@pytest.mark.parametrize("mode, name", list(itertools.product(MODES, ("ppo", "gspo", "gmpo"))))
-def test_gradient_does_not_depend_on_packing(mode, name):
-    """One row, or any partition and order of the sequences into rows, ranks and empty rows: one gradient."""
-    g = generator(5)
-    lengths = torch.tensor([3, 1, 0, 6, 2])
-    parameter = torch.randn(4, generator=g, requires_grad=True)
-    features = [torch.randn(int(n), 4, generator=g) for n in lengths]
-    old, adv = [torch.randn(int(n), generator=g) for n in lengths], [torch.randn(int(n), generator=g) for n in lengths]
-    weights = losses.token_weights(lengths, mode, 8)
-
-    def gradient(rows):
-        total = torch.zeros(4)
-        for row in rows:
-            seq = torch.tensor(row, dtype=torch.int64).repeat_interleave(lengths[row])
-            logp = torch.cat([features[i] for i in row] + [torch.zeros(0, 4)]) @ parameter
-            packed = [torch.cat([x[i] for i in row] + [torch.zeros(0)]) for x in (old, adv)]
-            terms, _ = policy_loss(name, logp, *packed, seq, 5, 0.2, 0.2, 3.0)
-            total += torch.autograd.grad((weights[seq] * terms).sum(), parameter)[0]
-        return total
-
-    whole = gradient([[0, 1, 2, 3, 4]])
-    assert whole.abs().max() > 1e-3
-    for rows in ([[0], [1], [2], [3], [4]], [[4, 2, 0], [], [3, 1]], [[2], [1, 0, 4, 3]]):
-        close(gradient(rows), whole)
-
-
 def test_high_entropy_mask():
-    entropy = torch.tensor([1.0, 5, 2, 2, 4, 7, 7, 7, 7])
-    mask = losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 0.5)
-    assert mask.tolist() == [False, True, False, False, True, True, True, False, False]
-    assert losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 0.01).sum() == 3      # at least one of each
-    assert losses.high_entropy_mask(entropy, torch.tensor([3, 0, 2, 4]), 1.0).all()
+    entropy, lengths = torch.tensor([1.0, 5, 2, 2, 4, 7, 7, 7, 7]), torch.tensor([3, 0, 2, 4])
+    mask = losses.high_entropy_mask(entropy, lengths, 0.5)
+    assert mask.nonzero()[:, 0].tolist() == [1, 4, 5, 6]
+    assert losses.high_entropy_mask(entropy, lengths, 0.01).sum() == 3      # at least one of each
+    assert losses.high_entropy_mask(entropy, lengths, 1.0).all()
 
 
 def test_value_loss_golden():
@@ -395,16 +359,20 @@ def test_where_an_estimator_has_the_gradient_of_the_kl():
     ref = torch.tensor([.4, .3, .15, .1, .05], dtype=torch.float64).log()
     logits = torch.tensor([.3, -1., 2., 0., 1.], dtype=torch.float64, requires_grad=True)
     logp = logits.log_softmax(0)
-    gradient = lambda value: torch.autograd.grad(value, logits, retain_graph=True)[0]  # noqa: E731
-    wanted = gradient((logp.exp() * (logp - ref)).sum())
-    agree = lambda found: torch.allclose(found, wanted, rtol=1e-9, atol=1e-12)  # noqa: E731
-    estimates = {kind: losses.kl_penalty(kind, logp, ref) for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")}
-    as_reward = {kind: gradient((logp.exp() * x.detach()).sum()) for kind, x in estimates.items()}
-    as_loss = {kind: gradient((logp.exp().detach() * x).sum()) for kind, x in estimates.items()}
-    assert [kind for kind, found in as_reward.items() if agree(found)] == ["k1", "k1+"]
-    assert [kind for kind, found in as_loss.items() if agree(found)] == ["k2", "k1+", "k3+", "abs+"]
-    exact = (logp.exp() * (logp - ref)).sum().detach()
-    assert gradient((logp.exp() * exact).sum()).abs().max() < 1e-12 and as_loss["k1"].abs().max() < 1e-12
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    kl = (logp.exp() * (logp - ref)).sum()
+    expected, as_reward, as_loss = gradient(kl), [], []
+    for kind in ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"):
+        estimates = losses.kl_penalty(kind, logp, ref)
+        if torch.allclose(gradient((logp.exp() * estimates.detach()).sum()), expected, rtol=1e-9, atol=1e-12):
+            as_reward.append(kind)
+        if torch.allclose(gradient((logp.exp().detach() * estimates).sum()), expected, rtol=1e-9, atol=1e-12):
+            as_loss.append(kind)
+    assert as_reward == ["k1", "k1+"] and as_loss == ["k2", "k1+", "k3+", "abs+"]
+    assert gradient((logp.exp() * kl.detach()).sum()).abs().max() < 1e-12                # one number for all samples
 
 
 # Log-probs
@@ -431,7 +399,7 @@ def naive_distribution(hidden, weight, temperature, banned, row_banned, ids):
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"banned": True}, {"row_banned": True},
                                      {"temperature": 1.3, "banned": True, "row_banned": True}])
-@pytest.mark.parametrize("chunk", [1, 5, 100])
+@pytest.mark.parametrize("chunk", [5, 100])
 def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     hidden, weight, targets, banned, row_banned = head_case()
     banned = banned if "banned" in options else None
@@ -445,13 +413,12 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
     only, no_entropy = logprobs.linear_logprobs(hidden, weight, targets, **head)
     assert no_entropy is None
     close(only, expected[0], 1e-12)
-    g1, g2 = torch.randn(2, len(targets), generator=generator(9), dtype=torch.float64)
+    upstream = torch.randn(len(targets), generator=generator(9), dtype=torch.float64)
     for ours, theirs in zip(actual, expected):
         close(ours, theirs, 1e-12)
-    for loss in (lambda a, b: (a * g1 + b * g2).sum(), lambda a, b: (a * g1).sum(), lambda a, b: (b * g2).sum()):
-        for ours, theirs in zip(torch.autograd.grad(loss(*actual), (hidden, weight), retain_graph=True),
-                                torch.autograd.grad(loss(*expected), (hidden, weight), retain_graph=True)):
-            close(ours, theirs, 1e-11)
+        grads = [torch.autograd.grad(x, (hidden, weight), upstream, retain_graph=True) for x in (ours, theirs)]
+        for a, b in zip(*grads):
+            close(a, b, 1e-11)
 
 
 def test_linear_logprobs_gradcheck():
@@ -467,9 +434,8 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
     logp, entropy = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
     assert logp[2] == -math.inf and logp[:2].isfinite().all() and entropy.isfinite().all()
-    grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight, retain_graph=True)
+    grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight)
     assert grad.isfinite().all() and not grad[banned].any()
-    assert not torch.autograd.grad(logp.sum(), weight)[0][banned].any()
 
     logp, entropy = logprobs.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
     assert logp.shape == entropy.shape == (0,)
@@ -515,10 +481,10 @@ def test_full_kl_equals_naive(chunk):
     ref, _ = naive_distribution(ref_hidden, ref_weight, 0.7, banned, row_banned, ids)
     expected = (logp.exp() * (logp.masked_fill(out, 0) - ref.masked_fill(out, 0).detach())).sum(-1)
     actual = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, temperature=0.7, banned=banned, row_banned=row_banned,
-                            row_banned_ids=ids, chunk=chunk)
+                              row_banned_ids=ids, chunk=chunk)
     close(actual, expected, 1e-12)
-    g = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad((kl * g).sum(), (hidden, weight)) for kl in (actual, expected))
+    upstream = torch.randn(len(actual), generator=generator(2), dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad(kl, (hidden, weight), upstream) for kl in (actual, expected))
     for a, b in zip(ours, theirs):
         close(a, b, 1e-11)
     assert not logprobs.full_kl(hidden, hidden, weight, weight, banned=banned).any()
@@ -582,15 +548,12 @@ def test_a_draw_depends_on_its_key_only():
     noise, ids = logprobs.exponential_noise(77, keys), logprobs.gumbel_race(logits, keys)
     order = torch.randperm(64, generator=generator(1))
     assert torch.equal(logprobs.gumbel_race(logits[order], keys[order]), ids[order])
-    for i in (0, 17, 63):
-        assert torch.equal(logprobs.exponential_noise(77, keys[i:i + 1])[0], noise[i])
-        assert logprobs.gumbel_race(logits[i:i + 1], keys[i:i + 1]) == ids[i]
+    assert torch.equal(logprobs.exponential_noise(77, keys[17:18])[0], noise[17])
     torch.testing.assert_close(logprobs.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
-    arguments = [torch.tensor([5])] * 3
-    base = noise_keys(1, 2, *arguments)
-    others = [*(noise_keys(*start, *arguments) for start in ((2, 2), (1, 3), (-1, 2))),
-              *(noise_keys(1, 2, *(a + (i == j) for j, a in enumerate(arguments))) for i in range(3))]
-    assert len({int(k) for k in [base, *others]}) == 7
+    five, six = torch.tensor([5]), torch.tensor([6])
+    keys = [noise_keys(1, 2, five, five, five), noise_keys(2, 2, five, five, five), noise_keys(1, 3, five, five, five),
+            noise_keys(1, 2, six, five, five), noise_keys(1, 2, five, six, five), noise_keys(1, 2, five, five, six)]
+    assert len({int(key) for key in keys}) == 6
     assert keys_of(200_000).unique().numel() == 200_000
     assert logprobs._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000
 
@@ -602,13 +565,11 @@ def chi_square_z(observed, expected):
     return (per_df ** (1 / 3) - (1 - 2 / (9 * df))) / math.sqrt(2 / (9 * df))
 
 
-@pytest.mark.parametrize("logits", [torch.zeros(40), torch.linspace(0, -6, 30), torch.tensor([0.0, -9]),
-                                    torch.tensor([3.0, 0, -math.inf, 1, -math.inf]),
+@pytest.mark.parametrize("logits", [torch.linspace(0, -6, 30), torch.tensor([3.0, 0, -math.inf, 1, -math.inf]),
                                     torch.randn(100, generator=generator(4))])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_draws_follow_the_softmax(logits, seed):
+def test_draws_follow_the_softmax(logits):
     n, probs = 200_000, logits.double().softmax(0)
-    ids = logprobs.gumbel_race(logits.expand(n, -1), keys_of(n, seed))
+    ids = logprobs.gumbel_race(logits.expand(n, -1), keys_of(n))
     observed = torch.bincount(ids, minlength=len(logits)).double()
     assert not observed[probs == 0].any()
     assert abs(chi_square_z(observed[probs > 0], n * probs[probs > 0])) < 4
@@ -631,20 +592,18 @@ def test_noise_is_uniform_finite_and_independent(keys):
     noise = logprobs.exponential_noise(512, keys)
     assert noise.isfinite().all() and (noise > 0).all() and noise.log().isfinite().all()
     u = -torch.expm1(-noise.double())                                                                      # (2000, 512)
-    counts = torch.bincount((u.flatten() * 1000).long(), minlength=1000).double()
-    assert abs(chi_square_z(counts, torch.full((1000,), u.numel() / 1000, dtype=torch.float64))) < 4
-    for part in (u[0], u[:, 0], u[-1], u[:, 511]):                                      # single rows and single ids
-        counts = torch.bincount((part * 16).long(), minlength=16).double()
-        assert abs(chi_square_z(counts, torch.full((16,), len(part) / 16, dtype=torch.float64))) < 4
+    for part, bins in ((u.flatten(), 1000), (u[0], 16), (u[:, 0], 16)):                 # all, one position and one id
+        counts = torch.bincount((part * bins).long(), minlength=bins).double()
+        expected = torch.full((bins,), len(part) / bins, dtype=torch.float64)
+        assert abs(chi_square_z(counts, expected)) < 4
     x = (u - u.mean()) / u.std()
-    pairs = [(x[:, :-d], x[:, d:]) for d in (1, 2, 16, 256)]                                        # neighbouring ids
-    pairs += [(x[:-d], x[d:]) for d in (1, 2, 8, 50, 400)]               # neighbouring positions, samples and prompts
-    pairs += [(x[1:, 1:], x[:-1, :-1]), (x.square() - 1, x.roll(1, 0)), (x.square() - 1, x.roll(1, 1))]
+    pairs = [(x[:, :-d], x[:, d:]) for d in (1, 16, 256)]                                           # neighbouring ids
+    pairs += [(x[:-d], x[d:]) for d in (1, 50, 400)]                     # neighbouring positions, samples and prompts
     pairs += [(x[1:, 1:] * x[1:, :-1], x[:-1, 1:] * x[:-1, :-1])]                         # four corners of a square
     for a, b in pairs:
         assert abs((a * b).mean()) * math.sqrt(a.numel()) / (a.std() * b.std()) < 4.5
     bits = (u * 2**31).long()
-    for bit in (30, 24, 16, 8, 2):   # float32 has the lower bits of small u only
+    for bit in (30, 16, 2):   # float32 has the lower bits of small u only
         chosen = bits[bits < 2**24] if bit < 24 else bits.flatten()
         share = (chosen >> bit & 1).double().mean()
         assert abs(share - 0.5) * 2 * math.sqrt(len(chosen)) < 4.5
