@@ -23,7 +23,7 @@ import transformers
 from common.flags import DataArgs
 from common.data.loader import load_pixels
 from common.data.processor import Processor
-from common.data.rows import Asked, make_prompt
+from common.data.rows import make_prompt
 from common.model.weights import resolve_folder
 
 
@@ -36,7 +36,7 @@ class Chat:
         self.processor = Processor(path, DataArgs())
         self.family = self.processor.family
         kind = transformers.AutoModelForCausalLM
-        if self.family.has_pictures:
+        if self.family.has_images:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()
@@ -58,8 +58,7 @@ class Chat:
         content = [*parts, {"type": "text", "text": question}]
         turns = [*self.messages, {"role": "user", "content": content}]
         shown = [*self.pictures, *(str(Path(path).absolute()) for path in pictures)]
-        asked = Asked(turns, shown, source="the question", system_prompt=self.system_prompt)
-        prompt = make_prompt(self.processor, asked)
+        prompt = make_prompt(self.processor, turns, shown, system_prompt=self.system_prompt)
         tokens = self.model.generate(
             **self.inputs(prompt),
             max_new_tokens=max_new_tokens,

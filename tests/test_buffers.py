@@ -19,7 +19,7 @@ from common.buffers import (
     ragged_index,
 )
 from common.flags import parse_datasets
-from common.data.loader import data_order, mix, take_rows
+from common.data.loader import DrawOrder, data_order, mix
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
@@ -236,35 +236,29 @@ def test_bad_datasets(spec, message):
 
 
 def test_mixture():
-    which, number = mix([0.7, 0.3], 1000)
+    which = mix([0.7, 0.3], 1000)
     for n in (10, 100, 1000):
         assert abs(int((which[:n] == 1).sum()) - 0.3 * n) <= 1
-    for k in (0, 1):
-        assert number[which == k].tolist() == list(range(int((which == k).sum())))
     for weights in ([0.7, 0.3], [100.0] + [0.49] * 10):     # the ten are half a draw behind, so all 100 draws are the first's
-        shorter, longer = mix(weights, 100), mix(weights, 1500)
-        assert np.array_equal(longer[0][:100], shorter[0]) and np.array_equal(longer[1][:100], shorter[1])
-    which, number = mix([9.0, 6.0], 15)                                # sizes as weights: a pass has every prompt once
-    assert sorted(zip(which.tolist(), number.tolist())) == [(0, i) for i in range(9)] + [(1, i) for i in range(6)]
+        assert np.array_equal(mix(weights, 1500)[:100], mix(weights, 100))
+    assert np.bincount(mix([9.0, 6.0], 15)).tolist() == [9, 6]           # sizes as weights: a pass has every prompt once
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
-    """Cut into steps of any size, and begun in the middle, it is the same sequence: per set, its own passes in order."""
-    sizes, seed = [9, 6], 3
-    which, number = mix(weights, 60)
-    whole = take_rows(which, number, sizes, seed)
-    for k, size in enumerate(sizes):
-        own = [row for part, row in whole if part == k]
-        assert own == data_order(range(len(own)), size, seed)
-    for step in (1, 4, 7, 60):
-        cuts = [take_rows(which[s:s + step], number[s:s + step], sizes, seed) for s in range(0, 60, step)]
-        assert sum(cuts, []) == whole
-        assert sum(cuts[len(cuts) // 2:], []) == whole[len(cuts) // 2 * step:]
+    """Cut into batches of any size, it is the same sequence: per set, its own passes in order."""
+    sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
+    whole, _ = DrawOrder(sets, weights, 60, 1, seed)(0)
+    for k in (0, 1):
+        rows = [row for part, row in whole if part == k]
+        assert rows == data_order(range(len(rows)), len(sets[k]), seed)
+    for size in (1, 4, 20):
+        order = DrawOrder(sets, weights, size, 60 // size, seed)
+        assert sum((order(i)[0] for i in range(60 // size)), []) == whole and order(60 // size) is None
 
 
 def test_one_set_is_in_data_order():
-    assert take_rows(*mix([7.0], 35), [7], 5) == [(0, row) for row in data_order(range(35), 7, 5)]
+    assert DrawOrder([range(7)], [7.0], 35, 1, 5)(0) == (data_order(range(35), 7, 5), list(range(35)))
 
 
 @pytest.mark.parametrize("groups, count", [(12, 4), (6, 1), (5, 5)])

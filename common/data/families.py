@@ -1,12 +1,12 @@
-"""One class per family of models: how its pictures and videos become tokens, patches and inputs of
+"""One class per family of models: how its images and videos become tokens, patches and inputs of
 the vision tower.
 
     config.json      -> token ids, attention segments, inputs of the tower    family_of(config)
     small files      -> image processor, placeholders                         Family.prepare
     width, height    -> grid -> text in the prompt and its image tokens       grid, expand
-    decoded picture  -> patches, and the grid again by what came out          patches, clip_patches
+    decoded image    -> patches, and the grid again by what came out          patches, clip_patches
 
-A grid is what the tokens of a picture depend on: (1, h, w) patches, (height, width) in pixels once
+A grid is what the tokens of an image depend on: (1, h, w) patches, (height, width) in pixels once
 resized, tiles, or (rows, columns) of tiles. That of a clip has further entries: (t, h, w) patches,
 seconds per temporal patch, and the second at the middle of each.
 
@@ -27,10 +27,9 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
 
-from common.data.images import MAX_DECODED_PIXELS, sample_frames
+from common.data.images import sample_frames
 from common.flags import DataArgs
 
-BAD_PICTURES = "the settings of the image processor (preprocessor_config.json) cannot be used"
 Grid = tuple  # see above
 Patches = tuple[Tensor, Grid]
 Inputs = dict[str, Tensor]  # of a model of transformers, by name
@@ -43,17 +42,17 @@ def is_clip(grid: Grid) -> bool:
 
 
 class Family:
-    """What the families have in common: square pictures of one size, one tensor of pixels, no
+    """What the families have in common: square images of one size, one tensor of pixels, no
     videos."""
 
     model_types: tuple = ()
-    has_pictures = True
-    replies_show_pictures = True  # whether replies of environments may hold them
+    has_images = True
+    replies_show_images = True  # whether replies of environments may hold them
     takes_videos = False
-    # Those that may prepare the pictures; the first one where the files do not say.
+    # Those that may prepare the images; the first one where the files do not say.
     image_processors: tuple = ()
     processor_options: dict = {}  # of every call of the image processor
-    # A pattern of the special tokens around pictures that no config names: never to be sampled.
+    # A pattern of the special tokens around images that no config names: never to be sampled.
     unnamed_tokens = ""
     # Whether the chat template writes it; or else the tokenizer, as the family's own processor
     # does.
@@ -64,13 +63,13 @@ class Family:
         self.image_token_id = getattr(config, "image_token_id", -1)  # -1: no token has it
         self.video_token_id = -1
         self.image_processor = self.frame_processor = None
-        # What the chat template writes for a picture and a clip.
+        # What the chat template writes for an image and a clip.
         self.placeholder = self.clip_placeholder = ""
 
     # What a model needs
 
     def visual_token_ids(self) -> Tensor:
-        """(2,) the ids that stand for features in `input_ids`: a piece of a picture, a piece of a
+        """(2,) the ids that stand for features in `input_ids`: a piece of an image, a piece of a
         clip."""
         return torch.tensor([self.image_token_id, self.video_token_id])
 
@@ -80,36 +79,36 @@ class Family:
         return segments
 
     def token_types(self, input_ids: Tensor) -> Inputs:
-        """What transformers asks for in some families: which tokens are pieces of pictures (1) or
+        """What transformers asks for in some families: which tokens are pieces of images (1) or
         clips (2)."""
         return {}
 
     def visual_types(self, input_ids: Tensor) -> Tensor:
-        pictures, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
-        return pictures.int() + 2 * clips.int()
+        images, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
+        return images.int() + 2 * clips.int()
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
-        """What transformers takes for pictures, of any number of prompts, as `loader.load_pixels`
+        """What transformers takes for images, of any number of prompts, as `loader.load_pixels`
         made them.
 
-        items: the prompts' grids, which tell pictures and clips apart; without, the tower takes
-        clips as pictures.
+        items: the prompts' grids, which tell images and clips apart; without, the tower takes
+        clips as images.
         """
         return {"pixel_values": patches}
 
     # What the reading of rows needs
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
-        """Read from the files of a checkpoint how pictures are prepared. Raises ValueError: they
-        are missing or contradict each other."""
+        """Read from the files of a checkpoint how images are prepared. Raises ValueError: they are
+        missing or contradict each other."""
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
         self.placeholder = self.token(self.image_token_id)
         settings = files["processor_config"].get("image_processor") or files["preprocessor_config"]
         if not settings:
             raise ValueError("no preprocessor_config.json; take the base checkpoint's")
-        given = settings.get("image_processor_type") or settings.get("feature_extractor_type")
-        name = re.sub("(ImageProcessor|FeatureExtractor)?(Fast|Pil)?$", "", given or "", count=1)
+        kind = settings.get("image_processor_type") or settings.get("feature_extractor_type")
+        name = re.sub("(ImageProcessor|FeatureExtractor)?(Fast|Pil)?$", "", kind or "", count=1)
         name = name or self.image_processors[0]
         if name not in self.image_processors:
             raise ValueError(
@@ -120,9 +119,14 @@ class Family:
         try:
             maker = getattr(transformers, f"{name}ImageProcessorPil")
             self.image_processor = maker.from_dict(settings)
-            self.try_picture(Image.new("RGB", (64, 64)))
+            _, grid = self.patches(Image.new("RGB", (64, 64)))
         except Exception as error:  # settings of a wrong type raise anything
-            raise ValueError(f"{BAD_PICTURES}: {error!r}") from error
+            raise ValueError(f"preprocessor_config.json cannot be used: {error!r}") from error
+        if grid != self.grid(64, 64):
+            raise ValueError(
+                f"preprocessor_config.json makes {grid} of an image of 64 x 64 pixels, and "
+                f"config.json asks for {self.grid(64, 64)}"
+            )
 
     def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
         """The settings of the image processor, as the flags change them."""
@@ -131,15 +135,6 @@ class Family:
             raise ValueError(f"--min_pixels and --max_pixels: {name} resizes by its own files")
         return settings
 
-    def try_picture(self, picture: Image.Image) -> None:
-        """The settings are many, and each image processor has others."""
-        promised = self.grid(*picture.size)
-        _, found = self.patches(picture)
-        if found != promised:
-            raise ValueError(
-                f"a picture of 64 x 64 pixels becomes {found}, and config.json asks for {promised}"
-            )
-
     def token(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 
@@ -147,24 +142,24 @@ class Family:
         return self.clip_placeholder if is_clip(grid) else self.placeholder
 
     def grid(self, width: int, height: int) -> Grid:
-        """The grid of a picture of width x height pixels. Raises ValueError: sides too unlike each
+        """The grid of an image of width x height pixels. Raises ValueError: sides too unlike each
         other."""
         side = self.config.vision_config.image_size
         return side, side
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
-        """What stands in the prompt for a picture or clip: a text, and how often each image or
+        """What stands in the prompt for an image or clip: a text, and how often each image or
         video token in it is repeated. The counts are those of the features that the model makes, by
         its config; the texts those of the families' processors."""
         raise NotImplementedError
 
     def patches(self, image: Image.Image) -> Patches:
-        """One picture by the family's image processor, and its grid by what came out."""
+        """One image by the family's image processor, and its grid by what came out."""
         pixels = self.prepared([image])["pixel_values"]
         return pixels, tuple(pixels.shape[-2:])
 
-    def prepared(self, pictures: list) -> Inputs:
-        return self.image_processor(images=pictures, return_tensors="pt", **self.processor_options)
+    def prepared(self, images: list) -> Inputs:
+        return self.image_processor(images=images, return_tensors="pt", **self.processor_options)
 
     def tile_side(self) -> int:
         """Patches along a side of the square that the vision tower takes. Some configs give sizes
@@ -178,7 +173,7 @@ class TextOnly(Family):
     """Language models without a vision tower."""
 
     model_types = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "llama", "mistral")
-    has_pictures = False
+    has_images = False
     template_has_bos = True
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
@@ -186,7 +181,7 @@ class TextOnly(Family):
 
 
 class Qwen(Family):
-    """Qwen-VL: pictures of any size as (1, h, w) patches, clips as (t, h, w), two frames deep."""
+    """Qwen-VL: images of any size as (1, h, w) patches, clips as (t, h, w), two frames deep."""
 
     model_types = (
         "qwen2_vl",
@@ -233,7 +228,7 @@ class Qwen(Family):
         clips = (
             files["processor_config"].get("video_processor") or files["video_preprocessor_config"]
         )
-        if not clips:  # older checkpoints treat frames as they do pictures
+        if not clips:  # older checkpoints treat frames as they do images
             clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
             files["video_preprocessor_config"] = clips
         side = self.patch_size * self.merge_size
@@ -247,18 +242,11 @@ class Qwen(Family):
         """Settings with the fewest and most pixels as ``size`` alone, by the flags or else by the
         settings, which spell them in three ways. Given min_pixels, transformers 5.17 would write it
         into the default of the class, for every later checkpoint."""
-        size = settings.get("size") or {}
-        if not isinstance(size, dict):
-            raise ValueError(f"{BAD_PICTURES}: size is {size!r:.80}, and no object")
-        given = size | {key: value for key, value in settings.items() if value}
-        low = flags[0] or given.get("min_pixels") or given.get("shortest_edge") or defaults[0]
-        high = flags[1] or given.get("max_pixels") or given.get("longest_edge") or defaults[1]
-        are_numbers = type(low) is int and type(high) is int
-        if not are_numbers or not 0 < low <= min(high, MAX_DECODED_PIXELS):
-            raise ValueError(
-                f"min_pixels {low!r:.80}, max_pixels {high!r:.80}: must be whole numbers, 0 < min "
-                f"<= max, and min at most {MAX_DECODED_PIXELS}"
-            )
+        values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
+        low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
+        high = flags[1] or values.get("max_pixels") or values.get("longest_edge") or defaults[1]
+        if low > high:
+            raise ValueError(f"min_pixels {low} is more than max_pixels {high}")
         bounded = dict(settings)
         for name in ("min_pixels", "max_pixels"):
             bounded.pop(name, None)
@@ -279,18 +267,13 @@ class Qwen(Family):
         width, height = self.frame_size(*size, len(picks))
         seconds = self.depth / (len(picks) / len(times) * rate)
         picks += picks[-1:] * (-len(picks) % self.depth)
-        middles = []
-        for first, last in zip(picks[:: self.depth], picks[self.depth - 1 :: self.depth]):
-            middles.append((times[first] + times[last]) / 2)
+        ends = zip(picks[:: self.depth], picks[self.depth - 1 :: self.depth])
+        middles = [(times[first] + times[last]) / 2 for first, last in ends]
         return len(middles), height // self.patch_size, width // self.patch_size, seconds, *middles
 
     def frame_size(self, width: int, height: int, count: int) -> tuple[int, int]:
         """(width, height) to which the ``count`` frames of a clip are resized: Qwen2-VL and
         Qwen2.5-VL bound the pixels of a frame, Qwen3-VL those of all frames."""
-        if getattr(self.frame_processor, "cap_pixels_per_frame", None):
-            raise ValueError(
-                "cap_pixels_per_frame in the checkpoint's files is not supported; use --max_pixels"
-            )
         side, bounds = self.patch_size * self.merge_size, self.frame_processor.size
         low, high = bounds["shortest_edge"], bounds["longest_edge"]
         if self.is_third:
@@ -337,24 +320,24 @@ class Qwen(Family):
 
 
 class Gemma3(Family):
-    """Square pictures, whose tokens see each other in the decoder."""
+    """Square images, whose tokens see each other in the decoder."""
 
     # Its image tokens see each other in both directions, which a segment after a prefix cannot do.
-    replies_show_pictures = False
+    replies_show_images = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
-        """A prompt is cut into text and pictures, each of which has all before it as its prefix."""
+        """A prompt is cut into text and images, each of which has all before it as its prefix."""
         if not len(image_index):
             return segments
-        rows = image_index.cpu().numpy()
-        pictures = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
-        stretches = [(int(picture[0]), int(picture[-1]) + 1) for picture in pictures]
+        places = image_index.cpu().numpy()
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        images = [(int(run[0]), int(run[-1]) + 1) for run in runs]
         pieces: list[Segment] = []
         for start, end, *prefix in segments:
             at = start
-            for first, after in stretches:
+            for first, after in images:
                 if start <= first < end:
                     pieces += [(at, first, start, at), (first, after, start, first, True)]
                     at = after
@@ -369,14 +352,14 @@ class Gemma3(Family):
     def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
         if settings.get("do_pan_and_scan"):
             raise ValueError(
-                "do_pan_and_scan: crops beside the picture are not supported; switch it off in "
+                "do_pan_and_scan: crops beside the image are not supported; switch it off in "
                 "the files"
             )
         return super().processor_settings(settings, files, args)
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         super().prepare(files, tokenizer, args)
-        self.placeholder = self.token(self.config.boi_token_id)  # the one that begins a picture
+        self.placeholder = self.token(self.config.boi_token_id)  # the one that begins an image
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         token, end = self.token(self.image_token_id), self.token(self.config.eoi_token_id)
@@ -384,7 +367,7 @@ class Gemma3(Family):
 
 
 class InternVL(Family):
-    """A picture as a number of square tiles, by its shape."""
+    """An image as a number of square tiles, by its shape."""
 
     model_types = ("internvl",)
     image_processors = ("GotOcr2",)
@@ -405,7 +388,7 @@ class InternVL(Family):
 
 
 class Llava(Family):
-    """LLaVA 1.5: a square picture by CLIP or SigLIP."""
+    """LLaVA 1.5: a square image by CLIP or SigLIP."""
 
     model_types = ("llava",)
     image_processors = ("CLIP", "Llava", "Siglip")
@@ -425,8 +408,8 @@ class Llava(Family):
 
 
 class SmolVLM(Family):
-    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole picture, or, (0, 0), the whole
-    picture alone."""
+    """Idefics3 and SmolVLM: (rows, columns) of tiles and the whole image, or, (0, 0), the whole
+    image alone."""
 
     model_types = ("idefics3", "smolvlm")
     image_processors = ("Idefics3", "SmolVLM")

@@ -23,7 +23,6 @@ def read_model_config(folder: str | Path):
     """The config of a checkpoint's model. Raises ValueError: no config.json, or one that
     transformers cannot use."""
     path = Path(folder, "config.json")
-    read_json(path)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # each class of transformers has its own checks

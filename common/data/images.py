@@ -1,15 +1,14 @@
-"""Files to RGB frames: pictures and videos, their sizes by the header, their bodies when a step
+"""Files to RGB frames: images and videos, their sizes by the header, their bodies when a step
 needs them.
 
-A clip is several pictures, one after the other, or one file: an animation (GIF, WebP), which Pillow
+A clip is several images, one after the other, or one file: an animation (GIF, WebP), which Pillow
 reads, or a video (MP4, ...), for which a further package is needed. A user's mistake is a
-ValueError that names the file and the numbers.
+ValueError that names the file.
 """
 
 import importlib
 import os
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -17,29 +16,24 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers.video_utils import load_video
 
-
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
 # not be able to.
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # By package, the name in transformers.
 VIDEO_DECODERS = {"torchcodec": "torchcodec", "av": "pyav", "cv2": "opencv"}
-# 8192 x 8192, 200 MB as RGB; a few kB of PNG can claim a thousand times that
-MAX_DECODED_PIXELS = 2**26
 EXIF_ORIENTATION = 0x0112
 
 
 # -------------------------------------------------------------------------------------------------
-# Pictures
+# Images
 # -------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _open_image(path: str):
-    """A picture file opened by its header, refused by its size before its body is decoded."""
+    """An image file opened by its header; Pillow refuses one that claims far too many pixels."""
     try:
         with Image.open(path, formats=IMAGE_FORMATS) as image:
-            if image.width * image.height > MAX_DECODED_PIXELS:
-                raise ValueError(f"{image.width}x{image.height} pixels")
             yield image
     except FileNotFoundError as error:
         raise ValueError(f"no such image: {path}") from error
@@ -51,8 +45,7 @@ def _open_image(path: str):
 
 def image_size(path: str) -> tuple[int, int]:
     """(width, height) in pixels as `read_image` will return it, from the header alone: EXIF after
-    the body of a PNG is not seen. Raises ValueError: no such file, not a picture, too many
-    pixels."""
+    the body of a PNG is not seen. Raises ValueError: see `read_image`."""
     with _open_image(path) as image:
         if image.format == "TIFF":  # Pillow reports the turned size by itself
             return image.size
@@ -62,27 +55,18 @@ def image_size(path: str) -> tuple[int, int]:
 
 
 def read_image(path: str) -> Image.Image:
-    """Decode a picture file to RGB: upright by its EXIF, transparency laid on white, first frame of
+    """Decode an image file to RGB: upright by its EXIF, transparency laid on white, first frame of
     an animation.
 
-    16-bit grey is scaled, not clipped. Raises ValueError with path and reason: no such file, not a
-    picture, too many pixels, truncated or damaged body, grey values of unknown range.
+    16-bit grey is scaled, not clipped. Raises ValueError with path and reason: no such file, not an
+    image, too many pixels, truncated or damaged body, grey values of unknown range.
     """
     with _open_image(path) as image:
-        return _upright_rgb(image)
+        return upright_rgb(image)
 
 
-def as_rgb(picture: Image.Image | Path) -> Image.Image:
-    """A picture of a user's program, Pillow's or a file, as `read_image` gives it. Raises
-    ValueError."""
-    if isinstance(picture, Path):
-        return read_image(str(picture))
-    if not 0 < picture.width * picture.height <= MAX_DECODED_PIXELS:
-        raise ValueError(f"a picture of {picture.width}x{picture.height} pixels")
-    return _upright_rgb(picture)
-
-
-def _upright_rgb(image: Image.Image) -> Image.Image:
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """An image of Pillow's as `read_image` gives it."""
     image = ImageOps.exif_transpose(image)
     if image.mode[0] in "IF":
         return _scaled_grey(image)
@@ -109,13 +93,12 @@ def _scaled_grey(image: Image.Image) -> Image.Image:
 
 def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], list[float], float]:
     """(width, height) of a clip's frames, the second at which each is shown, and frames per second.
-    Pictures, and animations that do not say how long they show each frame, have ``fps`` in a
-    second.
+    Images, and animations that do not say how long they show a frame, have ``fps`` in a second.
 
     Raises ValueError: no such file, not a clip, fewer than 2 frames, frames of different size, no
     decoder installed.
     """
-    shown: list[float] = []  # milliseconds of each frame, where the file has them
+    durations: list[float] = []  # milliseconds of each frame, where the file has them
     if len(files) > 1:
         size, total = _common_size(files), len(files)
     elif _is_video(files[0]):
@@ -123,30 +106,25 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
         size, total, fps = frames[0].size, header.total_num_frames, header.fps
     else:
         size = image_size(files[0])
-        shown = _durations(files[0])
-        total = len(shown)
+        durations = _durations(files[0])
+        total = len(durations)
     if total < 2:
         raise ValueError(
-            f"{files[0]}: a video has at least 2 frames, this has {total} (pictures are the frames "
-            "of one video if they stand in a list of their own)"
+            f"{files[0]}: a video has at least 2 frames, this has {total} (images are the frames of "
+            "a video if they stand in a list of their own)"
         )
-    if shown and all(shown):
-        starts = np.cumsum([0, *shown[:-1]]) / 1000
-        return size, starts.tolist(), 1000 * total / sum(shown)
+    if durations and all(durations):
+        starts = np.cumsum([0, *durations[:-1]]) / 1000
+        return size, starts.tolist(), 1000 * total / sum(durations)
     return size, [k / fps for k in range(total)], fps
 
 
 def _common_size(files: tuple[str, ...]) -> tuple[int, int]:
-    """(width, height) of the pictures of a clip. Raises ValueError: they differ."""
-    size = image_size(files[0])
-    for file in files[1:]:
-        other = image_size(file)
-        if other != size:
-            raise ValueError(
-                f"the frames of a clip differ in size: {size[0]} x {size[1]} pixels in {files[0]}, "
-                f"{other[0]} x {other[1]} in {file}"
-            )
-    return size
+    """(width, height) of the images of a clip. Raises ValueError: they differ."""
+    sizes = {image_size(file): file for file in files}
+    if len(sizes) > 1:
+        raise ValueError(f"the frames of a clip differ in size: {sizes}")
+    return next(iter(sizes))
 
 
 def _durations(path: str) -> list[float]:
@@ -168,7 +146,7 @@ def sample_frames(total: int, most: int) -> list[int]:
 
 
 def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
-    """The sampled frames of a clip, as `read_image` gives pictures. Raises ValueError: see
+    """The sampled frames of a clip, as `read_image` gives images. Raises ValueError: see
     `clip_times`, or a damaged body."""
     if len(files) > 1:
         return [read_image(files[k]) for k in sample_frames(len(files), most)]
@@ -178,13 +156,12 @@ def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
     with _open_image(files[0]) as image:
         for k in sample_frames(getattr(image, "n_frames", 1), most):
             image.seek(k)
-            frames.append(_upright_rgb(image))
+            frames.append(upright_rgb(image))
     return frames
 
 
 def read_frames(items: Any, most: int) -> list[Image.Image]:
-    """To look at: the pictures of `Prompt.images`, and of each clip up to ``most`` of its
-    frames."""
+    """To look at: the images of `Prompt.images`, and of each clip up to ``most`` of its frames."""
     frames = []
     for item in items:
         frames += [read_image(item)] if isinstance(item, str) else read_clip(tuple(item), most)
@@ -220,24 +197,18 @@ def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Ima
     if package is None:
         raise ValueError(
             f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read videos, install one of "
-            f"{', '.join(VIDEO_DECODERS)}, or give their frames as a list of pictures"
+            f"{', '.join(VIDEO_DECODERS)}, or give their frames as a list of images"
         )
 
     def pick(header, **_) -> list[int]:
-        total, rate = header.total_num_frames, header.fps
-        if not (total and rate and 0 < header.width * header.height <= MAX_DECODED_PIXELS):
-            raise ValueError(
-                f"it says {header.width}x{header.height} pixels, {total} frames, {rate} in a "
-                f"second; allowed are {MAX_DECODED_PIXELS} pixels, and number and rate are needed"
-            )
-        return choose(total)
+        if not (header.total_num_frames and header.fps):
+            raise ValueError(f"{header.total_num_frames} frames, {header.fps} in a second")
+        return choose(header.total_num_frames)
 
     try:
         frames, header = load_video(path, backend=VIDEO_DECODERS[package], sample_indices_fn=pick)
-        if torch.is_tensor(frames):
-            frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
-        if len(frames) != len(header.frames_indices):
-            raise ValueError(f"{len(frames)} of the frames {header.frames_indices} decode")
     except Exception as error:  # decoders raise anything
         raise ValueError(f"{path}: not a video that {package} can decode: {error!r}") from error
+    if torch.is_tensor(frames):
+        frames = frames.permute(0, 2, 3, 1).numpy()  # (F, h, w, 3)
     return [Image.fromarray(frame) for frame in frames], header

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch
-from common.data import images
+from common.data.images import read_clip, read_image
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError, printable
@@ -41,16 +41,19 @@ class DrawOrder:
     def __init__(
         self, sets: list[list], shares: list[float], per_batch: int, batches: int, seed: int
     ):
-        self.sets, self.per_batch, self.seed = sets, per_batch, seed
-        self.which, self.number = mix(shares, per_batch * batches)
+        self.sets, self.per_batch = sets, per_batch
+        self.which = mix(shares, per_batch * batches)
+        self.places = np.empty_like(self.which)  # of the rows in their sets
+        for k, rows in enumerate(sets):
+            is_drawn = self.which == k
+            self.places[is_drawn] = data_order(range(is_drawn.sum()), len(rows), seed)
 
     def __call__(self, index: int) -> tuple[list, list[int]] | None:
-        draws = slice(index * self.per_batch, (index + 1) * self.per_batch)
+        draws = range(index * self.per_batch, (index + 1) * self.per_batch)
         if draws.start >= len(self.which):
             return None
-        sizes = [len(rows) for rows in self.sets]
-        picks = take_rows(self.which[draws], self.number[draws], sizes, self.seed)
-        return [self.sets[k][row] for k, row in picks], list(range(draws.start, draws.stop))
+        rows = [self.sets[self.which[draw]][self.places[draw]] for draw in draws]
+        return rows, list(draws)
 
 
 class InOrder:
@@ -69,44 +72,28 @@ class InOrder:
 
 def prompt_of(row: Any) -> Prompt:
     """The prompt of a row: itself, or its attribute."""
-    return row if isinstance(row, Prompt) else row.prompt
+    return getattr(row, "prompt", row)
 
 
-def mix(weights: list[float], draws: int) -> tuple[np.ndarray, np.ndarray]:
-    """(draws,) dataset of each draw, and (draws,) its number among that set's draws. Draw j of set
-    i has the time (j + 1/2) / weight i: shares are kept at every moment, and a longer plan begins
-    like a shorter one.
-    """
+def mix(weights: list[float], draws: int) -> np.ndarray:
+    """(draws,) set of each draw. Draw j of set i has the time (j + 1/2) / weight i: shares are kept
+    at every moment, and a longer plan begins like a shorter one."""
     # At any time each other set may be half a draw behind its share, all of which are this one's
     # then.
-    counts = [
-        math.ceil(draws * weight / sum(weights)) + len(weights) // 2 + 1 for weight in weights
-    ]
+    most = len(weights) // 2 + 1
+    counts = [math.ceil(draws * weight / sum(weights)) + most for weight in weights]
+    times = [(np.arange(count) + 0.5) / weight for count, weight in zip(counts, weights)]
     which = np.repeat(np.arange(len(weights)), counts)
-    number = np.concatenate([np.arange(0), *map(np.arange, counts)])
-    order = np.lexsort((which, (number + 0.5) / np.asarray(weights)[which]))[:draws]
-    return which[order], number[order]
-
-
-def take_rows(
-    which: np.ndarray, number: np.ndarray, sizes: list[int], seed: int
-) -> list[tuple[int, int]]:
-    """(dataset, row) of consecutive draws of a plan made by `mix`; each dataset has its own passes,
-    as in `data_order`."""
-    picks = {}
-    for k in set(which.tolist()):
-        own = number[which == k]  # consecutive
-        picks[k] = iter(data_order(range(own[0], own[-1] + 1), sizes[k], seed))
-    return [(k, next(picks[k])) for k in which.tolist()]
+    return which[np.lexsort((which, np.concatenate(times)))[:draws]]
 
 
 def data_order(draws: range, rows: int, seed: int) -> list[int]:
     """Rows taken as draws number ``draws``: pass e over the data uses a permutation that depends on
     (seed, e) only."""
-    order = {}
-    for epoch in {draw // rows for draw in draws}:
-        order[epoch] = np.random.default_rng([seed, epoch]).permutation(rows)
-    return [int(order[draw // rows][draw % rows]) for draw in draws]
+    first, end = draws.start // rows, -(-draws.stop // rows)
+    passes = [np.random.default_rng([seed, k]).permutation(rows) for k in range(first, end)]
+    order = np.concatenate([np.arange(0), *passes])[draws.start - first * rows :]
+    return order[: len(draws)].tolist()
 
 
 def absolute_datasets(spec: str) -> str:
@@ -145,13 +132,13 @@ def digest_data(spec: str, rows: int) -> str:
 
 
 class PromptLoader:
-    """Decodes the pictures of the next batch in threads while the model works on this one.
+    """Decodes the images of the next batch in threads while the model works on this one.
 
     Args:
         order: 0-based number of a batch -> its rows and their draw numbers, or None after the last.
             Rows are prompts, or objects with a ``prompt``.
         taken: batches taken so far.
-        dropped: prompts dropped so far, whose pictures do not decode (--on_bad_row skip).
+        dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
 
     ``rows`` are those of the batch taken last.
     """
@@ -167,7 +154,7 @@ class PromptLoader:
         self.processor, self.on_bad_row, self.order = processor, args.on_bad_row, order
         self.taken, self.dropped = taken, dropped
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.pool = ThreadPoolExecutor(args.data_threads, thread_name_prefix="pictures")
+        self.pool = ThreadPoolExecutor(args.data_threads, thread_name_prefix="images")
         self.ahead: tuple | None = None  # what is decoding for the next `take`
         self.rows: list = []
 
@@ -179,7 +166,7 @@ class PromptLoader:
 
     def take(self, least: int = 1) -> Batch:
         """The prompts of the next batch, decoded; from now on those of the one after it decode.
-        Raises UserError: of prompts whose pictures decode there are not ``least``."""
+        Raises UserError: of prompts whose images decode there are not ``least``."""
         if self.ahead is None:
             self.ahead = self.submit(*self.order(self.taken))
         self.rows = self.ahead[0]
@@ -188,10 +175,7 @@ class PromptLoader:
         following = self.order(self.taken)
         self.ahead = None if following is None else self.submit(*following)
         if len(batch.prompts) - len(batch.dropped) < least:
-            raise UserError(
-                f"none of the {len(batch.prompts)} prompts of a batch is left: no picture of "
-                f"{batch.prompts[0].source} and the others could be decoded"
-            )
+            raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
         return batch
 
     def submit(self, rows: list, draws: list[int]) -> tuple:
@@ -202,36 +186,29 @@ class PromptLoader:
         return rows, draws, futures
 
     def collect(self, rows: list, draws: list[int], futures: dict[int, Future]) -> Batch:
-        """Wait for the pictures.
+        """Wait for the images.
 
         Raises:
-            UserError: on every rank, if a picture of any rank does not decode and --on_bad_row is
+            UserError: on every rank, if an image of any rank does not decode and --on_bad_row is
                 error.
         """
         prompts = [prompt_of(row) for row in rows]
         patches, bad = {}, {}
         for i, future in futures.items():
             try:
-                pixels = future.result()
+                patches[i] = future.result()
             except ValueError as error:
                 bad[i] = printable(f"{prompts[i].source}: {error}")
-                continue
-            if pixels is not None:
-                patches[i] = pixels
         problems: dict[int, str] = {}
         for part in distributed.gather_objects(bad):
-            problems |= {int(i): message for i, message in part.items()}
+            problems |= part
         if problems and self.on_bad_row == "error":
             raise UserError("\n".join(problems.values()))
         if problems and distributed.is_main():
-            first = list(problems.values())[:5]
-            print(
-                f"dropped {len(problems)} of {len(prompts)} prompts:",
-                *first,
-                sep="\n  ",
-                flush=True,
-            )
+            first = "\n  ".join(list(problems.values())[:5])
+            print(f"dropped {len(problems)} of {len(prompts)} prompts:\n  {first}", flush=True)
         self.dropped += len(problems)
+        patches = {i: pixels for i, pixels in patches.items() if pixels is not None}
         owners = [i % self.world for i in range(len(prompts))]
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
@@ -244,8 +221,8 @@ def join_pixels(parts: list[Pixels]) -> Pixels:
 
 def load_pixels(
     prompt: Prompt, processor: Processor, change: Callable | None = None
-) -> tuple[Tensor, Tensor] | None:
-    """Decode the pictures and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
+) -> Pixels | None:
+    """Decode the images and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
     and grids (I, G) int64, G up to 3; None without either. ``change``: Pillow's image -> another of
     the same size, which stands in its place.
 
@@ -254,20 +231,18 @@ def load_pixels(
     if not prompt.images:
         return None
     family = processor.family
-    pixels, found = [], []
+    pixels = []
     for item in prompt.images:
         is_clip = not isinstance(item, str)
-        frames = images.read_clip(item, family.video_frames) if is_clip else [images.read_image(item)]
+        frames = read_clip(item, family.video_frames) if is_clip else [read_image(item)]
         if change is not None:
             frames = list(map(change, frames))
-        patches, grid = family.clip_patches(frames) if is_clip else family.patches(frames[0])
-        pixels.append(patches)
-        found.append(grid)
-    promised = [grid[:3] for grid in prompt.grids]
-    if found != promised:
-        names = ", ".join(item if isinstance(item, str) else item[0] for item in prompt.images)
+        pixels.append(family.clip_patches(frames) if is_clip else family.patches(frames[0]))
+    patches, grids = zip(*pixels)
+    expected = tuple(grid[:3] for grid in prompt.grids)
+    if grids != expected:
         raise ValueError(
-            f"{names}: patch grids {promised} by the headers, but {found} decoded: changed since "
-            "loaded, or a PNG has EXIF data after its body; restore the file"
+            f"{prompt.images}: patch grids {expected} by the headers, but {grids} decoded: changed "
+            "since loaded, or a PNG has EXIF data after its body; restore the file"
         )
-    return torch.cat(pixels), torch.tensor(found)
+    return torch.cat(patches), torch.tensor(grids)

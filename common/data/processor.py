@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.families import family_of, is_clip
+from common.data.families import family_of
 from common.data.folder import read_model_config, read_settings, read_tokenizer
 from common.flags import DataArgs
 
@@ -45,68 +45,43 @@ class Processor:
             self.tokenizer = read_tokenizer(folder)
             self.files = read_settings(folder)
             self.vocab_size = self.config.get_text_config().vocab_size
-            self._set_template()
+            # Older checkpoints keep the template that knows images in a file of its own, which only
+            # AutoProcessor reads.
+            template = self.files["chat_template"].get("chat_template")
+            self.tokenizer.chat_template = template or self.tokenizer.chat_template
+            if not self.tokenizer.chat_template:
+                raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
             self._set_tokens()
             self.family.prepare(self.files, self.tokenizer, args)
         except (OSError, ValueError) as error:
             raise ValueError(f"checkpoint {folder}: {error}") from error
 
-    def _set_template(self) -> None:
-        # Older checkpoints keep the template that knows images in this file, which only
-        # AutoProcessor reads.
-        tokenizer = self.tokenizer
-        tokenizer.chat_template = (
-            self.files["chat_template"].get("chat_template") or tokenizer.chat_template
-        )
-        if not tokenizer.chat_template:
-            raise ValueError("no chat template; take that of the instruction-tuned checkpoint")
-
     def _set_tokens(self) -> None:
         tokenizer, added = self.tokenizer, self.tokenizer.added_tokens_decoder
-        ends = self._generation_ends()
-        for name, token in (
-            ("the image token", int(self.family.visual_token_ids()[0])),
-            ("the tokenizer's eos token", tokenizer.eos_token_id),
-        ):
-            if token is not None and token >= self.vocab_size:
-                raise ValueError(
-                    f"{name} has the id {token}; config.json has a vocab_size of {self.vocab_size}"
-                )
-        ids = set()
-        for name in ("image", "video", "vision_start", "vision_end", "boi", "eoi"):
-            ids.add(getattr(self.config, f"{name}_token_id", None))
+        names = ("image", "video", "vision_start", "vision_end", "boi", "eoi")
+        visual = {getattr(self.config, f"{name}_token_id", None) for name in names}
         for i, token in added.items():
             if re.fullmatch(self.family.unnamed_tokens, token.content):
-                ids.add(i)
-        ids -= {None}
-        # A small model may keep the large ones' default ids, beyond its own vocabulary: nothing
-        # there to ban.
-        self.banned_ids = tuple(sorted(i for i in ids if 0 <= i < self.vocab_size))
+                visual.add(i)
         # Gemma's end of a turn is a stop token, though not all of its files call it an end.
-        ends |= {tokenizer.eos_token_id, tokenizer.get_vocab().get("<end_of_turn>")}
-        self.stop_ids = tuple(sorted(ends - {None}))
+        ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<end_of_turn>")}
+        written = self.files["generation_config"].get("eos_token_id")
+        ends |= set(written) if isinstance(written, list) else {written}
+        self.banned_ids, self.stop_ids = self._known(visual), self._known(ends)
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a
         # row's to write.
         self.reserved_tokens = []
         for i, token in added.items():
             is_used = i in ends or token.content in str(tokenizer.chat_template)
-            if i in ids or (token.special and is_used):
+            if i in visual or (token.special and is_used):
                 self.reserved_tokens.append(token.content)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
             self.config.get_text_config().pad_token_id = tokenizer.eos_token_id
 
-    def _generation_ends(self) -> set[int]:
-        """The end tokens of generation_config.json."""
-        written = self.files["generation_config"].get("eos_token_id")
-        ends = written if isinstance(written, list) else [written]
-        for end in ends:
-            if end is not None and not (type(end) is int and 0 <= end < self.vocab_size):
-                raise ValueError(
-                    f"generation_config.json: eos_token_id {written!r:.80}: must be ids of tokens, "
-                    f"from 0 to {self.vocab_size - 1}"
-                )
-        return {end for end in ends if end is not None}
+    def _known(self, ids: set[int | None]) -> tuple[int, ...]:
+        """Those in the model's vocabulary: a small model may keep the large ones' default ids."""
+        return tuple(sorted(i for i in ids if i is not None and 0 <= i < self.vocab_size))
 
     def banned_mask(self) -> Tensor:
         """(V,) bool: the ids that are never sampled."""
@@ -130,10 +105,8 @@ class Processor:
 
     def token_ids(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """The ids of a text. Raises ValueError: an id that the model has no embedding for."""
-        encoding = self.tokenizer.backend_tokenizer.encode(
-            text, add_special_tokens=add_special_tokens
-        )
-        ids = encoding.ids
+        backend = self.tokenizer.backend_tokenizer
+        ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
         largest = max(ids, default=-1)
         if largest >= self.vocab_size:
             token = self.tokenizer.convert_ids_to_tokens(largest)
@@ -145,20 +118,30 @@ class Processor:
 
     def encode(self, messages: list[dict], grids: tuple) -> tuple[str, Tensor, int]:
         """Chat messages as the template's text, as token ids (P,) int64, the placeholder of each
-        picture and clip expanded, and how many of these are image tokens.
+        image and clip expanded, and how many of these are image tokens.
 
         Raises ValueError: a reserved token in a message, a template that fails, or not one
-        placeholder per picture or clip.
+        placeholder per image or clip.
         """
-        text = self._render_prompt(messages)
+        text = self.render(self.as_chat(messages), add_generation_prompt=True)
+        # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
+        text.encode("utf-8")
+        for content in (m["content"] for m in messages if m["role"] == "user"):
+            self.check_holds(text, content)
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.
         has_bos = self.family.template_has_bos or text.startswith(self.tokenizer.bos_token or "")
-        ids = self.ids_with_pictures(expanded, counts, add_special_tokens=not has_bos)
+        ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
         return text, ids, sum(counts)
 
-    def ids_with_pictures(
+    def check_holds(self, text: str, content: list[dict]) -> None:
+        """Raises ValueError: the chat template has lost a part of a message."""
+        for part in content:
+            if part.get("text", "").strip() not in text:
+                raise ValueError(f"the chat template leaves out {part['text']!r:.80}")
+
+    def ids_with_images(
         self, text: str, counts: Sequence[int], add_special_tokens: bool = False
     ) -> Tensor:
         """(P,) int64 of a text with image tokens, each of which is repeated as often as ``counts``
@@ -166,10 +149,7 @@ class Processor:
         ids = np.array(self.token_ids(text, add_special_tokens), dtype=np.int64)
         is_image = np.isin(ids, self.family.visual_token_ids())
         if is_image.sum() != len(counts):
-            raise ValueError(
-                f"image-token mismatch: {is_image.sum()} image tokens in the encoded prompt for "
-                f"{len(counts)}"
-            )
+            raise ValueError(f"image-token mismatch: {is_image.sum()} tokens for {len(counts)}")
         repeats = np.ones_like(ids)
         repeats[is_image] = counts
         return torch.from_numpy(ids.repeat(repeats))
@@ -178,53 +158,38 @@ class Processor:
         """(n,) int64 ids of a text that follows another: some tokenizers put a space before the
         beginning of a text. Where the two share a token, the text is encoded alone. Raises
         ValueError: see `encode`."""
-        known = self.token_ids(context)
-        ids = self.ids_with_pictures(context + text, counts)
-        if ids[: len(known)].tolist() == known:
-            return ids[len(known) :]
-        return self.ids_with_pictures(text, counts)
-
-    def _render_prompt(self, messages: list[dict]) -> str:
-        """Messages as the template's text, up to the response, with nothing lost."""
-        text = self.render(self.as_chat(messages), add_generation_prompt=True)
-        # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
-        text.encode("utf-8")
-        asked = [part for m in messages if m["role"] == "user" for part in m["content"]]
-        for part in asked:
-            said = part.get("text", "").strip()
-            if said not in text:
-                raise ValueError(f"the chat template leaves out {said!r:.80}")
-        return text
+        before = self.token_ids(context)
+        ids = self.ids_with_images(context + text, counts)
+        if ids[: len(before)].tolist() == before:
+            return ids[len(before) :]
+        return self.ids_with_images(text, counts)
 
     def as_chat(self, messages: list[dict]) -> list[dict]:
         """Messages as the template knows them: it may know parts only, that of a text model strings
         only. Raises ValueError: a reserved token in them."""
         # As templates join the parts.
-        joined = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
-        written = f"{messages} {joined}"
+        texts = ["".join(part.get("text", "\n") for part in m["content"]) for m in messages]
+        written = f"{messages} {texts}"
         for token in self.reserved_tokens:
             if token in written:
                 raise ValueError(
                     f"special token {token} in the text: the model would take it for the "
                     "template's own"
                 )
-        if self.family.has_pictures:
+        if self.family.has_images:
             return messages
-        return [{**message, "content": said} for message, said in zip(messages, joined)]
+        return [{**message, "content": text} for message, text in zip(messages, texts)]
 
     def expand(self, text: str, grids: tuple) -> tuple[str, list[int]]:
-        """A rendered prompt with what stands for each picture and clip in the placeholders' places,
+        """A rendered prompt with what stands for each image and clip in the placeholders' places,
         and how often each image token in it is repeated."""
         family = self.family
         marks = [mark for mark in (family.placeholder, family.clip_placeholder) if mark]
         pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        found = pieces[1::2]
-        if found != [family.placeholder_of(grid) for grid in grids]:
-            clips, marked = sum(map(is_clip, grids)), found.count(family.placeholder)
+        if pieces[1::2] != [family.placeholder_of(grid) for grid in grids]:
             raise ValueError(
-                f"image-token mismatch: {marked} image placeholders and {len(found) - marked} of "
-                f"videos in the rendered prompt for {len(grids) - clips} images and {clips} videos "
-                "(a template for text only?)"
+                f"image-token mismatch: placeholders {pieces[1::2]} in the rendered prompt for "
+                f"{len(grids)} images and videos (a template for text only?)"
             )
         counts: list[int] = []
         for k, grid in enumerate(grids):
@@ -240,8 +205,7 @@ class Processor:
             self.family.image_processor.save_pretrained(folder)
         for name in SAVED_FILES:
             # A nested image processor would take precedence over the pixel bounds just written.
-            settings = {
-                key: value for key, value in self.files[name].items() if key != "image_processor"
-            }
+            settings = dict(self.files[name])
+            settings.pop("image_processor", None)
             if settings and (name != "judge" or settings["trained_on"]):
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor
 
 from common.buffers import Content, Pack, ragged_index
-from common.data.images import as_rgb
+from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.model.attention import PackedAttention, SlotCache
@@ -54,7 +54,7 @@ def read_parts(said: Any, processor: Processor) -> Reply:
             part.encode("utf-8")
             reply.content.append({"type": "text", "text": part})
         elif isinstance(part, Image.Image | Path):
-            picture = as_rgb(part)
+            picture = read_image(str(part)) if isinstance(part, Path) else upright_rgb(part)
             size = {"width": picture.width, "height": picture.height}
             reply.content.append({"type": "image", **size})
             reply.pictures.append(picture)
@@ -75,9 +75,9 @@ def read_parts(said: Any, processor: Processor) -> Reply:
 def check_pictures(processor: Processor) -> None:
     """Raises ValueError: models that cannot have pictures in replies."""
     name = processor.config.model_type
-    if not processor.family.has_pictures:
+    if not processor.family.has_images:
         raise ValueError(f"pictures for {name}, a model of text only")
-    if not processor.family.replies_show_pictures:
+    if not processor.family.replies_show_images:
         raise ValueError(f"pictures in replies are not supported for {name}")
 
 
@@ -116,7 +116,7 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
     for part in reply.content:
         if part.get("text", "").strip() not in tail:
             raise ValueError(f"the chat template leaves out {part['text']!r:.80} of role {role!r}")
-    shown = tail.count(processor.family.placeholder) if processor.family.has_pictures else 0
+    shown = tail.count(processor.family.placeholder) if processor.family.has_images else 0
     if shown != len(reply.pictures):
         raise ValueError(
             f"the chat template writes {shown} places for {len(reply.pictures)} pictures of role "

@@ -19,7 +19,6 @@ from torch import Tensor
 from common.data.processor import Processor
 from common.data.rows import (
     PLACES,
-    Asked,
     Prompt,
     columns_of,
     make_prompt,
@@ -202,7 +201,7 @@ def _broken_rules(row: dict, kind: str) -> list[str]:
         "a response that is not empty": kind != "response" or bool(str(response).strip()),
         "two texts as responses": _two_texts(pair),
         "two images or two responses": (
-            kind != "pictures" or _two_texts(media_list(row.get("images"), row.get("videos")))
+            kind != "pictures" or _two_texts(media_list(row))
         ),
         "A, B or tie as preferred": kind not in PAIRS or row.get("preferred") in ("A", "B", "tie"),
         "true or false as correct": isinstance(row.get("correct", True), bool),
@@ -239,7 +238,7 @@ def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
     kind = check_judgement(row)
     row = _with_texts(row)
     prompt = next(row[field] for field in PROMPT_FIELDS if field in row)
-    images = media_list(row.get("images"), row.get("videos"))
+    images = media_list(row)
     ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
         verdict = parse_verdict(row["response"], judge["which_answer"], None)
@@ -318,15 +317,13 @@ def judge_prompt(
 
     Args:
         args: bounds of the prompt; None: none.
-        further: fields of `rows.Asked`.
+        further: grids, and fields of `rows.Prompt`.
     """
     system = processor.files["judge"]["system_instruction"]
     if "{prompt}" in system:
         system = format_template(system, prompt=user_text(message_turns(ask["prompt"])))
-    asked = Asked(
-        ask["question"], ask["images"], index=index, source=source, system_prompt=system, **further
-    )
-    return make_prompt(processor, asked, args)
+    fields = {"index": index, "source": source} | further
+    return make_prompt(processor, ask["question"], ask["images"], args, system, **fields)
 
 
 def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Prompt]:
@@ -384,10 +381,8 @@ def load_responses(
         if check_judgement(row) != "response":
             raise ValueError("a judgement row; --ptx_data needs rows with prompt and response")
         (ask,) = read_judgement(row, {"which_answer": "last"}, "given")
-        asked = Asked(
-            ask["question"], ask["images"], index=index, source=source, folder=folder, row=row
-        )
-        prompt = make_prompt(processor, asked, args)
+        fields = {"index": index, "source": source, "folder": folder, "row": row}
+        prompt = make_prompt(processor, ask["question"], ask["images"], args, **fields)
         target = encode_target(processor, frame, ask["text"])
         size = len(prompt.input_ids) + len(target)
         if size > limit:
@@ -415,7 +410,7 @@ def answer_frame(processor: Processor) -> AnswerFrame:
     answer = "(the answer)"
     chat = []
     for role, text in (("user", "(a question)"), ("assistant", answer)):
-        content = message_parts(text) if processor.family.has_pictures else text
+        content = message_parts(text) if processor.family.has_images else text
         chat.append({"role": role, "content": content})
     head = processor.render(chat[:1], add_generation_prompt=True)
     before, found, tail = processor.render(chat).partition(answer)

@@ -21,7 +21,6 @@ from common.data.loader import PromptLoader, join_pixels, load_pixels
 from common.data.processor import Processor
 from common.data.rows import (
     PLACES,
-    Asked,
     Prompt,
     check_media,
     kind_of,
@@ -314,8 +313,8 @@ class ScalarModel(RewardModel):
         for index in answers:
             row = batch.prompts[index]
             with self.about(row):
-                prompt = Asked(row.messages, list(row.images), index=row.index, source=row.source)
-                asked.append(make_prompt(self.processor, prompt))
+                fields = {"index": row.index, "source": row.source}
+                asked.append(make_prompt(self.processor, row.messages, row.images, **fields))
         with onloaded(self.module, self.offload):
             questions = self.with_pictures(batch, list(answers), asked)
             candidates = questions.with_targets(list(answers.values()))

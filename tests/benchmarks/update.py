@@ -99,7 +99,7 @@ def make_task(args, processor, actor, prompt_tokens: int, image_tokens: int, res
         ids = torch.cat([text(4), image, text(prompt_tokens - 4 - len(image))])
         side = 2 * round(image_tokens ** 0.5)
         grids = ((1, side, side),) if image_tokens else ()
-        rows.append(Prompt(i, f"row {i}", [], "", (), grids, ids, image_tokens, None, None))
+        rows.append(Prompt([], "", (), grids, ids, image_tokens, index=i, source=f"row {i}"))
         if image_tokens:
             patches[i] = torch.randn(side * side, 3 * 2 * config.vision_config.patch_size ** 2, generator=generator), torch.tensor(grids)
     asked = buffers.Batch(rows, list(range(prompts)), [0] * prompts, patches=dict(patches))

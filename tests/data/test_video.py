@@ -26,7 +26,7 @@ from common.flags import DataArgs
 from common.data import images as vlm_images
 from common.data.loader import load_pixels
 from common.data.processor import Processor
-from common.data.rows import Asked, load_prompts, make_prompt
+from common.data.rows import load_prompts, make_prompt
 from common.model import forward as vlm
 from common.data.families import family_of
 
@@ -292,7 +292,7 @@ def test_a_turned_animation(load, tmp_path):
     exif[0x0112] = 6                                                                    # the camera lay on its side
     save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
     processor, _ = load({"prompt": "x"})
-    prompt = make_prompt(processor, Asked("x", [("a.webp",)], folder=str(tmp_path)))
+    prompt = make_prompt(processor, "x", [("a.webp",)], folder=str(tmp_path))
     assert prompt.grids[0][:3] == (2, 4, 6) and tuple(load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
 
 
@@ -327,16 +327,12 @@ BAD = {
     "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
     "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, "
                                                 "cv2|not a video that)"),
-    "zero frames": ({"videos": [[]]}, "this clip has 0 frames"),
-    "one frame": ({"videos": ["a.png"]}, "a.png: a video has at least 2 frames, this has 1"),
-    "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* of one video if they stand in a list of their own"),
+    "zero frames": ({"videos": [[]]}, r"a video that or a list of such paths, not \[\]"),
+    "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* at least 2 frames, this has 1 .*a list of their own"),
     "frames differ": ({"videos": [["a.png", "a.png", "b.png"]]},
-                      "frames of a clip differ in size: 56 x 28 pixels in .*a.png, 28 x 56 in .*b.png"),
-    "place without a video": ({"prompt": "<video> x"}, "0 videos for 1 places"),
-    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, "1 videos for 0 places"),
-    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, "1 images for 0 places"),
-    "no list": ({"videos": 5}, "column 'videos' must be a list of clips, .* not 5"),
-    "in the web": ({"videos": ["https://x.org/a.mp4"]}, "column 'videos' must be a list of clips.*https"),
+                      r"frames of a clip differ in size: {\(56, 28\): .*a.png', \(28, 56\): .*b.png"),
+    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, "1 videos .* for 0 places"),
+    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, "1 images .* for 0 places"),
     "part with an option": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]},
                             "a part of a message must be"),
     "damaged": ({"videos": ["cut.gif"]}, "cut.gif: cannot be read"),
@@ -359,7 +355,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     save_clip(tmp_path / "a.gif", 3)
     processor, prompt = load({"prompt": "x", "videos": ["a.gif"]})
     save_clip(tmp_path / "a.gif", 5)
-    with pytest.raises(ValueError, match="a.gif: patch grids .* changed since loaded"):
+    with pytest.raises(ValueError, match="a.gif.*: patch grids .* changed since loaded"):
         load_pixels(prompt, processor)
 
 
@@ -373,7 +369,7 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
     save_clip(tmp_path / "a.gif", 3)
     with pytest.raises(ValueError, match="1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
                        "1 images for qwen2, a model of text only"):
-        make_prompt(Processor(tmp_path), Asked("what?", [("a.gif",)], folder=str(tmp_path)))
+        make_prompt(Processor(tmp_path), "what?", [("a.gif",)], folder=str(tmp_path))
 
 
 def write_film(path, frames: list[np.ndarray], rate: int) -> None:
@@ -410,14 +406,14 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
-@pytest.mark.parametrize("total, rate", [(4, None), (4, 0.0), (0, 25.0)])
+@pytest.mark.parametrize("total, rate", [(4, None), (0, 25.0)])
 def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch, total, rate):
     """As decoders give it: the containers that do not tell them are of many kinds."""
     header = SimpleNamespace(fps=rate, width=56, height=56, total_num_frames=total)
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {"json": "pyav"})
     monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a video .* {total} frames, {rate} in a second"):
+    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 

@@ -223,8 +223,8 @@ def env(qwen35, picture_rows):
         size = sum(h * w for _, h, w in grids)
         if images:
             patches[group] = torch.randn(size, 3 * 2 * 16 * 16, generator=generator), torch.tensor(grids)
-        prompts.append(Prompt(group, f"row {group}", [], "", (), tuple(grids), ids,
-                              int((ids == config.image_token_id).sum()), None, None))
+        image_tokens = int((ids == config.image_token_id).sum())
+        prompts.append(Prompt([], "", (), tuple(grids), ids, image_tokens, index=group))
     lengths = [[1, 7, 40, 3], [64, 1, 100], [12], [5, 2], [65, 63], [1], [4, 33]]
     asked = Batch(prompts, list(range(len(prompts))), [0] * len(prompts), patches=dict(patches))
     batch = asked.with_targets([[words(n) for n in part] for part in lengths])

@@ -379,7 +379,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     reward = scoring.load(env.args.reward)
     with pytest.raises(distributed.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
-    row = Prompt(0, "x.jsonl:7", [], "", (), (), torch.zeros(0), 0, None, None)
+    row = Prompt([], "", (), (), torch.zeros(0), 0, source="x.jsonl:7")
     with pytest.raises(distributed.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
         rewards_of("--reward", "boxed").check_rows([row])
     rewards_of("--reward", "grm:x").check_rows([row])
