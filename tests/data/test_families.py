@@ -396,6 +396,7 @@ def test_gemmas_end_of_turn_is_a_stop_token(tmp_path, picture_rows):
     before, tokenizer = Processor(tmp_path).stop_ids, AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.add_tokens(["<end_of_turn>"], special_tokens=True)
     tokenizer.save_pretrained(tmp_path)
+    edit_config(tmp_path, "text_config", vocab_size=len(tokenizer))
     assert set(Processor(tmp_path).stop_ids) == {*before, tokenizer.convert_tokens_to_ids("<end_of_turn>")} > set(before)
 
 
