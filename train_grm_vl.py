@@ -219,11 +219,7 @@ def read_texts(args: JudgeArgs) -> JudgeArgs:
 def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     refuse = flags.Refusals(args)
-    pack, longest = args.model.max_tokens_per_pack, args.data.max_prompt_tokens
-    refuse(
-        pack < longest,
-        f"--max_tokens_per_pack {pack} must hold one example: --max_prompt_tokens {longest}",
-    )
+    refuse.exceeds("max_prompt_tokens", "max_tokens_per_pack")  # a pack must hold an example
     instruction = args.judge.system_instruction
     is_path = Path(instruction).suffix and len(instruction.split()) == 1
     refuse(

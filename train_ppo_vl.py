@@ -504,6 +504,17 @@ class Args:
         )
 
 
+# flags that do nothing without a critic
+OF_CRITIC = {
+    "critic_model",
+    "critic_lr",
+    "critic_epochs",
+    "critic_warmup_steps",
+    "value_clip",
+    "gae_lambda",
+}
+
+
 def parse_args(argv: list[str] | None = None) -> Args:
     """Flags override --config, which overrides defaults; without --model and --config: the toy.
 
@@ -513,9 +524,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args, given, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
     if "reward" in given and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
-    of_critic = {"critic_model", "critic_lr", "critic_epochs", "critic_warmup_steps"}
-    of_critic |= {"value_clip", "gae_lambda"}
-    idle = sorted(of_critic & given)
+    idle = sorted(OF_CRITIC & given)
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(
             f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(idle)}"
@@ -527,106 +536,74 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def check_args(args: Args) -> None:
     """Refuse what cannot work, before any process group or GPU is touched."""
     refuse = flags.Refusals(args)
-    check_rollout_args(args, refuse)
-    check_algorithm_args(args, refuse)
-    pack = args.model.max_tokens_per_pack
+    values = refuse.values
     refuse(
-        pack < args.longest,
-        f"--max_tokens_per_pack {pack} must hold one prompt and one response: "
-        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if args.env.env else ''} = "
+        values.max_tokens_per_pack < args.longest,
+        f"--max_tokens_per_pack {values.max_tokens_per_pack} must hold one prompt and one response: "
+        f"--max_prompt_tokens + --max_new_tokens{' + --max_reply_tokens' if values.env else ''} = "
         f"{args.longest}",
     )
     refuse(
-        args.rows.row_kind != "prompts" and args.rows.system_prompt,
+        values.row_kind != "prompts" and values.system_prompt,
         "--system_prompt is for --row_kind prompts: judgements have a judge's system_instruction",
     )
     refuse(
-        bool(args.rows.ptx_data) != (args.rows.ptx_coef > 0),
+        bool(values.ptx_data) != (values.ptx_coef > 0),
         "--ptx_data and a --ptx_coef above 0 are needed together",
     )
     refuse(
-        args.update.profile > args.optim.steps,
-        f"--profile {args.update.profile} exceeds --steps {args.optim.steps}",
+        parse_stop_strings(values.stop_strings) is None,
+        f"--stop_strings {values.stop_strings} is not a JSON list of non-empty strings",
     )
+    refuse.divides("minibatches", "prompts_per_step")
+    refuse.divides("rollouts_per_step", "prompts_per_step")
+    refuse.exceeds("min_new_tokens", "max_new_tokens")
+    refuse.exceeds("overlong_buffer", "max_new_tokens")
+    refuse.exceeds("profile", "steps")
+    check_algorithm_args(refuse)
+    check_kl_args(refuse)
     refuse.raise_any()
 
 
-def check_rollout_args(args: Args, refuse: Callable) -> None:
-    rollout, prompts = args.rollout, args.data.prompts_per_step
+def check_algorithm_args(refuse: flags.Refusals) -> None:
+    values = refuse.values
+    if ESTIMATORS[values.advantage].compares == "prompt" or values.dynamic_sampling:
+        refuse(
+            values.samples_per_prompt < 2,
+            f"--advantage {values.advantage} or --dynamic_sampling compares the samples of a prompt: "
+            f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
+        )
     refuse(
-        prompts % max(1, args.update.minibatches),
-        f"--minibatches {args.update.minibatches} must divide --prompts_per_step {prompts}",
+        ESTIMATORS[values.advantage].compares == "step"
+        and values.samples_per_prompt * values.prompts_per_step < 2,
+        f"--advantage {values.advantage} compares the samples of a step: it needs at least 2",
     )
+    if values.dynamic_sampling:
+        refuse.exceeds("rollouts_per_step", "dynamic_sampling")
     refuse(
-        prompts % max(1, rollout.rollouts_per_step),
-        f"--rollouts_per_step {rollout.rollouts_per_step} must divide --prompts_per_step {prompts}",
-    )
-    refuse(
-        rollout.min_new_tokens > rollout.max_new_tokens,
-        f"--min_new_tokens {rollout.min_new_tokens} exceeds "
-        f"--max_new_tokens {rollout.max_new_tokens}",
-    )
-    refuse(
-        parse_stop_strings(rollout.stop_strings) is None,
-        f"--stop_strings {rollout.stop_strings} is not a JSON list of non-empty strings",
-    )
-
-
-def check_algorithm_args(args: Args, refuse: Callable) -> None:
-    algorithm, rollout = args.algorithm, args.rollout
-    estimator = ESTIMATORS[algorithm.advantage]
-    alone = rollout.samples_per_prompt < 2
-    refuse(
-        estimator.compares == "prompt" and alone,
-        f"--advantage {algorithm.advantage} compares the samples of a prompt: --samples_per_prompt "
-        f"{rollout.samples_per_prompt} must be at least 2",
-    )
-    refuse(
-        estimator.compares == "step" and alone and args.data.prompts_per_step < 2,
-        f"--advantage {algorithm.advantage} compares the samples of a step: it needs at least 2",
-    )
-    refuse(
-        algorithm.dynamic_sampling and alone,
-        "--dynamic_sampling compares the samples of a prompt: --samples_per_prompt must be at least 2",
-    )
-    refuse(
-        0 < algorithm.dynamic_sampling < rollout.rollouts_per_step,
-        f"--rollouts_per_step {rollout.rollouts_per_step} exceeds "
-        f"--dynamic_sampling {algorithm.dynamic_sampling}",
-    )
-    refuse(
-        algorithm.overlong_buffer > rollout.max_new_tokens,
-        f"--overlong_buffer {algorithm.overlong_buffer} exceeds "
-        f"--max_new_tokens {rollout.max_new_tokens}",
-    )
-    refuse(
-        -1 < algorithm.clip_low < 0 or -1 < algorithm.clip_high < 0,
+        -1 < values.clip_low < 0 or -1 < values.clip_high < 0,
         "--clip_low and --clip_high must be at least 0, or -1 for the loss's own",
     )
     refuse(
-        algorithm.dual_clip != 0 and algorithm.dual_clip <= 1,
-        f"--dual_clip {algorithm.dual_clip} must be above 1, or 0 for off",
+        values.dual_clip != 0 and values.dual_clip <= 1,
+        f"--dual_clip {values.dual_clip} must be above 1, or 0 for off",
     )
     refuse(
-        args.update.critic_warmup_steps and algorithm.advantage != "gae",
-        f"--critic_warmup_steps {args.update.critic_warmup_steps} needs a critic (--advantage gae)",
+        values.critic_warmup_steps and values.advantage != "gae",
+        f"--critic_warmup_steps {values.critic_warmup_steps} needs a critic (--advantage gae)",
     )
-    check_kl_args(args, refuse)
 
 
-def check_kl_args(args: Args, refuse: Callable) -> None:
-    algorithm = args.algorithm
-    if not algorithm.kl_coef:
+def check_kl_args(refuse: flags.Refusals) -> None:
+    values = refuse.values
+    if not values.kl_coef:
         for name in ("reference_model", "reference_every", "kl_target"):
-            refuse(getattr(algorithm, name), f"--{name} is of no use without a --kl_coef above 0")
+            refuse(getattr(values, name), f"--{name} is of no use without a --kl_coef above 0")
+    refuse.both("reference_every", "lora_rank", "; with adapters the reference is the base model")
+    samples = values.prompts_per_step * values.samples_per_prompt
     refuse(
-        algorithm.reference_every and args.model.lora_rank,
-        "--reference_every and --lora_rank: choose one; with adapters the reference is the base model",
-    )
-    samples = args.data.prompts_per_step * args.rollout.samples_per_prompt
-    refuse(
-        algorithm.kl_target and 5 * algorithm.kl_horizon <= samples,
-        f"--kl_horizon {algorithm.kl_horizon} must exceed a fifth of the {samples} samples per step",
+        values.kl_target and 5 * values.kl_horizon <= samples,
+        f"--kl_horizon {values.kl_horizon} must exceed a fifth of the {samples} samples per step",
     )
 
 

@@ -24,7 +24,7 @@ from typing import Any, Iterable
 from common.distributed import Exit, UserError, describe
 
 
-LARGEST_INT = 2**31 - 1  # of a flag that names no bound of its own
+LARGEST_INT = 2**31 - 1  # of a whole number, unless its flag names another bound
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
 # where launch/toy.py puts the toy of each task
@@ -44,6 +44,8 @@ def flag(
 ) -> Any:
     """A field of an argument class: its default, its help with the unit, the values or bounds it
     must respect."""
+    if type(default) is int and high == math.inf:
+        high = LARGEST_INT
     metadata = {"help": help, "choices": choices, "low": low, "high": high}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -371,32 +373,46 @@ class Refusals:
 
     def __init__(self, groups: Any):
         self.problems: list[str] = []
-        values = as_flags(groups)
+        self.values = SimpleNamespace(**as_flags(groups))
         for name, field in list_fields(type(groups)).items():
-            self.check_bounds(name, values[name], field)
+            if field.type in (int, float):
+                self.check_bounds(name, **field.metadata)
         for name in ("data", "eval_data"):
-            self.check_datasets(name, values[name])
-        self.check_shared_rules(SimpleNamespace(**values))
+            self.check_datasets(name)
+        self.check_shared_rules(self.values)
 
     def __call__(self, condition: Any, message: str) -> None:
         """Refuse with ``message`` if the condition holds."""
         if condition:
             self.problems.append(message)
 
+    def both(self, one: str, other: str, why: str = "") -> None:
+        """Refuse two flags that exclude each other."""
+        clash = getattr(self.values, one) and getattr(self.values, other)
+        self(clash, f"--{one} and --{other}: choose one of them{why}")
+
+    def exceeds(self, smaller: str, larger: str) -> None:
+        """Refuse a flag whose value is above that of another."""
+        low, high = getattr(self.values, smaller), getattr(self.values, larger)
+        self(low > high, f"--{smaller} {low} exceeds --{larger} {high}")
+
+    def divides(self, part: str, whole: str) -> None:
+        """Refuse a flag whose value does not divide that of another."""
+        number, total = getattr(self.values, part), getattr(self.values, whole)
+        self(number > 0 and total % number, f"--{part} {number} must divide --{whole} {total}")
+
     def raise_any(self) -> None:
         """Raises UserError if anything was refused."""
         if self.problems:
             raise UserError("\n".join(self.problems))
 
-    def check_bounds(self, name: str, value: Any, field: dataclasses.Field) -> None:
-        low, high = field.metadata["low"], field.metadata["high"]
-        if field.type is int and high == math.inf:
-            high = LARGEST_INT
+    def check_bounds(self, name: str, low: float, high: float, **_) -> None:
+        value = getattr(self.values, name)
         at_most = f" and at most {high:.10g}" if high < math.inf else ""
-        if field.type in (int, float):
-            self(not low <= value <= high, f"--{name} {value} must be at least {low:g}{at_most}")
+        self(not low <= value <= high, f"--{name} {value} must be at least {low:g}{at_most}")
 
-    def check_datasets(self, name: str, spec: str) -> None:
+    def check_datasets(self, name: str) -> None:
+        spec = getattr(self.values, name)
         try:
             sets = parse_datasets(spec)
         except ValueError as error:
@@ -412,19 +428,14 @@ class Refusals:
         rows = values.data or values.eval_only
         self(not (values.model and rows), "--model and --data are needed together")
         self(values.eval_only and not values.eval_data, "--eval_only needs --eval_data")
-        self(
-            values.export_only and values.eval_only,
-            "--export_only and --eval_only: choose one of them",
-        )
-        self(
-            values.train_vision and values.lora_rank,
-            "--train_vision and --lora_rank: choose one of them",
-        )
+        self.both("export_only", "eval_only")
+        self.both("train_vision", "lora_rank")
         self(
             values.image_root and not os.path.isdir(values.image_root),
             f"--image_root {values.image_root}: no such folder",
         )
-        self(0 < values.max_pixels < values.min_pixels, "--min_pixels exceeds --max_pixels")
+        if values.max_pixels:
+            self.exceeds("min_pixels", "max_pixels")
 
 
 def parse_datasets(spec: str) -> list[tuple[str, float | None]]:

@@ -833,7 +833,7 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
 
 def test_flags():
     for line, message in {"--data d.jsonl": "--model and --data are needed together", "--model m --eval_only": "--eval_data",
-                          "--model m --data d --max_prompt_tokens 99999": "must hold one example", "--model m --data ,": "separated",
+                          "--model m --data d --max_prompt_tokens 99999": "--max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384", "--model m --data ,": "separated",
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
