@@ -467,7 +467,6 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
         weights.materialize(judge, ranks.device)
         weights.init_adapters(judge.model, args.run.seed)
         weights.load(judge.model, builder.folder)
-    vlm.agree_on_backend([judge.model])
     return judge
 
 

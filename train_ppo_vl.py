@@ -1085,7 +1085,6 @@ def load_models(
         for role in ("actor", "critic", "reference"):
             if role in models:
                 shard_and_load(models[role], args, ranks)
-    vlm.agree_on_backend([module.model for module in models.values()])
     actor, reference = models["actor"], models.get("reference")
     if reference is not None:
         fsdp.offload(reference, args.update.offload)

@@ -11,7 +11,7 @@ head, B slots.
 """
 
 import functools
-import importlib.util
+import importlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,16 +65,11 @@ def choose_backend(
 
 def flash_attn_problem() -> str:
     """Why flash_attn cannot be used here; "" if it can. Asked at the start, not after minutes of
-    loading weights: a wheel fits one version of torch only."""
-    spec = importlib.util.find_spec("flash_attn")
-    if spec is None:
-        return "flash-attn is not installed"
-    if spec.origin is None:  # flash-attn-4 is only a part of this package: flash_attn.cute
-        return "only a part of flash-attn is installed (flash-attn-4?), without its decoding kernel"
+    loading weights: a wheel fits one version of torch only, and flash-attn-4 has no such kernel."""
     try:
         importlib.import_module("flash_attn").flash_attn_with_kvcache
     except (ImportError, OSError, AttributeError) as error:
-        return f"flash-attn is installed, but cannot be used: {error}"
+        return f"flash-attn cannot be used: {error}"
     return ""
 
 
@@ -444,14 +439,10 @@ class DecodeAttention:
         keys[self.slots, self.lengths] = k[0].transpose(0, 1)
         values[self.slots, self.lengths] = v[0].transpose(0, 1)
         q = q[0].transpose(0, 1)  # (B, Hq, D)
-        attend = {
-            "flash_attn": self.attend_flash,
-            "varlen": self.attend_varlen,
-            "sdpa": self.attend_sdpa,
-        }
-        return attend[self.backend](q, keys[:size], values[:size], scale, window)[None]
+        attend = getattr(self, f"attend_{self.backend}")
+        return attend(q, keys[:size], values[:size], scale, window)[None]
 
-    def attend_flash(
+    def attend_flash_attn(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
     ) -> Tensor:
         from flash_attn import flash_attn_with_kvcache

@@ -39,7 +39,6 @@ from common.data.families import Qwen
 from common.logging import progress
 from common.model.attention import (
     ATTENTION_NAME,
-    BACKENDS,
     PackedAttention,
     SlotCache,
     VISION_ATTENTION_NAME,
@@ -138,15 +137,6 @@ def use_attention(model: nn.Module, backend: str) -> None:
     model.config.vision_config._attn_implementation = vision
     if model.model.visual is not None:
         model.model.visual.config._attn_implementation = vision
-
-
-def agree_on_backend(models: list[nn.Module]) -> None:
-    """Let all ranks take the same attention back-end: a node may lack a package that another has."""
-    held = distributed.gather_objects(models[0].compute.backend)
-    backend = max(held, key=BACKENDS.index)
-    for model in models:
-        model.compute = replace(model.compute, backend=backend)
-        use_attention(model, backend)
 
 
 def use_mixers(model: nn.Module) -> None:

@@ -36,11 +36,9 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
     FSDP; a value head is always float32."""
     model = module.model
-    dtype = model.compute.dtype
-    full = dtype == torch.float32  # then nothing is cast
     mixed = MixedPrecisionPolicy(
-        param_dtype=None if full else dtype,
-        reduce_dtype=None if full else torch.float32,
+        param_dtype=model.compute.dtype,
+        reduce_dtype=torch.float32,
         # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
         # recomputing
         cast_forward_inputs=False,
@@ -222,18 +220,17 @@ def shard_of(tensor: Tensor) -> Tensor:
 def copy_shard(target: Tensor, value, transposed: bool = False) -> None:
     """Copy a safetensors slice into a tensor, or this rank's rows of it into a DTensor sharded on
     dimension 0; if ``transposed``, with dimensions 1 and 2 exchanged."""
-    start, count = 0, target.shape[0] if target.ndim else 1
     local = shard_of(target)
-    if isinstance(target, DTensor):
-        mesh = target.device_mesh
-        dim = next(i for i, placement in enumerate(target.placements) if placement.is_shard())
-        # FSDP2 cuts into ceil-sized chunks
-        start = -(-count // mesh.size(dim)) * mesh.get_local_rank(dim)
-        if not len(local):  # the last ranks may have no row
-            return
-        value = value[start : start + len(local)]
-    else:
+    if not isinstance(target, DTensor):
         value = value[:]
+    elif not len(local):  # the last ranks may have no row
+        return
+    else:
+        mesh = target.device_mesh
+        dim = mesh.ndim - 1  # along any other, shards are copied
+        rows = -(-len(target) // mesh.size(dim))  # FSDP2 cuts into ceil-sized chunks
+        start = rows * mesh.get_local_rank(dim)
+        value = value[start : start + len(local)]
     local.copy_(value.transpose(1, 2) if transposed else value)
 
 
@@ -249,17 +246,22 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 def same_shapes(module: nn.Module, source: nn.Module) -> bool:
     """Whether `copy_weights` makes the module the source: the names and shapes of their weights are
     the same, but for a frozen vision tower that the module may lack."""
-    shapes = {name: parameter.shape for name, parameter in source.named_parameters()}
-    held = {name: parameter.shape for name, parameter in module.named_parameters()}
+    all_shapes = {name: parameter.shape for name, parameter in source.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     trained = {name for name, parameter in source.named_parameters() if parameter.requires_grad}
-    return trained <= held.keys() and all(shapes.get(name) == shape for name, shape in held.items())
+    return trained <= shapes.keys() and shapes.items() <= all_shapes.items()
+
+
+def fsdp_parts(module: nn.Module) -> list[FSDPModule]:
+    """The modules that FSDP gathers one by one."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 @contextmanager
 def unsharded(module: nn.Module):
     """Gather all weights once; inside, forwards run no collective, so ranks may do different
     amounts of work."""
-    parts = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    parts = fsdp_parts(module)
     # a first unshard() below would otherwise initialise each part as a root
     module._get_fsdp_state()._lazy_init()
     for part in parts:  # one after the other: what is gathered exists twice until it is in place
@@ -284,29 +286,25 @@ def forget_forwards(module: nn.Module) -> None:
     """FSDP2 records every forward and only a backward clears the record, so a frozen model, or a
     long rollout, would grow it without bound."""
     module._get_fsdp_state()._comm_ctx.post_forward_order.clear()
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            state = part._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
-                if group is not None:
-                    group._post_forward_indices.clear()
+    for part in fsdp_parts(module):
+        state = part._get_fsdp_state()
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+            if group is not None:
+                group._post_forward_indices.clear()
 
 
 @contextmanager
 def bare_forwards(decoder: nn.Module):
-    """Inside, forwards run without FSDP2's hooks and transformers' wrappers (defaults, recording).
+    """Inside, forwards run without hooks, which are FSDP2's, and without transformers' wrappers
+    (defaults, recording).
 
     They have nothing to do while the weights are gathered and everything is in the compute dtype,
     but take a quarter of a toy's decoding step; and FSDP2's waits for its own streams could not be
     captured in a CUDA graph.
     """
-    parts = [part for part in decoder.modules() if isinstance(part, FSDPModule)]
-    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in parts]
-    for part, pre_hooks, hooks in hooked:
-        state = part._get_fsdp_state()
-        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
-        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
-        del part._forward_hooks[state._post_forward_hook_handle.id]
+    hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in fsdp_parts(decoder)]
+    for part, *_ in hooked:
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
     try:
         yield
