@@ -295,16 +295,18 @@ def forget_forwards(module: nn.Module) -> None:
 
 @contextmanager
 def bare_forwards(decoder: nn.Module):
-    """Inside, forwards run without hooks, which are FSDP2's, and without transformers' wrappers
-    (defaults, recording).
+    """Inside, forwards run without FSDP2's hooks and transformers' wrappers (defaults, recording).
 
     They have nothing to do while the weights are gathered and everything is in the compute dtype,
     but take a quarter of a toy's decoding step; and FSDP2's waits for its own streams could not be
     captured in a CUDA graph.
     """
     hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in fsdp_parts(decoder)]
-    for part, *_ in hooked:
-        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
+    for part, pre_hooks, hooks in hooked:
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
     try:
         yield
