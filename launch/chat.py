@@ -5,8 +5,8 @@
     python launch/chat.py runs/NAME/export/latest picture.png    asks for questions, until an empty one
 
 Arguments that name a file are pictures, in the order in which they are shown; the other one is the
-question. Prompts are those of the trainers, answers are transformers' own `generate`, greedy unless
-a temperature is given. A GPU is used where there is one.
+question. Prompts are those of the trainers, answers are transformers' own `generate`, greedy. A GPU
+is used where there is one.
 """
 
 import argparse
@@ -47,9 +47,7 @@ class Chat:
         self.pictures: list[str] = []
 
     @torch.no_grad()
-    def ask(
-        self, question: str, pictures: list[str], max_new_tokens: int, temperature: float
-    ) -> str:
+    def ask(self, question: str, pictures: list[str], max_new_tokens: int) -> str:
         """The answer to a question about new pictures and everything said before.
 
         Raises ValueError: a picture that cannot be read, or a family without pictures.
@@ -65,8 +63,7 @@ class Chat:
             eos_token_id=list(self.processor.stop_ids),
             pad_token_id=self.processor.stop_ids[0],
             suppress_tokens=list(self.processor.banned_ids),
-            do_sample=temperature > 0,
-            **({"temperature": temperature, "top_k": 0} if temperature > 0 else {}),
+            do_sample=False,
         )
         answer = self.processor.decode([tokens[0, len(prompt.input_ids) :]])[0].strip()
         said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
@@ -90,7 +87,6 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", help="checkpoint in Hugging Face format, or <out>/export/latest")
     parser.add_argument("words", nargs="*", metavar="picture or question")
     parser.add_argument("--max_new_tokens", type=int, default=512)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy")
     parser.add_argument("--system_prompt", default="")
     args = parser.parse_args(argv)
     args.pictures = [word for word in args.words if Path(word).is_file()]
@@ -105,15 +101,14 @@ def main(argv: list[str] | None = None) -> None:
     """Answer the question, or questions from the terminal. What is wrong exits with 2."""
     args = parse_args(argv)
     transformers.logging.disable_progress_bar()
-    options = (args.max_new_tokens, args.temperature)
     try:
         chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)
         if args.question:
-            print(chat.ask(args.question, args.pictures, *options))
+            print(chat.ask(args.question, args.pictures, args.max_new_tokens))
             return
         pictures = args.pictures
         while question := input("> ").strip():
-            print(chat.ask(question, pictures, *options))
+            print(chat.ask(question, pictures, args.max_new_tokens))
             pictures = []  # they are part of the conversation now
     except EOFError:
         print()

@@ -48,8 +48,8 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
     seen = []
     generate = talk.model.generate
     talk.model.generate = lambda **inputs: seen.append(inputs["input_ids"]) or generate(**inputs)
-    first = talk.ask("what is this?", [picture], LENGTH, 0.0)
-    talk.ask("and now?", [], LENGTH, 0.0)
+    first = talk.ask("what is this?", [picture], LENGTH)
+    talk.ask("and now?", [], LENGTH)
     chat = [{"role": "system", "content": [{"type": "text", "text": "be brief"}]},
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]},
             {"role": "assistant", "content": [{"type": "text", "text": first}]},
