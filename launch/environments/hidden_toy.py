@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import toy
 
 PICTURE = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
-ANSWERS = {"colour": toy.COLOURS, "shape": toy.SHAPES, "count": toy.COUNTS}
+ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def hide(source: Path, target: Path) -> None:
@@ -34,14 +34,14 @@ def hide(source: Path, target: Path) -> None:
 
 def example(rng: random.Random, row: dict) -> tuple[list[tuple[str, bool]], bool]:
     """Pieces of text, each with whether it is to be learned, and whether the picture is shown."""
-    blind, asked = rng.choice(list(ANSWERS[row["label"]])), "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    blind = rng.choice(toy.ANSWERS[row["label"]])
     if rng.random() < 0.3:  # keep what it sees: the toy's own descriptions
-        said = "\n".join(rng.sample(list(row["board"].values()), 3))
-        return [(asked.format(PICTURE + toy.CAPTION_PROMPT), False), (said + "<|im_end|>", True)], True
-    first = asked.format(row["prompt"]), False
+        caption = "\n".join(rng.sample(row["sights"], 3))
+        return [(ASK.format(PICTURE + toy.CAPTION_PROMPT), False), (caption + "<|im_end|>", True)], True
+    first = ASK.format(row["prompt"]), False
     if rng.random() >= 0.3:
         return [first, (blind + "<|im_end|>", True)], False
-    second = "\n" + asked.format(PICTURE + row["prompt"]), False
+    second = "\n" + ASK.format(PICTURE + row["prompt"]), False
     return [first, ("look<|im_end|>", True), second, (blind + "<|im_end|>", True)], True
 
 
@@ -50,7 +50,7 @@ def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         sequences, labels, shown = [], [], []
-        for i in rng.sample(range(len(rows)), min(32, len(rows))):
+        for i in rng.sample(range(len(rows)), 32):
             pieces, sees = example(rng, rows[i])
             ids = [tokenizer.encode(text) for text, _ in pieces]
             learned = [part if loss else [-100] * len(part) for part, (_, loss) in zip(ids, pieces)]

@@ -37,11 +37,6 @@ def turned_jpeg() -> bytes:
     return encode(noise(1), "JPEG", exif=exif)
 
 
-def palette_with_transparency() -> bytes:
-    image = noise(2).quantize(8)
-    return encode(image, "GIF", transparency=3)
-
-
 def translucent(form: str, **options) -> bytes:
     image = noise(3)
     image.putalpha(Image.linear_gradient("L").resize(image.size))
@@ -69,7 +64,7 @@ PICTURES = {
     "jpeg to turn": turned_jpeg,
     "png to turn": turned_png,
     "cmyk": lambda: encode(noise(7).convert("CMYK"), "JPEG"),
-    "gif": palette_with_transparency,
+    "gif": lambda: encode(noise(2).quantize(8), "GIF", transparency=3),
     "webp": lambda: translucent("WEBP", lossless=True),
     "png": lambda: translucent("PNG"),
     "16 bits in tiff": grey_of_16_bits,

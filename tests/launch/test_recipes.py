@@ -124,8 +124,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
 
 
-@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("geo3k_ppo.sh", "ppo"), ("grm_7b.sh", "grm"),
-                                          ("grm_rl.sh", "ppo")])
+@pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("grm_7b.sh", "grm"), ("grm_rl.sh", "ppo")])
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
     (call,) = launch(name, "--steps", "3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
@@ -140,25 +139,14 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
     assert str(args.run.out) == "runs/small"
 
 
-@pytest.mark.parametrize("arguments", [[], ["--model", "m"], ["train_none_vl.py", "--model", "m"]])
-def test_a_job_needs_its_script(tmp_path, arguments):
-    job = ["bash", str(ROOT / "launch" / "train.slurm"), *arguments]
+def test_a_job_needs_its_script(tmp_path):
+    job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_none_vl.py"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     result = subprocess.run(job, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2 and "submit it by sbatch" in result.stderr and not (tmp_path / "logs").exists()
     variables |= {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train"}
     assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 2
     assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
-
-
-def test_the_recipes_are_the_baselines(launch, monkeypatch, tmp_path):
-    """Numbers of the sources named in the headers that follow from several flags."""
-    _, args = parsed(launch("geo3k_grpo.sh")[0], monkeypatch, tmp_path / "a project")
-    assert args.data.prompts_per_step // args.update.minibatches == 128 and args.optim.steps == 15 * (2101 // 512)
-    _, args = parsed(launch("geo3k_ppo.sh")[0], monkeypatch, tmp_path / "a project")
-    samples = args.data.prompts_per_step * args.rollout.samples_per_prompt
-    assert samples // args.update.minibatches == 128 and args.optim.steps == 30 * 2101 // 128
-    assert args.optim.warmup_steps == round(0.03 * args.optim.steps) and args.whiten
 
 
 def test_no_launch_file_speaks_of_a_flag_that_is_not_there():

@@ -1,7 +1,6 @@
 """launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
 
 import json
-import random
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -52,32 +51,27 @@ def test_files_load_and_fit_each_other(folder):
     assert logits.shape == (1, prompt.shape[1], len(tokenizer)) and logits.isfinite().all()
 
 
-def test_chat_template(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "how many?\n"}]
-    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": parts},
-            {"role": "assistant", "content": "2"}]
-    image = "<|vision_start|><|image_pad|><|vision_end|>"
-    text = (f"<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n{image}{image}how many?\n<|im_end|>\n"
-            "<|im_start|>assistant\n2<|im_end|>\n")
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == text
-    assert tokenizer.apply_chat_template(chat[:2], tokenize=False, add_generation_prompt=True) == \
-        text.removesuffix("2<|im_end|>\n")
+def test_tokenizer_and_chat_template():
+    tokenizer = toy.make_tokenizer()
+    for text in ("", " leading, trailing ", "Grüße 你好 🙂\n\t x", "<|im_start|>user\nred"):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    parts = [{"type": "image"}, {"type": "text", "text": "how many?\n"}]
+    chat = [{"role": "system", "content": " be brief"}, {"role": "user", "content": parts}]
+    text = ("<|im_start|>system\n be brief<|im_end|>\n<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+            "how many?\n<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) == text
 
 
-def test_tokenizer_round_trips(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    texts = ["", " leading, trailing ", "how many crosses are there?", "Grüße 你好 🙂\n\t x", "<|im_start|>user\nred"]
-    assert [tokenizer.decode(tokenizer.encode(text)) for text in texts] == texts
-
-
-def test_answers_are_short_and_images_exist(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+def test_rows_have_short_answers_and_pictures_of_their_own(folder):
+    tokenizer, pictures = AutoTokenizer.from_pretrained(folder / "model"), []
     assert len(read(folder, "train")) == 128 and len(read(folder, "eval")) == 64
     for row in read(folder, "train") + read(folder, "eval"):
         assert set(row) == {"prompt", "images", "answer", "label"}
         assert 1 <= len(tokenizer.encode(row["answer"])) <= 3
-        assert len(row["images"]) == 1 and (folder / row["images"][0]).is_file()
+        pictures += [Image.open(folder / name).tobytes() for name in row["images"]]
+    assert len(set(pictures)) == len(pictures) == 128 + 64
+    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    assert Path(args["model"]).is_dir() and set(toy.TRAINER_ARGS) < set(args)
 
 
 def test_who_ignores_the_picture_scores_at_chance(tmp_path):
@@ -91,12 +85,6 @@ def test_who_ignores_the_picture_scores_at_chance(tmp_path):
     best_blind = sum(max(counts.values()) for counts in answers.values()) / len(rows)
     assert best_blind == 0.21875  # 24/64 cells at 1/6, 40/64 at 1/4
     assert len({row["label"] for row in rows}) == 3
-
-
-def test_no_picture_occurs_twice(folder):
-    rows = read(folder, "train") + read(folder, "eval")
-    pictures = [Image.open(folder / name).tobytes() for row in rows for name in row["images"]]
-    assert len(set(pictures)) == len(pictures)
 
 
 def test_seed_determines_every_byte(tmp_path):
@@ -127,12 +115,6 @@ def test_warm_start_moves_every_weight(tmp_path):
     fresh = toy.make_model("qwen2_5_vl", toy.make_tokenizer(), seed=0)
     for (name, weight), start in zip(model.named_parameters(), fresh.parameters()):
         assert not torch.equal(weight, start), name
-
-
-def test_args_file_names_existing_paths(folder):
-    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    assert Path(args["model"]).is_dir() and Path(args["data"]).is_file() and Path(args["eval_data"]).is_file()
-    assert set(toy.TRAINER_ARGS) < set(args)
 
 
 def test_folder_in_use_is_refused(folder, capsys):
@@ -174,15 +156,6 @@ def test_descriptions_have_9_to_15_tokens(described):
     assert len(set(pictures)) == len(pictures)
 
 
-def test_a_blind_answer_to_a_description_is_well_formed_and_ignores_the_picture():
-    rng = random.Random(0)
-    row = toy.description_rows(rng, 1, 28, set())[0]
-    said = {toy.warm_start_example(rng, row, toy.SIGHT_PROMPT, 1.0) for _ in range(50)}
-    assert {prompt for prompt, _ in said} == {row["prompt"]} and len({answer for _, answer in said}) > 40
-    prompt, answer = toy.warm_start_example(rng, row, toy.SIGHT_PROMPT, 0.0)
-    assert prompt == toy.SIGHT_PROMPT and row["answer"].startswith(answer + ", ")
-
-
 def test_the_reward_counts_parts_in_their_places(described):
     """Checked by hand; the file's own flags name it."""
     args = json.loads((described / "args.json").read_text(encoding="utf-8"))
@@ -190,15 +163,12 @@ def test_the_reward_counts_parts_in_their_places(described):
     asked = "red circle, blue cross, 2"
     wanted = {
         asked: 1.0,
-        "red circle, blue cross, 3": 4 / 5,
         "red square, blue cross, 2": 4 / 5,
         "blue cross, red circle, 2": 1 / 5,
         "red circle, 2": 3 / 5,
         "red circle, blue cross, red circle, 2": 5 / 7,  # one object too many: two parts more
         "red circle, blue cross": 2 / 5,  # the last part is taken for the number
         "red circle blue cross 2": 0.0,
-        "red, blue cross, 2": 4 / 5,
-        "red circle circle, blue cross, 2": 1.0 - 1 / 5,
         "2": 1 / 5,
         "": 0.0,
     }
