@@ -34,7 +34,7 @@ from common.model.attention import choose_backend, flash_attn_problem
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging
-STEP = "--prompts_per_step 16 --samples_per_prompt 2 --max_new_tokens 16 --minibatches 1"
+STEP = "--prompts_per_step 8 --samples_per_prompt 2 --max_new_tokens 8 --minibatches 1"
 QUIET = "--log_samples 0 --eval_every 0 --timeout 120"
 ALONE = "--save_every 0 --export_every 0 --steps"
 METRICS = ("perf/step_seconds", "perf/rollout_tokens_per_second", "perf/update_tokens_per_second", "train/sampler_gap",

@@ -53,11 +53,11 @@ class Alone(smoke.Run):
 def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke, "Run", Alone)
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
-    assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "17"]) == 1
+    assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "9"]) == 1
     told = capsys.readouterr().out
     assert "\nFAIL; " in told and "sdpa: exit code 2; see" in told and "no checkpoint was committed" in told
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
-    assert not report["passed"] and "--min_new_tokens 17 exceeds --max_new_tokens 16" in report["runs"][0]["tail"]
+    assert not report["passed"] and "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
