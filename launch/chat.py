@@ -55,8 +55,10 @@ class Chat:
         parts = [{"type": "image"} for _ in pictures]
         content = [*parts, {"type": "text", "text": question}]
         turns = [*self.messages, {"role": "user", "content": content}]
-        shown = [*self.pictures, *(str(Path(path).absolute()) for path in pictures)]
-        prompt = make_prompt(self.processor, turns, shown, system_prompt=self.system_prompt)
+        all_pictures = [*self.pictures, *(str(Path(path).absolute()) for path in pictures)]
+        prompt = make_prompt(
+            self.processor, turns, all_pictures, system_prompt=self.system_prompt
+        )
         tokens = self.model.generate(
             **self.inputs(prompt),
             max_new_tokens=max_new_tokens,
@@ -66,8 +68,8 @@ class Chat:
             do_sample=False,
         )
         answer = self.processor.decode([tokens[0, len(prompt.input_ids) :]])[0].strip()
-        said = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-        self.messages, self.pictures = [*turns, said], shown
+        turn = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
+        self.messages, self.pictures = [*turns, turn], all_pictures
         return answer
 
     def inputs(self, prompt) -> dict[str, torch.Tensor]:

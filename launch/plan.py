@@ -35,16 +35,16 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("script", choices=("ppo", "grm"), help="train_ppo_vl.py or train_grm_vl.py")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of the run (default 8)")
     parser.add_argument("--gib", type=float, default=80.0, help="memory of each (default 80)")
-    own = parser.parse_args(argv[:cut])
+    options = parser.parse_args(argv[:cut])
 
-    plan_script = plan_ppo if own.script == "ppo" else plan_grm
-    args, needed = plan_script(argv[cut + 1 :], own.gpus)
+    plan_script = plan_ppo if options.script == "ppo" else plan_grm
+    args, needed = plan_script(argv[cut + 1 :], options.gpus)
     tokens = args.max_tokens_per_pack
     choice = budget.Choice(args.gradient_checkpointing != "off", tokens)
-    print(f"{own.gpus} GPUs, {needed.shards} shards, packs of {tokens} tokens:")
-    print(*memory_table(needed.phases(choice, own.gib * budget.GIB)), sep="\n", flush=True)
-    print(budget.require_fit(needed, args, own.gib))
-    print(budget.advise(needed, tokens, own.gib), flush=True)
+    print(f"{options.gpus} GPUs, {needed.shards} shards, packs of {tokens} tokens:")
+    print(*memory_table(needed.phases(choice, options.gib * budget.GIB)), sep="\n", flush=True)
+    print(budget.require_fit(needed, args, options.gib))
+    print(budget.advise(needed, tokens, options.gib), flush=True)
 
 
 def memory_table(phases: dict[str, budget.Parts]) -> list[str]:

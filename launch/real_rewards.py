@@ -30,8 +30,8 @@ def another(prompts, responses, references, labels, images):
 
 
 def exact(responses: list[str], names: list[str]) -> list[float]:
-    said = [response.strip().rstrip(".").lower() for response in responses]
-    return [float(text == name.lower()) for text, name in zip(said, names)]
+    answers = [response.strip().rstrip(".").lower() for response in responses]
+    return [float(text == name.lower()) for text, name in zip(answers, names)]
 
 
 def mentions(text: str, name: str) -> bool:

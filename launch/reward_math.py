@@ -40,9 +40,9 @@ def grade(response: str, reference: str) -> float:
     _, boxed, answer = response.translate(LATEX).rpartition(r"\boxed")
     if not boxed:
         return 0.0
-    given = parse(boxed + answer, [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
+    boxed_answer = parse(boxed + answer, [BOXED], fallback_mode="no_fallback", parsing_timeout=None)
     expected = parse(rf"\boxed{{{reference.translate(LATEX)}}}", [BOXED], parsing_timeout=None)
-    return float(verify(expected, given, timeout_seconds=None))
+    return float(verify(expected, boxed_answer, timeout_seconds=None))
 
 
 def grade_in_process(responses: list[str], references: list[str]) -> list[float]:

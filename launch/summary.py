@@ -83,8 +83,8 @@ def main(argv: list[str]) -> None:
         print("\nheld-out answers of the last evaluation:")
         for record in read_records(answers)[:3]:
             print(f"  {record['question'].strip()[-90:]}")
-            said = record["response"].strip()[:90]
-            print(f"    {said!r}   reward {record['reward']:.2f}, right: {record['reference']!r}")
+            answer = record["response"].strip()[:90]
+            print(f"    {answer!r}   reward {record['reward']:.2f}, right: {record['reference']!r}")
     draw_curves(curves, run / "curve.png", run.name)
     cards = max(run.glob("samples/*.png"), default="none were written")
     print(f"\ncurve                 {run}/curve.png")

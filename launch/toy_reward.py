@@ -6,17 +6,17 @@ then their number. Each colour, each shape and the number is a part.
 
 
 def score(prompts, responses, references, labels, images):
-    """reward: the share of right parts, of all that are asked for, or of all that were given where
-    those are more; accuracy: 1 where all are right."""
-    shares = [share_right(said, asked) for said, asked in zip(responses, references)]
+    """reward: the share of right parts, of all that are asked for, or of all in the answer where those
+    are more; accuracy: 1 where all are right."""
+    shares = [share_right(*pair) for pair in zip(responses, references)]
     return {"reward": shares, "accuracy": [float(share == 1) for share in shares]}
 
 
-def share_right(said: str, asked: str) -> float:
-    given, number = parts(said)
-    expected, right_number = parts(asked)
-    right = sum(word == wanted for word, wanted in zip(given, expected)) + (number == right_number)
-    return right / (1 + max(len(given), len(expected)))
+def share_right(response: str, reference: str) -> float:
+    words, number = parts(response)
+    expected, right_number = parts(reference)
+    right = sum(word == wanted for word, wanted in zip(words, expected)) + (number == right_number)
+    return right / (1 + max(len(words), len(expected)))
 
 
 def parts(text: str) -> tuple[list[str], str]:

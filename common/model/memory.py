@@ -197,19 +197,19 @@ def backward_bytes(module: nn.Module, tokens: int, checkpointing: bool) -> dict[
     model = module.model
     layers = decoder(model).layers
     width = itemsize(module)
-    own = tokens * layer_activations(module)
+    activations = tokens * layer_activations(module)
     hidden = tokens * model.config.get_text_config().hidden_size
-    kept = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
-    kept += len(layers) * (width * hidden if checkpointing else own)
+    saved = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
+    saved += len(layers) * (width * hidden if checkpointing else activations)
 
     head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
     logits = logits_of_chunk(module)
     at_head = max(12 * logits + 4 * head, (4 + width) * logits + 8 * head)
     largest = max(count_trained(layer.parameters()) for layer in layers)
-    in_layer = own // 3 + 2 * largest * (4 + width) + width * head
+    in_layer = activations // 3 + 2 * largest * (4 + width) + width * head
     if checkpointing:
-        in_layer += own
+        in_layer += activations
     root = count_trained(module.parameters()) - count_trained(layers.parameters())
     root -= count_trained(tower_parameters(model))
-    at_end = root * (4 + width) - kept
-    return {"activations": kept, "backward": max(at_head, in_layer, at_end)}
+    at_end = root * (4 + width) - saved
+    return {"activations": saved, "backward": max(at_head, in_layer, at_end)}

@@ -33,7 +33,7 @@ def hide(source: Path, target: Path) -> None:
 
 
 def example(rng: random.Random, row: dict) -> tuple[list[tuple[str, bool]], bool]:
-    """Pieces of text, each with whether it is to be learned, and whether the picture is shown."""
+    """Pieces of text, each with whether it is to be learned, and whether the picture is seen."""
     blind = rng.choice(toy.ANSWERS[row["label"]])
     if rng.random() < 0.3:  # keep what it sees: the toy's own descriptions
         caption = "\n".join(rng.sample(row["sights"], 3))
@@ -49,18 +49,18 @@ def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.
     """Train by next-token prediction; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
-        sequences, labels, shown = [], [], []
+        sequences, labels, seen = [], [], []
         for i in rng.sample(range(len(rows)), 32):
             pieces, sees = example(rng, rows[i])
             ids = [tokenizer.encode(text) for text, _ in pieces]
             learned = [part if loss else [-100] * len(part) for part, (_, loss) in zip(ids, pieces)]
             sequences.append(torch.tensor(sum(ids, [])))
             labels.append(torch.tensor(sum(learned, [])))
-            shown += [i] if sees else []
+            seen += [i] if sees else []
         input_ids = torch.nn.utils.rnn.pad_sequence(sequences, True, tokenizer.pad_token_id)
         labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
-        pictures = toy.model_inputs(model, input_ids, pixels[shown])
-        pictures["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(shown))
+        pictures = toy.model_inputs(model, input_ids, pixels[seen])
+        pictures["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(seen))
         model(**pictures, labels=labels, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
