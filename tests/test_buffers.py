@@ -1,7 +1,6 @@
 """Batches, minibatches, partition, packs and rows against python loops, on random inputs."""
 
 import dataclasses
-import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +15,6 @@ from common.buffers import (
     balanced_partition,
     build_pack,
     make_blocks,
-    ragged_index,
 )
 from common.flags import parse_datasets
 from common.data.loader import DrawOrder, data_order, mix
@@ -25,45 +23,48 @@ SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
 
 
-def random_batch(rng: np.random.Generator, groups: int = 6, most: int = 5, longest: int = 9,
-                 shortest: int = 0) -> Batch:
+def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, longest: int = 9, shortest: int = 0) -> Batch:
     """Random samples (some prompts may have none), in (prompt, number) order, every field filled."""
-    counts = rng.integers(0, most + 1, groups)
-    counts[rng.integers(groups)] = most                                     # never none at all
+    counts = rng.integers(0, most + 1, prompts)
+    counts[rng.integers(prompts)] = most                                     # never none at all
     lengths = rng.integers(shortest, longest + 1, counts.sum())
-    total, flat = lengths.sum(), lambda: torch.from_numpy(rng.normal(size=lengths.sum()).astype(np.float32))
-    return Batch(
-        prompts=prompts_of(range(1, groups + 1)), prompt_ids=list(range(50, 50 + groups)), owners=[g % 3 for g in range(groups)],
-        dropped=[g for g in range(groups) if counts[g] == 0], sampling="as it was",
-        **{name: {g: torch.tensor([g, k]) for g in range(k, groups, 2)}
-           for k, name in enumerate(("patches", "features", "positions"))},
-        prompt_index=torch.from_numpy(np.repeat(np.arange(groups), counts)),
+    samples, tokens = len(lengths), int(lengths.sum())
+
+    def noise(size: int) -> torch.Tensor:
+        return torch.from_numpy(rng.normal(size=size).astype(np.float32))
+
+    batch = Batch(
+        prompts=prompts_of(range(1, prompts + 1)), prompt_ids=list(range(50, 50 + prompts)),
+        owners=[g % 3 for g in range(prompts)], dropped=[g for g in range(prompts) if counts[g] == 0], sampling="as it was",
+        patches={g: object() for g in range(0, prompts, 2)}, features={g: object() for g in range(1, prompts, 2)},
+        positions={g: object() for g in range(prompts)},
+        prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
-        truncated=torch.from_numpy(rng.random(len(lengths)) < 0.5),
-        tokens=torch.from_numpy(rng.integers(4, 1000, total)),
-        logprobs=flat(), rewards=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), old_logprobs=flat(),
-        ref_logprobs=flat(), kl=flat(), entropy=flat(), values=flat(), advantages=flat(), returns=flat(),
-        in_policy_loss=flat() > 0,
-        greedy_rewards=torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32)), greedy_lengths=torch.from_numpy(lengths),
-        judgements=[str(i) for i in range(len(lengths))],
-        components={"accuracy": torch.from_numpy(rng.normal(size=len(lengths)).astype(np.float32))})
+        truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
+        in_policy_loss=noise(tokens) > 0, greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
+        judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)})
+    for name in ("logprobs", "old_logprobs", "ref_logprobs", "kl", "entropy", "values", "advantages", "returns"):
+        setattr(batch, name, noise(tokens))
+    return batch
 
 
 def with_replies(batch: Batch, rng: np.random.Generator) -> Batch:
     """The same samples in conversation: some begin with a first observation, some end with a reply's place left out."""
-    ids, own, spans = [], [], []
+    stream, is_own, spans = [], [], []
     for tokens in batch.split(batch.tokens):
-        cuts = np.sort(rng.integers(0, len(tokens) + 1, rng.integers(0, 3)))
-        kept, given = np.split(tokens.numpy(), cuts), rng.integers(1, 4, len(cuts))
-        for k, part in enumerate(kept):
-            reply = rng.integers(4, 1000, given[k] if k < len(cuts) else 0)
-            ids += [part, reply]
-            own += [np.ones(len(part), dtype=bool), np.zeros(len(reply), dtype=bool)]
-        spans.append(len(tokens) + int(given.sum()))
-    total = sum(spans)
+        before = len(stream)
+        cuts = rng.integers(0, len(tokens) + 1, rng.integers(0, 3)).tolist()
+        for t in range(len(tokens) + 1):
+            for _ in range(cuts.count(t)):                                          # a reply of 1 to 3 tokens
+                reply = rng.integers(4, 1000, rng.integers(1, 4)).tolist()
+                stream += reply
+                is_own += [False] * len(reply)
+            stream += tokens[t:t + 1].tolist()
+            is_own += [True] * len(tokens[t:t + 1])
+        spans.append(len(stream) - before)
     return dataclasses.replace(
-        batch, spans=torch.tensor(spans), stream=torch.from_numpy(np.concatenate(ids)), is_own=torch.from_numpy(np.concatenate(own)),
-        places=torch.from_numpy(rng.integers(0, 99, (total, 3))), conversations=[f"said {i}" for i in range(len(batch))],
+        batch, spans=torch.tensor(spans), stream=torch.tensor(stream), is_own=torch.tensor(is_own),
+        places=torch.from_numpy(rng.integers(0, 99, (len(stream), 3))), conversations=[f"talk {i}" for i in range(len(batch))],
         turn_rewards=torch.from_numpy(rng.normal(size=len(batch.tokens))))
 
 
@@ -107,12 +108,13 @@ def test_views_equal_loops(seed):
 
 def test_targets_take_the_place_of_samples():
     batch = random_batch(np.random.default_rng(0))
+    batch.dropped = []
     targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
-    found = batch.with_targets(targets)
-    assert found.prompt_index.tolist() == [1, 2, 2] and found.number.tolist() == [0, 0, 1]
-    assert found.lengths.tolist() == [2, 1, 0] and found.tokens.tolist() == [7, 8, 9]
-    assert all(getattr(found, name) is getattr(batch, name) for name in OF_PROMPTS)
-    assert found.rewards is None and found.logprobs is None and not found.components
+    asked = batch.with_targets(targets)
+    assert asked.prompt_index.tolist() == [1, 2, 2] and asked.number.tolist() == [0, 0, 1]
+    assert asked.lengths.tolist() == [2, 1, 0] and asked.tokens.tolist() == [7, 8, 9]
+    assert all(getattr(asked, name) is getattr(batch, name) for name in OF_PROMPTS)
+    assert asked.rewards is None and asked.logprobs is None and not asked.components
     assert len(batch.with_targets([[]] * 6)) == 0
     batch.dropped = [1]
     assert batch.with_targets(targets).prompt_index.tolist() == [2, 2]
@@ -122,23 +124,24 @@ def test_targets_take_the_place_of_samples():
 def test_select_takes_every_field_along(seed):
     rng = np.random.default_rng(seed)
     samples = with_replies(random_batch(rng), rng)
-    order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples)))       # repeats and gaps
+    order = rng.integers(0, len(samples), rng.integers(0, 2 * len(samples))).tolist()       # repeats and gaps
     ends = samples.spans.cumsum(0).tolist()
-    chosen = samples.select(torch.from_numpy(order))
-    for f in dataclasses.fields(Batch):
-        old, new = getattr(samples, f.name), getattr(chosen, f.name)
-        if f.name in (*OF_PROMPTS, "sampling", "kl_coef"):
+    chosen = samples.select(torch.tensor(order, dtype=torch.int64))
+    for field in dataclasses.fields(Batch):
+        name = field.name
+        old, new = getattr(samples, name), getattr(chosen, name)
+        if name in (*OF_PROMPTS, "sampling", "kl_coef"):
             assert new is old
-        elif f.name in ("judgements", "conversations"):
+        elif name in ("judgements", "conversations"):
             assert new == [old[i] for i in order]
-        elif f.name in ("stream", "is_own", "places"):
-            assert new.tolist() == [x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]):ends[i]]], f.name
-        elif f.name == "components":
+        elif name in ("stream", "is_own", "places"):
+            assert new.tolist() == [x for i in order for x in old.tolist()[ends[i] - int(samples.spans[i]):ends[i]]], name
+        elif name == "components":
             assert new["accuracy"].tolist() == [old["accuracy"].tolist()[i] for i in order]
-        elif f.name in PER_TOKEN:
-            assert new.tolist() == [x for i in order for x in pieces(samples, old)[i]], f.name
+        elif name in PER_TOKEN:
+            assert new.tolist() == [x for i in order for x in pieces(samples, old)[i]], name
         else:
-            assert new.tolist() == [old.tolist()[i] for i in order], f.name
+            assert new.tolist() == [old.tolist()[i] for i in order], name
 
 
 @pytest.mark.parametrize("seed", SEEDS[:5])
@@ -161,19 +164,9 @@ def test_parts_are_joined_in_order(seed):
 def test_every_per_token_field_is_known_to_select():
     """A field of N entries that is missing in PER_TOKEN would be indexed by sample, silently."""
     samples = with_replies(random_batch(np.random.default_rng(0), shortest=2), np.random.default_rng(0))
-    flat = {f.name for f in dataclasses.fields(Batch)
-            if isinstance(getattr(samples, f.name), torch.Tensor)
-            and len(getattr(samples, f.name)) == len(samples.tokens)}
+    columns = {field.name: getattr(samples, field.name) for field in dataclasses.fields(Batch)}
+    flat = {name for name, value in columns.items() if torch.is_tensor(value) and len(value) == len(samples.tokens)}
     assert flat == set(PER_TOKEN)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_ragged_index_equals_loop(seed):
-    rng = np.random.default_rng(seed)
-    count = rng.integers(0, 8)
-    starts, lengths = rng.integers(0, 50, count), rng.integers(0, 5, count)
-    expected = [start + i for start, length in zip(starts, lengths) for i in range(length)]
-    assert ragged_index(torch.from_numpy(starts), torch.from_numpy(lengths)).tolist() == expected
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -199,11 +192,12 @@ def test_gathered_samples_are_in_prompt_order(monkeypatch, seed, world):
 
 
 # ------------------------------------------------------------------------------------------------ order, minibatches
-@pytest.mark.parametrize("rows, per_step", [(7, 3), (10, 10), (3, 8), (1, 2)])
+@pytest.mark.parametrize("rows, per_step", [(7, 3), (10, 10), (1, 2)])
 def test_every_row_once_per_epoch_in_another_order(rows, per_step):
-    draws = [data_order(range(s * per_step, (s + 1) * per_step), rows, seed=5) for s in range(6 * rows)]
-    taken = sum(draws, [])
-    epochs = [taken[e * rows:(e + 1) * rows] for e in range(len(taken) // rows)]
+    taken = []
+    for step in range(6 * rows):
+        taken += data_order(range(step * per_step, (step + 1) * per_step), rows, seed=5)
+    epochs = [taken[first:first + rows] for first in range(0, len(taken) - rows + 1, rows)]
     assert all(sorted(epoch) == list(range(rows)) for epoch in epochs)
     assert rows < 5 or len({tuple(epoch) for epoch in epochs}) == len(epochs)
     assert all(isinstance(row, int) for row in taken)
@@ -227,9 +221,8 @@ def test_parse_datasets():
 
 
 @pytest.mark.parametrize("spec, message", [
-    ("a.jsonl:1,b.jsonl", "all of them or none"), ("a.jsonl:0", "weight above 0"), (",", "expected files"),
-    ("a.jsonl:-1,b.jsonl:2", "weight above 0"), ("a.jsonl:nan", "weight above 0"), ("a.jsonl:inf", "weight above 0"),
-    (":0.5", "expected files"), ("a.jsonl:0.7b", "'0.7b' is no number"), ("a.jsonl:", "'' is no number")])
+    ("a.jsonl:1,b.jsonl", "all of them or none"), ("a.jsonl:0", "weight above 0"), ("a.jsonl:inf", "weight above 0"),
+    (",", "expected files"), ("a.jsonl:0.7b", "'0.7b' is no number")])
 def test_bad_datasets(spec, message):
     with pytest.raises(ValueError, match=message):
         parse_datasets(spec)
@@ -246,6 +239,7 @@ def test_mixture():
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
+<<<<<<< HEAD
     """Cut into batches of any size, it is the same sequence: per set, its own passes in order."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
     whole, _ = DrawOrder(sets, weights, 60, 1, seed)(0)
@@ -259,19 +253,36 @@ def test_rows_of_a_mixture(weights):
 
 def test_one_set_is_in_data_order():
     assert DrawOrder([range(7)], [7.0], 35, 1, 5)(0) == (data_order(range(35), 7, 5), list(range(35)))
+=======
+    """Cut into steps of any size, and begun in the middle, it is the same sequence: per set, its own passes in order."""
+    sizes, seed = [9, 6], 3
+    which, number = mix(weights, 60)
+    whole = take_rows(which, number, sizes, seed)
+    for k, size in enumerate(sizes):
+        rows = [row for part, row in whole if part == k]
+        assert rows == data_order(range(len(rows)), size, seed)
+    for step in (1, 7, 60):
+        for first in range(0, 60, step):
+            steps = slice(first, first + step)
+            assert take_rows(which[steps], number[steps], sizes, seed) == whole[steps]
 
 
-@pytest.mark.parametrize("groups, count", [(12, 4), (6, 1), (5, 5)])
-def test_minibatches_are_equal_and_drop_nothing(groups, count):
-    def minibatches(groups, count, seed):
-        return Batch.minibatches(SimpleNamespace(prompts=range(groups)), count, seed)
+@pytest.mark.parametrize("prompts, count", [(12, 4), (6, 1), (5, 5)])
+def test_minibatches_are_equal_and_drop_nothing(prompts, count):
+    def minibatches(*seed: int) -> list[list[int]]:
+        return [part.tolist() for part in Batch.minibatches(SimpleNamespace(prompts=range(prompts)), count, seed)]
 
-    parts = minibatches(groups, count, (0, 3, 1))
-    assert [len(part) for part in parts] == [groups // count] * count
-    assert sorted(np.concatenate(parts).tolist()) == list(range(groups))
-    assert [part.tolist() for part in parts] == [part.tolist() for part in minibatches(groups, count, (0, 3, 1))]
-    others = [np.concatenate(minibatches(groups, count, seed)).tolist() for seed in ((0, 3, 2), (0, 4, 1), (1, 3, 1))]
-    assert np.concatenate(parts).tolist() not in others
+    parts = minibatches(0, 3, 1)
+    assert [len(part) for part in parts] == [prompts // count] * count
+    assert sorted(sum(parts, [])) == list(range(prompts))
+    assert parts == minibatches(0, 3, 1) not in (minibatches(0, 3, 2), minibatches(0, 4, 1), minibatches(1, 3, 1))
+>>>>>>> d88865c (Tests of batches and of the judge: one oracle of a pack, with replies and without; shorter builders)
+
+
+def budgeted(rng: np.random.Generator) -> tuple[Batch, int]:
+    """Samples with prompts of up to 19 tokens, and a length of packs that holds the longest."""
+    prompts = rng.integers(1, 20, 6).tolist()
+    return with_prompts(random_batch(rng), prompts), max(prompts) + 9 + int(rng.integers(0, 40))
 
 
 def test_a_minibatch_keeps_groups_whole():
@@ -290,22 +301,16 @@ def block_size(samples: Batch, block) -> int:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("share", [True, False])
 def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
-    rng = np.random.default_rng(seed)
-    samples = random_batch(rng)
-    prompts = rng.integers(1, 20, 6).tolist()
-    samples = with_prompts(samples, prompts)
-    budget = max(prompts) + 9 + int(rng.integers(0, 30))
+    samples, budget = budgeted(np.random.default_rng(seed))
     blocks = make_blocks(samples, budget if share else 0)
-    assert all(block_size(samples, block) <= budget for block in blocks)
+    assert all(members and block_size(samples, (prompt, members)) <= budget for prompt, members in blocks)
     assert [i for _, members in blocks for i in members] == list(range(len(samples)))
-    assert all(samples.prompt_index[i] == group for group, members in blocks for i in members)
-    assert all(members for _, members in blocks)
+    assert all(samples.prompt_index[i] == prompt for prompt, members in blocks for i in members)
     if not share:
         assert all(len(members) == 1 for _, members in blocks)
         return
-    for group in range(6):                    # a split happens only where the next response would not have fitted
-        own = [block for block in blocks if block[0] == group]
-        for block, following in zip(own, own[1:]):
+    for block, following in zip(blocks, blocks[1:]):  # a split happens only where the next response would not have fitted
+        if block[0] == following[0]:
             assert block_size(samples, block) + int(samples.lengths[following[1][0]]) > budget
 
 
@@ -313,18 +318,17 @@ def test_blocks_respect_the_budget_and_lose_nothing(seed, share):
 def test_groups_share_where_it_costs_less(seed):
     """The scores of every layout, counted entry by entry: together the rectangle of a response, alone its triangle."""
     rng = np.random.default_rng(seed)
-    samples = random_batch(rng, longest=40)
     prompts, score_cost = rng.integers(1, 20, 6).tolist(), float(rng.choice([0.01, 0.1, 1]))
-    samples = with_prompts(samples, prompts)
+    samples = with_prompts(random_batch(rng, longest=40), prompts)
     blocks = make_blocks(samples, 10 ** 6, score_cost=score_cost)
-    for group in set(samples.prompt_index.tolist()):
-        prompt, lengths = prompts[group], samples.lengths[samples.prompt_index == group].tolist()
+    for index in samples.prompt_index.unique().tolist():
+        prompt, lengths = prompts[index], samples.lengths[samples.prompt_index == index].tolist()
         together = prompt + sum(lengths) + score_cost * (prompt ** 2 / 2 + sum(n * (prompt + n) for n in lengths))
         apart = sum(prompt + n + score_cost * (prompt + n) ** 2 / 2 for n in lengths)
-        found = len([block for block in blocks if block[0] == group])
-        assert found == (1 if together < apart or len(lengths) == 1 else len(lengths)), (together, apart)
+        expected = 1 if together < apart or len(lengths) == 1 else len(lengths)
+        assert len([block for block in blocks if block[0] == index]) == expected, (together, apart)
     shared = make_blocks(samples, 10 ** 6)                                  # for nothing: always together
-    assert len(shared) == len(set(samples.prompt_index.tolist()))
+    assert len(shared) == len(samples.prompt_index.unique())
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -347,37 +351,20 @@ def test_partition_of_nothing_and_of_equal_costs():
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_packs_hold_each_block_once_in_equal_number(seed, world):
-    rng = np.random.default_rng(seed)
-    samples = random_batch(rng)
-    prompts = rng.integers(1, 20, 6).tolist()
-    samples = with_prompts(samples, prompts)
-    budget = max(prompts) + 9 + int(rng.integers(0, 40))
-    blocks = make_blocks(samples, budget if seed % 2 else 0)
-    packs = assign_blocks(samples, blocks, world, budget, hidden_size=8)
-    assert len(packs) == world and len({len(part) for part in packs}) == 1
-    placed = [block for part in packs for pack in part for block in pack]
-    assert sorted(placed) == sorted(blocks)
-    sizes = [[sum(block_size(samples, block) for block in pack) for pack in part] for part in packs]
-    assert max(max(part) for part in sizes) <= budget
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_packs_are_even_and_as_few_as_that_allows(seed, world):
     """Packs of a rank differ by a block at most; one pack less, and one of them would be too long."""
-    rng = np.random.default_rng(seed)
-    samples = random_batch(rng)
-    prompts = rng.integers(1, 20, 6).tolist()
-    samples = with_prompts(samples, prompts)
-    budget = max(prompts) + 9 + int(rng.integers(0, 40))
+    samples, budget = budgeted(np.random.default_rng(seed))
     blocks = make_blocks(samples, budget if seed % 2 else 0)
     packs = assign_blocks(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
-    sizes = [[[block_size(samples, block) for block in pack] for pack in part] for part in packs]
-    largest = [max((max(pack) for pack in part if pack), default=0) for part in sizes]
-    totals, count = [sum(map(sum, part)) for part in sizes], len(packs[0])
-    assert all(max(map(sum, part)) - min(map(sum, part)) <= most for part, most in zip(sizes, largest))
-    assert all([sum(pack) for pack in part] == sorted(map(sum, part), reverse=True) for part in sizes)
-    assert count == 1 or any(total / (count - 1) + most > budget for total, most in zip(totals, largest))
+    assert len(packs) == world and len({len(part) for part in packs}) == 1
+    assert sorted(block for part in packs for pack in part for block in pack) == sorted(blocks)
+    one_less = []
+    for part in packs:
+        sizes = [sum(block_size(samples, block) for block in pack) for pack in part]
+        largest = max((block_size(samples, block) for pack in part for block in pack), default=0)
+        assert max(sizes) <= budget and max(sizes) - min(sizes) <= largest and sizes == sorted(sizes, reverse=True)
+        if len(part) > 1:
+            one_less.append(sum(sizes) / (len(part) - 1) + largest)
+    assert not one_less or max(one_less) > budget
 
 
 def test_long_rows_cost_more_than_their_tokens():
@@ -410,68 +397,77 @@ def test_no_blocks_give_no_packs():
     assert assign_blocks(samples, [], 2, 100, 8) == [[], []]
 
 
-# ------------------------------------------------------------------------------------------------ rows
-def naive_row(samples: Batch, blocks, ids, positions) -> dict[str, list]:
-    """The row, token by token."""
-    tokens = pieces(samples, samples.tokens)
-    starts = samples.offsets.tolist()
-    row = {key: [] for key in ("input_ids", "positions", "segments", "image_index", "predict", "targets", "flat",
-                               "sample", "step")}
-    for group, members in blocks:
+# ------------------------------------------------------------------------------------------------ packs, token by token
+def naive_row(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
+    """The pack, token by token; a sample is a list of (token, is it the policy's, offset of its position)."""
+    talks, starts = [], samples.offsets.tolist()
+    if samples.spans is None:
+        for tokens in pieces(samples, samples.tokens):
+            talks.append([(token, True, [t] * 3) for t, token in enumerate(tokens)])
+    else:
+        columns = samples.stream.tolist(), samples.is_own.tolist(), samples.places.tolist()
+        tokens = iter(zip(*columns))
+        talks = [[next(tokens) for _ in range(span)] for span in samples.spans.tolist()]
+    names = ("input_ids", "positions", "segments", "image_index", "predict", "targets", "flat", "sample", "step")
+    row = {name: [] for name in names}
+    for index, members in blocks:
         prompt_start = len(row["input_ids"])
-        for t, token in enumerate(ids[group].tolist()):
-            if token == IMAGE:
+        for t, token in enumerate(samples.prompts[index].input_ids.tolist()):
+            if token == image:
                 row["image_index"].append(len(row["input_ids"]))
             row["input_ids"].append(token)
-            row["positions"].append(positions[group][:, t].tolist())
+            row["positions"].append(positions[index][:, t].tolist())
         prompt_end = len(row["input_ids"])
         alone = len(members) == 1                                         # one causal segment: prompt and response
-        row["segments"].append((prompt_start, prompt_end + alone * len(tokens[members[0]]), prompt_start, prompt_start))
-        first = int(positions[group].max()) + 1
+        row["segments"].append((prompt_start, prompt_end + alone * len(talks[members[0]]), prompt_start, prompt_start))
+        first = int(positions[index].max()) + 1
         for i in members:
-            start, previous = len(row["input_ids"]), prompt_end - 1
-            for t, token in enumerate(tokens[i]):
-                row["predict"].append(previous)
-                row["targets"].append(token)
-                row["flat"].append(starts[i] + t)
-                row["sample"].append(i)
-                row["step"].append(t)
+            start, previous, step = len(row["input_ids"]), prompt_end - 1, 0
+            for token, is_own, place in talks[i]:
+                if is_own:
+                    target = {"predict": previous, "targets": token, "flat": starts[i] + step, "sample": i, "step": step}
+                    for name, value in target.items():
+                        row[name].append(value)
+                    step += 1
                 previous = len(row["input_ids"])
                 row["input_ids"].append(token)
-                row["positions"].append([first + t] * 3)
-            if tokens[i] and not alone:
+                row["positions"].append([first + offset for offset in place])
+            if talks[i] and not alone:
                 row["segments"].append((start, len(row["input_ids"]), prompt_start, prompt_end))
     return row
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("share", [True, False])
-def test_rows_equal_loops(seed, share):
+@pytest.mark.parametrize("kind", ["shared", "alone", "replies"])
+def test_rows_equal_loops(seed, kind):
+    """Prompts with and without images, whose responses share them or not, or are conversations."""
     rng = np.random.default_rng(seed)
     samples = random_batch(rng)
+    image = -1 if kind == "replies" else IMAGE                        # whose images are in test_environments.py
     samples.tokens[rng.random(len(samples.tokens)) < 0.1] = IMAGE      # a sampled image token is no place of an image
-    ids = {g: torch.from_numpy(rng.integers(4, 1000, rng.integers(2, 15))) for g in range(6)}
+    if kind == "replies":
+        samples = with_replies(samples, rng)
+    ids = [torch.from_numpy(rng.integers(4, 1000, rng.integers(2, 15))) for _ in range(6)]
     features = {}
-    for group in (0, 2, 5):
-        count = int(rng.integers(1, len(ids[group])))
-        ids[group][rng.permutation(len(ids[group]))[:count]] = IMAGE
-        features[group] = torch.randn(2, count, 4)
-    positions = {g: torch.from_numpy(rng.integers(0, 30, (3, len(ids[g])))) for g in range(6)}
-    lengths = [len(ids[g]) for g in range(6)]
-    samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=ids[g]) for g in range(6)])
-    blocks = make_blocks(samples, max(lengths) + 15 if share else 0)
+    for index in () if kind == "replies" else (0, 2, 5):
+        count = int(rng.integers(1, len(ids[index])))
+        ids[index][rng.permutation(len(ids[index]))[:count]] = IMAGE
+        features[index] = torch.randn(2, count, 4)
+    positions = {i: torch.from_numpy(rng.integers(0, 30, (3, len(ids[i])))) for i in range(6)}
+    samples = dataclasses.replace(samples, prompts=[SimpleNamespace(input_ids=prompt) for prompt in ids])
+    blocks = make_blocks(samples, 0 if kind == "alone" else max(map(len, ids)) + 15)
     for pack in assign_blocks(samples, blocks, 1, 60, 8)[0]:
-        row = build_pack(samples, pack, positions, features, torch.tensor([IMAGE, -1]))
-        expected = naive_row(samples, pack, ids, positions)
-        assert row.input_ids[0].tolist() == expected["input_ids"]
+        row = build_pack(samples, pack, positions, features, torch.tensor([image, -1]))
+        expected = naive_row(samples, pack, positions, image)
+        assert row.input_ids[0].tolist() == expected["input_ids"] and (len(pack) == 1 or row.input_ids.shape[1] <= 60)
         assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
-        for name in ("segments", "image_index", "predict", "targets", "flat", "sample", "step"):
-            value = getattr(row, name)
-            assert (value if name == "segments" else value.tolist()) == expected[name], name
-        with_images = [group for group, _ in pack if group in features]
+        assert row.segments == expected["segments"]
+        for name in ("image_index", "predict", "targets", "flat", "sample", "step"):
+            assert getattr(row, name).tolist() == expected[name], name
+        with_images = [features[index] for index, _ in pack if index in features]
         assert (row.features is None) == (not with_images)
         if with_images:
-            assert torch.equal(row.features, torch.cat([features[g] for g in with_images], dim=1))
+            assert torch.equal(row.features, torch.cat(with_images, dim=1))
             assert row.features.shape[1] == len(row.image_index)
 
 
@@ -487,38 +483,3 @@ def test_a_block_of_an_empty_response_alone():
     row = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
     assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
     assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains
-
-
-@pytest.mark.parametrize("seed", SEEDS[:5])
-def test_rows_with_replies_equal_loops(seed):
-    """Ids, positions, targets and where they are predicted, of conversations in packs of any size; blocks and packs count
-    the replies."""
-    rng = np.random.default_rng(seed)
-    samples = with_replies(random_batch(rng), rng)
-    ends, starts = samples.spans.cumsum(0).tolist(), samples.offsets.tolist()
-    positions = {g: torch.arange(len(prompt.input_ids)).expand(3, -1) + 2 * g for g, prompt in enumerate(samples.prompts)}
-    blocks = make_blocks(samples, int(rng.integers(10, 60)))
-    for pack in itertools.chain(*assign_blocks(samples, blocks, 2, 60, 64)):
-        row = build_pack(samples, pack, positions, {}, torch.tensor([-1, -1]))
-        ids, places, targets, predict, step, flat = [], [], [], [], [], []
-        for group, members in pack:
-            prompt_start = len(ids)
-            ids += samples.prompts[group].input_ids.tolist()
-            places += positions[group].T.tolist()
-            prompt_end, first = len(ids), int(positions[group].max()) + 1
-            for i in members:
-                own, begin = 0, len(ids)
-                for k in range(ends[i] - int(samples.spans[i]), ends[i]):
-                    before = prompt_end - 1 if len(ids) == begin else len(ids) - 1
-                    if samples.is_own[k]:
-                        targets.append(int(samples.stream[k]))
-                        predict.append(before)
-                        step.append(own)
-                        flat.append(starts[i] + own)
-                        own += 1
-                    ids.append(int(samples.stream[k]))
-                    places.append([first + int(x) for x in samples.places[k]])
-        if pack:
-            assert row.input_ids[0].tolist() == ids and row.positions[:, 0].T.tolist() == places
-        assert (row.targets.tolist(), row.predict.tolist(), row.step.tolist(), row.flat.tolist()) == (targets, predict, step, flat)
-        assert len(pack) < 2 or len(ids) <= 60

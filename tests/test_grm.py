@@ -17,9 +17,10 @@ import pytest
 import ranks
 import tokenizers
 import torch
-from conftest import ROUNDING, rounding, with_flags
-from PIL import Image
+from conftest import (ROUNDING, inputs_of, read_rows, records, reproducible, rounding, with_flags, write_image,
+                      write_rows)
 from safetensors.torch import load_file, save_file
+from test_training import distance
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
@@ -28,7 +29,7 @@ from common import distributed
 from common.model import fsdp
 from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
-from common.data.loader import PromptLoader, load_pixels
+from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import forward as vlm
 
@@ -59,17 +60,12 @@ LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ me
 def task(tmp_path_factory) -> Path:
     """rows.jsonl and eval.jsonl: ROWS; more.jsonl: six rows without pictures; three pictures."""
     folder, rng = tmp_path_factory.mktemp("judgements"), np.random.default_rng(0)
-    for i, (width, height) in enumerate([(56, 56), (84, 56), (56, 112)]):
-        Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(folder / f"{i}.png")
-    write(folder / "rows.jsonl", ROWS)
-    write(folder / "eval.jsonl", ROWS)
-    write(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
+    for i, size in enumerate([(56, 56), (84, 56), (56, 112)]):
+        write_image(folder / f"{i}.png", size, rng)
+    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "eval.jsonl", ROWS)
+    write_rows(folder / "more.jsonl", [{"prompt": f"say {i}", "response": str(i)} for i in range(6)])
     return folder
-
-
-def write(path: Path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
@@ -109,26 +105,16 @@ def trained(env) -> fsdp.Trainable:
     return fsdp.Trainable(env.judge, env.args.optim, 1e-3)
 
 
-def records(out: Path) -> list[dict]:
-    return [record for record in map(json.loads, (out / "metrics.jsonl").read_text().splitlines()) if "step" in record]
-
-
 def evaluation(out: Path, step: int) -> dict:
     return json.loads((out / "eval" / f"eval_result_{step}.json").read_text())
 
 
-def reproducible(record: dict) -> dict:
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and not name.endswith("seconds")}
-
-
-def hugging_face(env, model, example, target: torch.Tensor) -> dict:
+def hugging_face(env, example, target: torch.Tensor) -> dict:
     """Inputs of Hugging Face's own model for one unpacked sample; labels on the target only."""
-    ids = torch.cat([example.prompt.input_ids, target])[None]
-    labels = ids.clone()
-    labels[:, :len(example.prompt.input_ids)] = -100
-    inputs = {"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == model.config.image_token_id).int()}
-    pixels = load_pixels(example.prompt, env.processor)
-    return inputs | (dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {})
+    inputs = inputs_of(example.prompt, target, env.processor)
+    inputs["labels"] = inputs["input_ids"].clone()
+    inputs["labels"][:, :len(example.prompt.input_ids)] = -100
+    return inputs
 
 
 @pytest.fixture(scope="module")
@@ -148,25 +134,18 @@ def test_labels_are_the_answer_and_its_end(env):
         prompt = tokenizer.encode(example.prompt.text, add_special_tokens=False)
         assert prompt + example.target.tolist() + tokenizer.encode("\n") == whole
         assert example.target.tolist().count(end) == 1 and int(example.target[-1]) == end
-    # In a packed row: every token of a target, and nothing else, is predicted, each by the token before it.
+    # In a pack: the tokens of the targets, in order, each predicted by the token before it, the first one by the
+    # header of the answer.
     batch = take(env, examples).with_targets([[example.target] for example in examples])
     vlm.compute_features(env.judge.model, batch)
-    predicted = 0
+    predicted = []
     for row in vlm.packs(env.judge.model, batch):
-        ids, labels = row.input_ids[0], torch.full_like(row.input_ids[0], -100)
-        for (start, stop, prefix, prefix_end), following in zip(row.segments, [*row.segments[1:], None]):
-            if prefix_end == prefix and (following is None or following[2] == following[3]):     # a target alone with its prompt
-                start += next(len(p.input_ids) for p in batch.prompts
-                              if torch.equal(p.input_ids, ids[start:start + len(p.input_ids)]))
-                labels[start:stop] = ids[start:stop]
-            elif prefix_end > prefix:
-                labels[start:stop] = ids[start:stop]
-        assert row.targets.tolist() == labels[labels != -100].tolist() and int((labels == end).sum()) == len(row.sample.unique())
-        firsts = row.step == 0
-        assert torch.equal(row.predict[~firsts] + 1, (labels != -100).nonzero()[:, 0][~firsts])
-        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in row.predict[firsts].tolist())
-        predicted += len(row.targets)
-    assert predicted == sum(len(example.target) for example in examples)
+        ids = row.input_ids[0]
+        inside = row.step > 0
+        assert torch.equal(ids[row.predict[inside] + 1], row.targets[inside])
+        assert all(tokenizer.decode(ids[at - 2:at + 1]).endswith("assistant\n") for at in row.predict[~inside].tolist())
+        predicted += [(int(sample), row.targets[row.sample == sample].tolist()) for sample in row.sample.unique()]
+    assert sorted(predicted) == [(i, example.target.tolist()) for i, example in enumerate(examples)]
 
 
 def test_labels_on_the_llava_template(qwen25):
@@ -206,13 +185,13 @@ def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
 
 # ------------------------------------------------------------------------------------------------ loss
 def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
-    """All kinds of rows in packed rows with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
+    """All kinds of rows in packs with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
     caught = {}
 
-    def catch(self, step):
-        module = self.module
-        caught.update({name: p.grad.full_tensor().clone() for name, p in module.named_parameters() if p.requires_grad})
-        module.zero_grad(set_to_none=True)
+    def catch(trainable, step):
+        named = trainable.module.named_parameters()
+        caught.update({name: p.grad.full_tensor().clone() for name, p in named if p.requires_grad})
+        trainable.module.zero_grad(set_to_none=True)
         return 1.0, True
 
     monkeypatch.setattr(fsdp.Trainable, "update", catch)
@@ -223,28 +202,26 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
     oracle.zero_grad(set_to_none=True)
     total = 0.0
     for example in (example for question in questions for example in question.examples):
-        loss = oracle(**hugging_face(env, oracle, example, example.target), use_cache=False).loss
+        loss = oracle(**hugging_face(env, example, example.target), use_cache=False).loss
         share = len(example.target) / len(batch.tokens)
         (loss * share).backward()
         total += float(loss.detach()) * share
     assert metrics["train/loss"] == pytest.approx(total, rel=ROUNDING)
     assert -float(logprobs.mean()) == pytest.approx(total, rel=ROUNDING)
     expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if not name.startswith("model.visual")}
-    assert caught.keys() == expected.keys()
-    difference = sum(float((caught[name] - expected[name]).double().square().sum()) for name in expected)
-    assert (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5 < ROUNDING
+    assert distance(caught, expected) < ROUNDING
 
 
 def test_a_step_that_is_not_finite_is_skipped(env):
     batch, weight = take_targets(env, env.rows.train[:4]), env.judge.model.lm_head.weight.to_local()
-    kept = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
+    before = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
     with torch.no_grad():
         weight[0, 0] = torch.inf
     metrics, _ = grm.update(trained(env), batch, 1)
     with torch.no_grad():
-        weight[0, 0] = kept["model.lm_head.weight"][0, 0]
+        weight[0, 0] = before["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1 and metrics["train/grad_norm"] == 0 and "train/loss" not in metrics
-    assert all(torch.equal(p.to_local(), kept[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
+    assert all(torch.equal(p.to_local(), before[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
 
 
 def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
@@ -267,40 +244,37 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
     examples = env.held_out
     scores = grm.score_verdicts(env.judge, env.processor, examples, take(env, examples))
     assert sorted(scores) == list(range(len(examples)))
-    for i, example in enumerate(examples):
-        loss, chances = scores[i]["loss"], scores[i]["probabilities"]
+    frame = judgements.answer_frame(env.processor)
+
+    def loss_of(example, target) -> float:
         with torch.no_grad():
-            direct = lambda target: float(oracle(**hugging_face(env, oracle, example, target)).loss) * len(target)  # noqa: E731
-            assert loss == pytest.approx(direct(example.target), rel=1e-4)
-            words = {"pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"],
-                     "score": ["-1.5", "4"], "response": []}[example.kind]
-            sums = [-direct(judgements.encode_target(env.processor, judgements.answer_frame(env.processor), f"<answer>{word}</answer>"))
-                    for word in words]
-        assert list(chances) == words
-        assert list(chances.values()) == pytest.approx(torch.tensor(sums).softmax(0).tolist(), abs=1e-4)
+            return float(oracle(**hugging_face(env, example, target)).loss) * len(target)
+
+    for i, example in enumerate(examples):
+        assert scores[i]["loss"] == pytest.approx(loss_of(example, example.target), rel=1e-4)
+        words = {"pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"],
+                 "score": ["-1.5", "4"], "response": []}[example.kind]
+        targets = [judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>") for word in words]
+        chances = torch.tensor([-loss_of(example, target) for target in targets]).softmax(0).tolist()
+        assert scores[i]["probabilities"] == pytest.approx(dict(zip(words, chances)), abs=1e-4)
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
     texts = grm.generate(env.judge, env.processor, take(env, env.held_out), env.args.eval)
-    assert env.judge.model.config.text_config._attn_implementation == "packed_rows"
-    for i, example in enumerate(env.held_out):
-        inputs = hugging_face(env, oracle, example, torch.zeros(0, dtype=torch.int64))
-        inputs.pop("labels")
+    for text, example in zip(texts, env.held_out, strict=True):
+        inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
-        said = env.processor.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
-        assert texts[i] == said and said
+        response = tokens[0, len(example.prompt.input_ids):]
+        assert text and text == env.processor.tokenizer.decode(response, skip_special_tokens=True)
 
 
-def test_generation_needs_no_pad_token(env):
+def test_generation_needs_no_pad_token(env, monkeypatch):
     """Batches are filled up with a stop token then, and say the same."""
     batch, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts, pad = grm.generate(env.judge, env.processor, batch, env.args.eval), tokenizer.pad_token
-    tokenizer.pad_token = None
-    try:
-        assert tokenizer.pad_token_id is None
-        assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
-    finally:
-        tokenizer.pad_token = pad
+    texts = grm.generate(env.judge, env.processor, batch, env.args.eval)
+    monkeypatch.setattr(tokenizer, "pad_token", None)
+    assert tokenizer.pad_token_id is None
+    assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
 
 
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
@@ -327,22 +301,22 @@ def test_an_evaluation_is_recorded_when_its_files_are_written(env):
 
 def test_sampled_judgements(env, tmp_path):
     """One question in four chunks gets noise of its own in each; the same evaluation says the same again."""
-    said = []
+    texts = []
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
         evaluate(env, tmp_path, env.held_out[:1] * 4, step, eval_temperature=2.0, eval_batch=1, seed=seed)
-        said.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
-    assert said[0] == said[1] and len(set(said[0])) == 4 and said[0] != said[2] and said[0] != said[3]
+        texts.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
+    assert texts[0] == texts[1] and len(set(texts[0])) == 4 and texts[0] != texts[2] and texts[0] != texts[3]
 
 
 def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
     weight = dict(env.judge.named_parameters())["model.model.language_model.norm.weight"].data.to_local()
-    kept = weight.clone()
+    before = weight.clone()
     weight[0] = torch.nan
     try:
         with pytest.raises(distributed.UserError, match=r"the loss of \S*eval.jsonl:1 is not finite; check"):
             evaluate(env, tmp_path, env.held_out[:2], 3)
     finally:
-        weight.copy_(kept)
+        weight.copy_(before)
     assert not (tmp_path / "eval").exists()
 
 
@@ -360,8 +334,8 @@ def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
     """The last of two, with one example: the first is judged all the same."""
     take = PromptLoader.take
 
-    def damaged(loader, *given, **named):
-        batch = take(loader, *given, **named)
+    def damaged(loader, *arguments, **options):
+        batch = take(loader, *arguments, **options)
         if len(batch.prompts) == 1:
             batch.dropped.append(0)
             batch.patches.clear()
@@ -383,24 +357,24 @@ def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
 
 
 # ------------------------------------------------------------------------------------------------ rows
-def settings(**given: str) -> dict:
-    return judgements.judge_settings({}, {name.removesuffix("_template"): text for name, text in given.items()})
+def settings(**templates: str) -> dict:
+    return judgements.judge_settings({}, {name.removesuffix("_template"): text for name, text in templates.items()})
 
 
 def test_a_pair_is_asked_in_both_orders(env):
     judge = settings(answers_template="{prompt}|{response_a}|{response_b}", pictures_template="{prompt}<image>,<image>")
-    given, swapped = judgements.read_judgement(ROWS[3], judge, "both")
-    assert (given["images"], given["verdict"], given["order"]) == (["1.png", "2.png"], "A", "given")
-    assert (swapped["images"], swapped["verdict"], swapped["order"]) == (["2.png", "1.png"], "B", "swapped")
-    assert given["text"] == "A is red and B is not.\nSo\n<answer>A</answer>"
-    assert swapped["text"] == "B is red and A is not.\nSo\n<answer>B</answer>"
-    given, swapped = judgements.read_judgement(ROWS[4], judge, "both")
-    assert (given["question"], given["verdict"]) == ("how many?|one {response_b}|two", "B")        # filled in one pass
-    assert (swapped["question"], swapped["verdict"]) == ("how many?|two|one {response_b}", "A")
-    assert given["images"] == swapped["images"] == ["2.png"]
-    assert [ask["verdict"] for ask in judgements.read_judgement(ROWS[5], judge, "both")] == ["tie", "tie"]
-    assert [ask["order"] for ask in judgements.read_judgement(ROWS[5], judge, "given")] == ["given"]
-    assert len(judgements.read_judgement(ROWS[3] | {"critique": "Picture A is red."}, judge, "given")) == 1
+
+    def asked(row: dict, *names: str, orders: str = "both") -> list[tuple]:
+        return [tuple(ask[name] for name in names) for ask in judgements.read_judgement(row, judge, orders)]
+
+    assert asked(ROWS[3], "images", "verdict", "order", "text") == [
+        (["1.png", "2.png"], "A", "given", "A is red and B is not.\nSo\n<answer>A</answer>"),
+        (["2.png", "1.png"], "B", "swapped", "B is red and A is not.\nSo\n<answer>B</answer>")]
+    assert asked(ROWS[4], "question", "verdict", "images") == [
+        ("how many?|one {response_b}|two", "B", ["2.png"]), ("how many?|two|one {response_b}", "A", ["2.png"])]   # one pass
+    assert asked(ROWS[5], "verdict") == [("tie",), ("tie",)]
+    assert asked(ROWS[5], "order", orders="given") == [("given",)]
+    assert len(asked(ROWS[3] | {"critique": "Picture A is red."}, orders="given")) == 1
 
 
 def test_a_response_is_no_place_for_a_picture(env, task):
@@ -452,7 +426,7 @@ def test_other_rows():
     "long prompt": ({"prompt": "b" * 700, "response": "b"}, "prompt too long"),
 }.values())
 def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, message):
-    path = write(tmp_path / "bad.jsonl", [ROWS[2], row])
+    path = write_rows(tmp_path / "bad.jsonl", [ROWS[2], row])
     for name in ("0.png", "1.png"):
         (tmp_path / name).write_bytes((task / name).read_bytes())
     with pytest.raises(ValueError) as error:
@@ -464,13 +438,13 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     """And its responses may be numbers."""
     rows = [{"question": "2 + 2?", "response": 4, "correct": True, "id": 7},
             {"prompt": "2 + 2?", "responses": [4, 4.5], "preferred": "A", "by": {"whom": "me"}}]
-    path = write(tmp_path / "rows.jsonl", rows)
-    examples = grm.load_examples(path, 0, env.args, env.processor)
-    assert [example.prompt.row for example in examples] == [rows[0], rows[1], rows[1]]
-    assert "Answer: 4\n" in examples[0].prompt.text and "Answer A: 4.5\nAnswer B: 4\n" in examples[2].prompt.text
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor)]
+    assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
+    assert "Answer: 4\n" in prompts[0].text and "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
     assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
-    prompts = judgements.load_judgements(path, env.processor, env.args.data)
-    assert [prompt.row for prompt in prompts] == [example.prompt.row for example in examples]
+    of_ppo = judgements.load_judgements(path, env.processor, env.args.data)
+    assert [prompt.row for prompt in of_ppo] == [prompt.row for prompt in prompts]
 
 
 def test_templates_and_instruction(qwen25, task, tmp_path):
@@ -481,10 +455,10 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     assert example.prompt.messages[0] == {
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
-    path = write(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
+    path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
     example, = grm.load_examples(path, 0, env.args, env.processor)           # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
-    path = write(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
+    path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: prompt must be a string or messages"):
         grm.load_examples(path, 0, env.args, env.processor)
     with pytest.raises(ValueError, match="--answers_template must hold"):
@@ -516,31 +490,29 @@ def test_verdicts():
     assert rules.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
 
 
-def test_a_right_score_is_right_where_no_scores_are_known(env):
-    """A checkpoint that nobody trained as a judge, by --eval_only."""
-    example = next(example for example in env.held_out if example.kind == "score")
-    read = lambda text: grm.judgement_record(settings(), 0, example, text)["predicted_answer"]  # noqa: E731
-    assert example.verdict == "4" and read("<answer>4.0</answer>") == "4" and read("<answer>5</answer>") is None
-
-
 def test_a_response_says_the_verdict_however_it_is_spelled(env):
-    """As the rule `verdict` compares it in train_ppo_vl.py."""
-    example = replace(next(example for example in env.held_out if example.kind == "response"), verdict="Yes")
-    read = lambda text: grm.judgement_record(settings(), 0, example, text)["predicted_answer"]  # noqa: E731
-    assert [read(f"<answer>{word}</answer>") for word in ("yes", "no", "")] == ["Yes", "no", None] and read("yes") is None
-    example = replace(example, verdict=None)
-    assert read("<answer>No</answer>") == "No" and read("No") is None
+    """As the rule `verdict` compares it in train_ppo_vl.py; a score is read where no scores are known, too."""
+    examples = {example.kind: example for example in env.held_out}
+
+    def read(text: str, kind: str, verdict: str | None) -> str | None:
+        example = replace(examples[kind], verdict=verdict)
+        return grm.judgement_record(settings(), 0, example, text)["predicted_answer"]
+
+    answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
+    assert [read(answer, "response", "Yes") for answer in answers] == ["Yes", "no", None, None]
+    assert read("<answer>No</answer>", "response", None) == "No" and read("No", "response", None) is None
+    assert read("<answer>4.0</answer>", "score", "4") == "4" and read("<answer>5</answer>", "score", "4") is None
 
 
 def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
-    more = write(tmp_path / "eval.jsonl", ROWS[9:])
-    found = start(qwen25, task, tmp_path, "--eval_data", f"{task / 'eval.jsonl'},{more},{task / 'more.jsonl'}").held_out
-    assert {example.source for example in found} == {str(task / "eval.jsonl"), more, "more.jsonl", "chat", "texts"}
+    more = write_rows(tmp_path / "eval.jsonl", ROWS[9:])
+    held_out = start(qwen25, task, tmp_path, "--eval_data", f"{task / 'eval.jsonl'},{more},{task / 'more.jsonl'}").held_out
+    assert {example.source for example in held_out} == {str(task / "eval.jsonl"), more, "more.jsonl", "chat", "texts"}
 
 
-def record(row: str, kind: str, order: str, right: str | None, said: str | None, chances: dict | None = None) -> dict:
+def record(row: str, kind: str, order: str, right: str | None, predicted: str | None, chances: dict | None = None) -> dict:
     return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
-            "predicted_answer": said, "probabilities": chances or {}, "loss": 6.0, "tokens": 3,
+            "predicted_answer": predicted, "probabilities": chances or {}, "loss": 6.0, "tokens": 3,
             "generated_text": "a  Cat", "response_text": "a cat"}
 
 
@@ -597,39 +569,45 @@ def one_rank(qwen25, task, tmp_path_factory) -> Path:
 
 def test_evaluation_has_every_example_once(one_rank, env):
     """13 examples in batches of 2."""
+    expected = [(i, example.text, example.verdict, example.prompt.source, example.order)
+                for i, example in enumerate(env.held_out)]
+    assert len(expected) % 2
     for step in (0, 2, 4):
         result = evaluation(one_rank, step)
-        assert [entry["index"] for entry in result["records"]] == list(range(len(env.held_out))) and len(env.held_out) % 2
-        for entry, example in zip(result["records"], env.held_out):
-            assert entry["response_text"] == example.text and entry["gt_answer"] == example.verdict
-            assert entry["info"]["row"] == example.prompt.source and entry["order"] == example.order
+        assert expected == [(entry["index"], entry["response_text"], entry["gt_answer"], entry["info"]["row"], entry["order"])
+                            for entry in result["records"]]
         assert result["summary"]["counts"]["pairs_in_both_orders"] == 3
     assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 2, 3, 4, 4]
-    evaluations = [entry for entry in records(one_rank) if "eval/loss" in entry]
-    assert [entry["step"] for entry in evaluations] == [0, 2, 4]
-    assert evaluations[-1]["eval/loss"] < evaluations[0]["eval/loss"]
-    mean, steps = None, [record for record in records(one_rank) if "train/loss" in record]
+    losses = {entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry}
+    assert list(losses) == [0, 2, 4] and losses[4] < losses[0]
+    steps = [entry for entry in records(one_rank) if "train/loss" in entry]
+    mean = steps[0]["train/loss"]
     for step in steps:
-        mean = step["train/loss"] if mean is None else 0.9 * mean + 0.1 * step["train/loss"]
+        mean = 0.9 * mean + 0.1 * step["train/loss"]
         assert step["train/loss_mean"] == pytest.approx(mean, rel=rounding(16))
     assert len(steps) == 4 and steps[-1]["train/loss"] > 0
     assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
 
 
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
-    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance."""
-    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(("circles", "squares", "stars", "rings"))]
-    path = write(tmp_path / "sft.jsonl", rows)
-    grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(tmp_path / "run"), "--steps", "40", "--lr", "3e-3",
+    """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance. Who learned no
+    judgements is no judge."""
+    shapes = ("circles", "squares", "stars", "rings")
+    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(shapes)]
+    path, out = write_rows(tmp_path / "sft.jsonl", rows), tmp_path / "run"
+    grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(out), "--steps", "40", "--lr", "3e-3",
               "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
               "--save_every", "20"])
-    evaluations = [record for record in records(tmp_path / "run") if "eval/loss" in record]
+    evaluations = [record for record in records(out) if "eval/loss" in record]
     assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)
-    assert "exact_match 1.000" in (told := capsys.readouterr().out) and "chance" not in told
+    printed = capsys.readouterr().out
+    assert "exact_match 1.000" in printed and "chance" not in printed
+    assert (out / "export" / "step-40" / "model.safetensors").exists()
+    assert not (out / "export" / "step-40" / "judge.json").exists()
     with pytest.raises(distributed.UserError, match="no reference answer, which verdict compares with"):
-        import train_ppo_vl as ppo
-        ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict", "--out", str(tmp_path / "rl")])
+        ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict",
+                  "--out", str(tmp_path / "rl")])
 
 
 @pytest.fixture(scope="module")
@@ -642,9 +620,7 @@ def two_ranks(qwen25, task, tmp_path_factory) -> Path:
 
 def test_two_ranks_are_one_rank(one_rank, two_ranks):
     for one, two in zip(records(one_rank), records(two_ranks), strict=True):
-        assert reproducible(one).keys() == reproducible(two).keys()
-        for name, value in reproducible(one).items():
-            assert two[name] == pytest.approx(value, rel=2e-4, abs=ROUNDING), (name, one["step"])
+        assert reproducible(two) == pytest.approx(reproducible(one), rel=2e-4, abs=ROUNDING), one["step"]
     for step in (0, 4):
         one, two = evaluation(one_rank, step)["records"], evaluation(two_ranks, step)["records"]
         assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
@@ -722,17 +698,19 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     folder = one_rank / "export" / "step-4"
     judge = json.loads((folder / "judge.json").read_text())
     assert Processor(folder).files["judge"] == judge and judge["answer"] == "<answer>{verdict}</answer>"
-    assert {kind: own["verdicts"] for kind, own in judge["kinds"].items()} == {
+    assert {kind: settings["verdicts"] for kind, settings in judge["kinds"].items()} == {
         "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
     assert judge["trained_on"] == ["answers", "correct", "pictures", "score"]
-    graded = [entry for entry in evaluation(one_rank, 4)["records"] if entry["gt_answer"] is not None]
-    assert judge["held_out"]["step"] == 4
-    for kind, entry in judge["held_out"]["kinds"].items():
-        own = [record for record in graded if record["info"]["kind"] == kind]
-        (_, most), = Counter(record["gt_answer"] for record in own).most_common(1)
-        right = [record["gt_answer"] == record["predicted_answer"] for record in own]
-        assert entry == {"accuracy": np.mean(right), "chance": most / len(own), "count": len(own)}
-    assert judge["held_out"]["kinds"].keys() == {record["info"]["kind"] for record in graded}
+    by_kind = {}
+    for entry in evaluation(one_rank, 4)["records"]:
+        if entry["gt_answer"] is not None:
+            by_kind.setdefault(entry["info"]["kind"], []).append((entry["gt_answer"], entry["predicted_answer"]))
+    expected = {}
+    for kind, pairs in by_kind.items():
+        (_, most), = Counter(right for right, _ in pairs).most_common(1)
+        accuracy = np.mean([right == predicted for right, predicted in pairs])
+        expected[kind] = {"accuracy": accuracy, "chance": most / len(pairs), "count": len(pairs)}
+    assert judge["held_out"] == {"step": 4, "kinds": expected}
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
     assert not torch.equal(model.lm_head.weight, AutoModelForImageTextToText.from_pretrained(qwen25).lm_head.weight)
@@ -740,21 +718,13 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     assert metrics["eval/accuracy"] == evaluation(one_rank, 4)["summary"]["accuracy"]
     again, before = evaluation(tmp_path / "evaluation-step-0", 0)["records"], evaluation(one_rank, 4)["records"]
     assert [entry["generated_text"] for entry in again] == [entry["generated_text"] for entry in before]
-    # Templates of a judge are kept by who goes on from it, and can be replaced.
+
+
+def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
-    kept = judgements.judge_settings(saved)
-    assert kept["kinds"]["correct"]["template"] == "{prompt}{response}" and kept["kinds"]["score"]["verdicts"] == ["1"]
-    assert kept["which_answer"] == "first" and judgements.judge_settings(saved, which="last")["which_answer"] == "last"
-
-
-def test_who_learned_no_judgements_is_no_judge(qwen25, task, tmp_path):
-    """Supervised fine-tuning exports a model; PPO made from it, too."""
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "how many?", "response": "three"}\n' * 4)
-    line = ["--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--prompts_per_step", "2", "--steps", "1",
-            "--max_prompt_tokens", "200", "--out", str(tmp_path / "run")]
-    grm.main(line)
-    exported = tmp_path / "run" / "export" / "step-1"
-    assert (exported / "model.safetensors").exists() and not (exported / "judge.json").exists()
+    judge = judgements.judge_settings(saved)
+    assert judge["kinds"]["correct"]["template"] == "{prompt}{response}" and judge["kinds"]["score"]["verdicts"] == ["1"]
+    assert judge["which_answer"] == "first" and judgements.judge_settings(saved, which="last")["which_answer"] == "last"
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
@@ -779,46 +749,39 @@ def test_the_toy_brings_judgements(tmp_path):
     """Answers and pictures of the boards: right is right, every answer has its opposite, no row of eval is one of train."""
     import toy
 
-    toy.main(["--out", str(tmp_path / "toy"), "--warm_start_steps", "0", "--train", "128", "--eval", "64", "--mixed"])
-    args = grm.parse_args(["--config", str(tmp_path / "toy" / "grm_args.json")])
-    read = lambda name: [json.loads(line) for line in (tmp_path / "toy" / name).read_text().splitlines()]  # noqa: E731
-    asked = {(row["prompt"], *row["images"]): row["answer"] for row in read("train.jsonl")}
-    rows = read("judge_train.jsonl")
-    for row in rows:
-        if "correct" in row:
-            assert (row["response"] == asked[row["question"], *row["images"]]) == row["correct"]
-    assert sum(row.get("correct") is True for row in rows) == sum(row.get("correct") is False for row in rows) == 128
+    out = tmp_path / "toy"
+    toy.main(["--out", str(out), "--warm_start_steps", "0", "--train", "128", "--eval", "64", "--mixed"])
+    answers = {(row["prompt"], *row["images"]): row["answer"] for row in read_rows(out / "train.jsonl")}
+    rows, held_out = read_rows(out / "judge_train.jsonl"), read_rows(out / "judge_eval.jsonl")
+    graded = [row for row in rows if "correct" in row]
+    for row in graded:
+        assert (row["response"] == answers[row["question"], *row["images"]]) == row["correct"]
+    assert Counter(row["correct"] for row in graded) == {True: 128, False: 128}
     assert {row["preferred"] for row in rows if "preferred" in row} == {"A", "B"}
-    assert not {image for row in rows for image in row["images"]} & {image for row in read("judge_eval.jsonl") for image in row["images"]}
+    train, evaluated = ({image for row in part for image in row["images"]} for part in (rows, held_out))
+    assert not train & evaluated
+    args = grm.parse_args(["--config", str(out / "grm_args.json")])
     distributed.start(args.run.timeout, args.run.hsdp)
-    rows = grm.load_rows(args)
-    assert len(rows.train) > 256 and len(rows.held_out) > 128
+    loaded = grm.load_rows(args)
+    assert len(loaded.train) > 256 and len(loaded.held_out) > 128
 
 
 def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_path, capsys):
     """Of the newest checkpoint, and of the one at step 2, whose model the finished run wrote as well."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
     shutil.rmtree(out / "export")
-    names = sorted(path.name for path in out.iterdir())
+    names = {path.name for path in out.iterdir()}
     grm.main(["--export_only", "--out", str(out), "--eval_data", ""])
     ours, theirs = ({path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
                     for folder in (out, one_rank))
     assert ours == theirs and "judge.json" in ours
     grm.main(["--export_only", "--out", str(out), "--resume", str(out / "checkpoints" / "step-2")])
-    stepped = load_file(out / "export" / "step-2" / "model.safetensors")
+    head = load_file(out / "export" / "step-2" / "model.safetensors")["lm_head.weight"]
     saved = [load_file(path) for path in (one_rank / "checkpoints" / "step-2").glob("*.safetensors")]
-    weights = {name: value for part in saved for name, value in part.items() if name.startswith("judge.model.")}
-    assert torch.equal(stepped["lm_head.weight"], weights["judge.model.model.lm_head.weight"])
-    assert sorted(path.name for path in out.iterdir()) == sorted([*names, "export"])
+    heads = [part[name] for part in saved for name in part if name == "judge.model.model.lm_head.weight"]
+    assert len(heads) == 1 and torch.equal(head, heads[0])
+    assert {path.name for path in out.iterdir()} == names | {"export"}
     assert capsys.readouterr().out.count("exported to ") == 2
-
-
-def test_an_evaluation_alone_leaves_no_empty_folder_and_fits_a_terminal(qwen25, task, tmp_path, capsys):
-    grm.main(flags(qwen25, task, tmp_path / "run", "--eval_only"))
-    printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
-    assert 60 < len(printed) <= 120 and "accuracy" in printed and "num_samples" not in printed
-    folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
-    assert folders and all(any(folder.iterdir()) for folder in folders)
 
 
 def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):

@@ -776,13 +776,6 @@ def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
         assert [sample["index"] for sample in samples if sample["sample"] == 0] == order[:12]
 
 
-@pytest.mark.parametrize("spec, message", [("a.jsonl:0.5,b.jsonl", "all of them or none"), ("a.jsonl:-1", "weight above 0"),
-                                           ("a.jsonl:x", "'x' is no number")])
-def test_bad_probabilities_are_refused(spec, message):
-    with pytest.raises(distributed.UserError, match=f"--data {spec}: .*{message}"):
-        ppo.parse_args(["--model", "m", "--data", spec])
-
-
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
     """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty folder and prints a line
     that fits a terminal."""
