@@ -20,6 +20,7 @@ import torch
 from conftest import (ROUNDING, inputs_of, read_rows, records, reproducible, rounding, with_flags, write_image,
                       write_rows)
 from safetensors.torch import load_file, save_file
+from test_checkpoint import die_at
 from test_training import distance
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -261,20 +262,23 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
 def test_generation_does_not_depend_on_batches(env, oracle):
     texts = grm.generate(env.judge, env.processor, take(env, env.held_out), env.args.eval)
-    for text, example in zip(texts, env.held_out, strict=True):
+    for i, example in enumerate(env.held_out):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
         response = tokens[0, len(example.prompt.input_ids):]
-        assert text and text == env.processor.tokenizer.decode(response, skip_special_tokens=True)
+        assert texts[i] and texts[i] == env.processor.tokenizer.decode(response, skip_special_tokens=True)
 
 
-def test_generation_needs_no_pad_token(env, monkeypatch):
+def test_generation_needs_no_pad_token(env):
     """Batches are filled up with a stop token then, and say the same."""
     batch, tokenizer = take(env, env.held_out), env.processor.tokenizer
-    texts = grm.generate(env.judge, env.processor, batch, env.args.eval)
-    monkeypatch.setattr(tokenizer, "pad_token", None)
-    assert tokenizer.pad_token_id is None
-    assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
+    texts, pad = grm.generate(env.judge, env.processor, batch, env.args.eval), tokenizer.pad_token
+    tokenizer.pad_token = None
+    try:
+        assert tokenizer.pad_token_id is None
+        assert grm.generate(env.judge, env.processor, batch, env.args.eval) == texts
+    finally:
+        tokenizer.pad_token = pad
 
 
 def evaluate(env, out: Path, held_out: list, step: int, **changes) -> dict[str, float]:
@@ -649,7 +653,8 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
     argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
-    assert ranks.start(grm.main, argv, world=2, KILL_AT="before-rotation").wait()[0] == -signal.SIGKILL
+    life = ranks.start(grm.main, argv, world=2, patches=[(die_at, "before-rotation", 0)])
+    assert life.wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     ranks.run(grm.main, argv, world=2)
     assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(two_ranks)))
