@@ -239,7 +239,6 @@ def test_mixture():
 
 @pytest.mark.parametrize("weights", [[0.7, 0.3], [1.0, 50.0], [9.0, 6.0]])
 def test_rows_of_a_mixture(weights):
-<<<<<<< HEAD
     """Cut into batches of any size, it is the same sequence: per set, its own passes in order."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
     whole, _ = DrawOrder(sets, weights, 60, 1, seed)(0)
@@ -253,18 +252,6 @@ def test_rows_of_a_mixture(weights):
 
 def test_one_set_is_in_data_order():
     assert DrawOrder([range(7)], [7.0], 35, 1, 5)(0) == (data_order(range(35), 7, 5), list(range(35)))
-=======
-    """Cut into steps of any size, and begun in the middle, it is the same sequence: per set, its own passes in order."""
-    sizes, seed = [9, 6], 3
-    which, number = mix(weights, 60)
-    whole = take_rows(which, number, sizes, seed)
-    for k, size in enumerate(sizes):
-        rows = [row for part, row in whole if part == k]
-        assert rows == data_order(range(len(rows)), size, seed)
-    for step in (1, 7, 60):
-        for first in range(0, 60, step):
-            steps = slice(first, first + step)
-            assert take_rows(which[steps], number[steps], sizes, seed) == whole[steps]
 
 
 @pytest.mark.parametrize("prompts, count", [(12, 4), (6, 1), (5, 5)])
@@ -275,8 +262,8 @@ def test_minibatches_are_equal_and_drop_nothing(prompts, count):
     parts = minibatches(0, 3, 1)
     assert [len(part) for part in parts] == [prompts // count] * count
     assert sorted(sum(parts, [])) == list(range(prompts))
-    assert parts == minibatches(0, 3, 1) not in (minibatches(0, 3, 2), minibatches(0, 4, 1), minibatches(1, 3, 1))
->>>>>>> d88865c (Tests of batches and of the judge: one oracle of a pack, with replies and without; shorter builders)
+    assert parts == minibatches(0, 3, 1)
+    assert parts not in (minibatches(0, 3, 2), minibatches(0, 4, 1), minibatches(1, 3, 1))
 
 
 def budgeted(rng: np.random.Generator) -> tuple[Batch, int]:
