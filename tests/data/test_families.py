@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROUNDING, build_rewards, computing, our_name, rounding, start, take
+from conftest import ROUNDING, computing, our_name, rounding, start, take
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from test_packed import COMPUTE, random_responses
@@ -27,7 +27,6 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import experts, fsdp
-from common.rewards import scoring
 from common.buffers import Batch
 from common.data.loader import InOrder, PromptLoader
 from common.data.processor import Processor
@@ -436,12 +435,8 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     check_logprobs(family, [2, 1, 1, 2], hf_inputs)
     shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
     edit_config(other, "text_config", max_position_embeddings=511)
-    for role in (("--critic_model", str(other)), ("--kl_coef", "0.1", "--advantage", "grpo", "--reference_model", str(other))):
-        with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-            start(tmp_path, data, "--max_prompt_tokens", "500", *role)
-    env = start(tmp_path, data, "--max_prompt_tokens", "500", "--advantage", "grpo", "--reward", f"rm:{other}")
     with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        build_rewards(env.args, scoring.load(env.args.reward), env.rows, env.actor, env.ranks)
+        start(tmp_path, data, "--max_prompt_tokens", "500", "--critic_model", str(other))
 
 
 def test_what_our_attention_is_not_is_refused():

@@ -178,11 +178,8 @@ def good(**changes) -> dict:
 
 
 @pytest.mark.parametrize("changes, rule", [
-    ({"q": torch.ones(5, 4, 8)}, "half precision"), ({"cu_q": torch.tensor([0, 3, 5])}, "int32 bounds"),
-    ({"cu_q": torch.tensor([0, 3, 4]).int()}, "every query has a segment"), ({"max_k": 3}, "that were promised"),
-    ({"max_q": torch.tensor(3)}, "known to the host"), ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens"),
-    ({"q": torch.ones(5, 3, 8).bfloat16()}, "whole groups"), ({"q": torch.ones(5, 8, 4).bfloat16().transpose(1, 2)},
-                                                             "lies side by side")])
+    ({"q": torch.ones(5, 4, 8)}, "half precision"), ({"max_k": 3}, "that were promised"),
+    ({"max_q": torch.tensor(3)}, "known to the host"), ({"cu_k": torch.tensor([0, 4, 7]).int()}, "bounds within the tokens")])
 def test_a_wrong_call_is_refused(changes, rule):
     assert attend(**good()).shape == (5, 4, 8)
     with pytest.raises(AssertionError, match=rule):
@@ -283,12 +280,3 @@ def test_the_signatures_are_those_of_the_torch_that_is_installed(our_calls):
             check(call, of_schema(schema_of_this_torch()))
         if call.name == "varlen_attn":
             check(call, inspect.signature(torch_varlen.varlen_attn))
-
-
-def test_a_call_that_torch_does_not_know_is_found():
-    call = Call("varlen_attn", (0,) * 7, {"block_table": 1})
-    check(call, signature(VARLEN["2.13"]))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'block_table'"):
-        check(call, signature(VARLEN["2.11"]))
-    with pytest.raises(TypeError, match="too many positional arguments"):
-        check(Call(OPERATOR, (0,) * 11, {}), of_schema(OPERATORS["2.11"]))

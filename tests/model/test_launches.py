@@ -53,8 +53,8 @@ def filled(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
-                own = torch.zeros(parameter.shape, dtype=dtype, device=DEVICE)
-                module._parameters[name] = nn.Parameter(own, requires_grad=False)
+                empty = torch.zeros(parameter.shape, dtype=dtype, device=DEVICE)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in list(module._buffers.items()):
             if buffer is not None:
                 module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)

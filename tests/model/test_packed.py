@@ -138,19 +138,18 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
         load(model, tmp_path)
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8")])
-def test_quantized_weights_are_refused(qwen25, tmp_path, dtype, name):
+def test_quantized_weights_are_refused(qwen25, tmp_path):
     """They have the right names and shapes, and would be read without their scales."""
     model = load_model(qwen25, loaded=False)
     materialize(model, CPU)
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
     save_file(
-        weights | {key: weights[key].to(dtype), f"{key}_scale": torch.ones(1)},
+        weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
         tmp_path / "model.safetensors",
     )
     with pytest.raises(
-        ValueError, match=f"{key} is of type {name}; quantized weights are not supported"
+        ValueError, match=f"{key} is of type F8_E4M3; quantized weights are not supported"
     ):
         load(model, tmp_path)
 

@@ -8,7 +8,7 @@ the backward: autograd's engine asks the driver.)
 import pytest
 import torch
 from conftest import write_checkpoint
-from torch import nn
+from test_launches import DEVICE, WAITS, filled
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,9 +20,6 @@ from common.data.folder import read_model_config
 pytestmark = pytest.mark.skipif(
     torch.version.cuda is None, reason="this build of torch is for CPUs: bash tests/run.sh --versions has one for CUDA"
 )
-DEVICE = torch.device("cuda", 0)
-# Those that read a number of the device, or whose result has a size that only the device knows.
-WAITS = ("_local_scalar", "nonzero", "item", "unique", "masked_select", "bincount", "isin")
 
 
 class Operators(TorchDispatchMode):
@@ -44,19 +41,6 @@ class Operators(TorchDispatchMode):
         return found
 
 
-def filled(model: nn.Module) -> nn.Module:
-    """A model on meta, with weights and buffers on the device."""
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None:
-                own = torch.zeros(parameter.shape, dtype=torch.bfloat16, device=DEVICE)
-                module._parameters[name] = nn.Parameter(own, requires_grad=parameter.requires_grad)
-        for name, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=DEVICE)
-    return model
-
-
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
@@ -65,7 +49,7 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     model = weights.build_model(read_model_config(folder), compute, 64, vision=False)
     vocabulary = model.config.get_text_config().vocab_size
     with FakeTensorMode(allow_non_fake_inputs=True):
-        actor = ppo.Policy(filled(model).train(), None)
+        actor = ppo.Policy(filled(model, torch.bfloat16).train(), None)
         ids = torch.zeros(1, 40, dtype=torch.int64, device=DEVICE)
         sampling = ppo.Sampling(
             max_new_tokens=16,
