@@ -700,7 +700,7 @@ class CheckpointArgs:
     )
     max_failed_saves: int = flag(
         3,
-        "stop the run after this many failed saves in a row, of checkpoints or of records",
+        "stop the run after this many failed saves in a row",
         low=1,
     )
     export_every: int = flag(

@@ -304,11 +304,11 @@ class Checkpoints:
 
     def wait_for(self, save: Save) -> dict[str, str]:
         """The sha256 of each file that this rank has written. Raises ValueError, OSError."""
-        limit = self.timeout / 2  # the other ranks wait for this one
+        limit = 0.8 * self.timeout  # less than the other ranks wait for this one
         try:
             return save.done.result(limit)
         except TimeoutError as error:
-            raise OSError(f"not written within {limit:g} s, half of --timeout") from error
+            raise OSError(f"not written within {limit:g} s, 0.8 of --timeout") from error
         except RuntimeError as error:  # CUDA's, and those of a turn that never came
             raise OSError(str(error)) from error
 
