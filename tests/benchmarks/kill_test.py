@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,7 +70,8 @@ def kill_at_random(model: Path, work: Path, kills: int, last: int, longest: floa
             time.sleep(rng.uniform(0.2, longest))
             victims = life.pids if rng.random() < 0.4 else [life.pids[rng.integers(RANKS)]]
             for pid in victims:
-                os.kill(pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it has reached its last step
+                    os.kill(pid, signal.SIGKILL)
         codes = life.wait(120)
         if -signal.SIGKILL in codes:
             counts["kills"] += 1
