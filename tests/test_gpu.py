@@ -1,6 +1,7 @@
 """Attention back-ends and CUDA graphs on a GPU; without one only the reference path and the benchmark's tiny mode run."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, start, take
+from conftest import ROOT, ROUNDING, read_rows, start, take
+from ranks import TORCHRUN
 from test_training import score
 
 import check_kernels
@@ -30,6 +32,20 @@ SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 2
 PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380, 0, 300), (380, 400, 400, 400)]
 ALONE = [(0, 1, 0, 0)]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def attention_bounds(dtype: torch.dtype) -> dict[str, float]:
+    """Relative errors that rounding explains, as launch/check_kernels.py has them: inputs of a product, scores and results
+    are rounded, backwards three times as often; sums are of up to 400 numbers."""
+    forward, backward = (check_kernels.explained(dtype, roundings, terms=400) for roundings in (4, 12))
+    return {"forward": forward, "dq": backward, "dk": backward, "dv": backward}
+
+
+def explained_gap(layers: int) -> float:
+    """Mean error of log-probs that bfloat16 explains: some 20 operations of a layer, one behind the other, round their results
+    by half an epsilon at most. Errors of either sign add up like the steps of a random walk: n operations leave a hidden
+    state off by sqrt(n) halves of an epsilon, and the logits and log-probs, whose spread is about 1 here, by as much."""
+    return check_kernels.explained(torch.bfloat16, math.sqrt(20 * layers))
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -58,8 +74,8 @@ def packed_errors(backend: str, device: torch.device, dtype: torch.dtype, segmen
     gradients = torch.autograd.grad((out * weight.to(device)).sum(), ours)
     expected_gradients = torch.autograd.grad((expected * weight.double()).sum(), truth)
     if size == 1:                          # a softmax of one number is 1: the gradients of queries and keys are 0
-        assert all(gradient.abs().max() < 1e-2 for gradient in gradients[:2])
-        gradients, expected_gradients = gradients[2:], expected_gradients[2:]
+        assert all(gradient.abs().max() < attention_bounds(dtype)["forward"] for gradient in gradients[:2])
+        return {"forward": relative_error(out, expected), "dv": relative_error(gradients[2], expected_gradients[2])}
     names = ("forward", "dq", "dk", "dv")
     return {name: relative_error(*pair) for name, pair in zip(names, zip((out, *gradients), (expected, *expected_gradients)))}
 
@@ -73,11 +89,11 @@ def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window:
     size = len(lengths)
     cache = SlotCache(config, size + 2, 300, dtype, device)
     stored = [torch.randn(2, size + 2, 300, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2)]
-    for own, values in zip((cache.keys, cache.values), stored):
+    for column, values in zip((cache.keys, cache.values), stored):
         values.masked_fill_((torch.arange(300) > lengths.max()).view(1, 1, -1, 1, 1), 1e3)
         for slot, length in enumerate(lengths):
             values[:, slot, length:] = 1e3
-        own.copy_(values)
+        column.copy_(values)
     q, k, v = (torch.randn(1, heads, size, DIM, generator=generator).to(dtype) for heads in (HEADS, KV_HEADS, KV_HEADS))
     attention = DecodeAttention(cache, lengths.to(device), 300, backend)
     out = attention(1, *(x.to(device) for x in (q, k, v)), DIM ** -0.5, window)[0]                              # (B, Hq, D)
@@ -97,11 +113,17 @@ def usable(backend: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+def assert_attention(backend: str, device: torch.device, dtype: torch.dtype, segments, window: int | None) -> None:
+    bounds = attention_bounds(dtype)
+    for name, error in packed_errors(backend, device, dtype, segments, window).items():
+        assert error < bounds[name], name
+    assert decode_error(backend, device, dtype, window) < bounds["forward"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("segments, window", [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
-def test_reference_backend(dtype, bound, segments, window):
-    assert max(packed_errors("sdpa", CPU, dtype, segments, window).values()) < bound
-    assert decode_error("sdpa", CPU, dtype, window) < bound
+def test_reference_backend(dtype, segments, window):
+    assert_attention("sdpa", CPU, dtype, segments, window)
 
 
 @needs_gpu
@@ -110,8 +132,7 @@ def test_reference_backend(dtype, bound, segments, window):
 def test_backends_on_a_gpu(backend, segments, window):
     if not usable(backend):
         pytest.skip(f"{backend} is not installed")
-    assert max(packed_errors(backend, CUDA, torch.bfloat16, segments, window).values()) < 0.02
-    assert decode_error(backend, CUDA, torch.bfloat16, window) < 0.02
+    assert_attention(backend, CUDA, torch.bfloat16, segments, window)
 
 
 BROKEN = {
@@ -155,11 +176,11 @@ def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[flo
     hidden, weight = (torch.randn(n, 64, generator=generator).to(dtype) for n in (rows, 301))
     results = []
     for where, kind in ((device, dtype), (CPU, torch.float64)):
-        given = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
-        out = logprobs.linear_logprobs(*given, targets.to(where), entropy=True, chunk=4, temperature=0.7,
+        inputs = [x.to(where, kind).requires_grad_() for x in (hidden, weight)]
+        out = logprobs.linear_logprobs(*inputs, targets.to(where), entropy=True, chunk=4, temperature=0.7,
                                      banned=banned.to(where), row_banned=(targets % 2 == 0).to(where),
                                      row_banned_ids=torch.tensor([3, 4]).to(where))
-        results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), given)])
+        results.append([*out, *torch.autograd.grad((out[0] + 0.1 * out[1]).sum(), inputs)])
     if not rows:
         assert all(x.numel() == 0 or not x.any() for x in results[0])
     return [relative_error(*pair) for pair in zip(*results) if pair[1].any()]
@@ -171,8 +192,14 @@ def test_head_without_a_gpu():
 
 @needs_gpu
 def test_head_on_a_gpu():
-    """Products of bfloat16 with float32 results, also of no rows: a rank without responses."""
-    assert max(head_errors(CUDA, torch.bfloat16, 10)) < 0.01 and not head_errors(CUDA, torch.bfloat16, 0)
+    """Products of bfloat16 with float32 results, also of no rows: a rank without responses. The gradients are of rounded
+    probabilities, and rounded themselves; nothing else is. Tensor cores cut off what a sum does not keep, so that errors
+    grow with its length, here 64."""
+    of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
+    bound = of_sums + check_kernels.explained(torch.bfloat16, 3)
+    errors = head_errors(CUDA, torch.bfloat16, 10)
+    assert max(errors[:2]) < of_sums and max(errors[2:]) < bound
+    assert not head_errors(CUDA, torch.bfloat16, 0)
 
 
 @needs_gpu
@@ -193,7 +220,7 @@ def test_sampled_logprobs_are_those_of_training_on_a_gpu(checkpoint, picture_row
         pytest.skip(f"{backend} is not installed")
     env = start(checkpoint, picture_rows, "--attention", backend, "--cuda_graphs", graphs, "--slots", "7")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 5)
-    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < 0.02
+    assert (score(env.actor, batch) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))
 
 
 @needs_gpu
@@ -202,25 +229,29 @@ def test_float32_says_the_same_on_a_gpu(checkpoint, picture_rows, backend):
     """Of a rollout in float32, which has its own attention and no varlen call, in the vision tower as well."""
     if not usable(backend):
         pytest.skip(f"{backend} is not installed")
-    assert float32_gap(checkpoint, picture_rows, backend) < 0.03
+    assert_float32_says_the_same(checkpoint, picture_rows, backend)
 
 
-def float32_gap(checkpoint, picture_rows, backend: str) -> float:
-    """Mean difference of log-probs, in bfloat16 with a back-end, to those sampled in float32 with sdpa."""
+def layers_of(env) -> int:
+    return env.processor.config.text_config.num_hidden_layers
+
+
+def assert_float32_says_the_same(checkpoint, picture_rows, backend: str) -> None:
+    """Log-probs in bfloat16 with a back-end, and those sampled in float32 with sdpa."""
     exact, env = (start(checkpoint, picture_rows, *flags) for flags in (
         ("--dtype", "float32"), ("--dtype", "bfloat16", "--attention", backend)))
     batch = ppo.rollout(exact.actor, take(exact), exact.sampling, 5)
     tokens = [[] for _ in batch.prompts]
-    for group, response in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
-        tokens[group].append(response)
+    for index, response in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
+        tokens[index].append(response)
     again = take(env).with_targets(tokens)
     again.sampling = batch.sampling
     vlm.compute_features(env.actor.model, again)
-    return float((score(env.actor, again) - batch.logprobs).abs().mean())
+    assert (score(env.actor, again) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))
 
 
 def test_float32_says_the_same(checkpoint, picture_rows):
-    assert float32_gap(checkpoint, picture_rows, "sdpa") < 0.03
+    assert_float32_says_the_same(checkpoint, picture_rows, "sdpa")
 
 
 @needs_gpu
@@ -240,12 +271,12 @@ def test_the_compiled_draw_is_used(checkpoint, picture_rows):
 @needs_gpu
 def test_graphs_are_freed_with_their_rollout(checkpoint, picture_rows):
     """The first leaves workspaces behind, later ones nothing."""
-    env, held = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7"), []
+    env, reserved = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7"), []
     for _ in range(3):
         ppo.rollout(env.actor, take(env), env.sampling, 5)
         torch.cuda.empty_cache()
-        held.append(torch.cuda.memory_reserved())
-    assert held[2] <= held[1]
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[2] <= reserved[1]
 
 
 @needs_gpu
@@ -286,13 +317,12 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
 
 def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
     """Run a script in as many processes; its records."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR",
-                                                                               "MASTER_PORT")}
+    clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
                str(ROOT / script), "--out", str(out), "--log_samples", "0", *flags]
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return read_rows(out / "metrics.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -315,12 +345,13 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
     """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
     flags = ("train_ppo_vl.py", "--config", str(toy_task / "args.json"), "--dtype", "bfloat16", "--cuda_graphs", graphs,
              "--max_new_tokens", "24", "--eval_every", "1", *WHOLE[kind])
-    for steps in (2, 3)[:1 + (kind == "everything")]:
+    for steps in (2, 3) if kind == "everything" else (2,):
         records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", str(steps))
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
     assert sorted(done) == list(range(1, steps + 1)) and (tmp_path / "export" / f"step-{steps}").is_dir()
+    layers = json.loads((tmp_path / "export" / f"step-{steps}" / "config.json").read_text())["text_config"]["num_hidden_layers"]
     for record in done.values():
-        assert record["train/actor_skipped"] == 0 and record["train/sampler_gap"] < 0.05
+        assert record["train/actor_skipped"] == 0 and record["train/sampler_gap"] < explained_gap(layers)
     assert done.keys() <= {record["step"] for record in records if "eval/reward_mean" in record}
 
 
