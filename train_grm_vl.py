@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             state.metrics |= performance(batch) | checkpoints.metrics()
             # recorded before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
-            checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps}, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps})
 
     return log.close(state.step, last, state.metrics)
 
@@ -173,12 +173,6 @@ class EvalArgs:
         0.0,
         "sampling temperature; 0: greedy. Samples depend on batches and ranks",
         low=0,
-    )
-    eval_top_p: float = flag(
-        1.0,
-        "sample from the smallest set with this probability; 1: off",
-        low=1e-6,
-        high=1,
     )
 
 
@@ -659,7 +653,7 @@ def generation_options(processor: Processor, args: EvalArgs) -> dict[str, Any]:
         "do_sample": args.eval_temperature > 0,
     }
     if args.eval_temperature > 0:
-        options |= {"temperature": args.eval_temperature, "top_p": args.eval_top_p, "top_k": 0}
+        options |= {"temperature": args.eval_temperature, "top_k": 0}
     return options
 
 

@@ -121,21 +121,20 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
             # One step.
             logging.timer.reset()
-            with logging.profiled(step + 1, args.update.profile, args.run.out):
-                # prompts, responses and their rewards
-                batch, metrics = collect(actor, loader, reward, sampling, state, args)
-                checkpoints.commit_if_written()
-                with logging.timer("score"):
-                    # old and reference log-probs, values
-                    fill_logprobs_and_values(batch, actor, critic, reference, args)
-                with logging.timer("advantages"):
-                    metrics |= compute_advantages(batch, state, args)
-                metrics |= update_models(trainables, reference, batch, step + 1, rows.text, args)
+            # prompts, responses and their rewards
+            batch, metrics = collect(actor, loader, reward, sampling, state, args)
+            checkpoints.commit_if_written()
+            with logging.timer("score"):
+                # old and reference log-probs, values
+                fill_logprobs_and_values(batch, actor, critic, reference, args)
+            with logging.timer("advantages"):
+                metrics |= compute_advantages(batch, state, args)
+            metrics |= update_models(trainables, reference, batch, step + 1, rows.text, args)
             move_reference(step + 1, actor, reference, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, actor, critic, metrics, args)
             report(log, batch, state, actor, checkpoints, args)  # recorded before it is saved
-            checkpoints.check_skipped(state.step, state.skipped_steps, args.optim.max_skipped_steps)
+            checkpoints.check_skipped(state.step, state.skipped_steps)
             check_sampler(log, state, actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
@@ -273,11 +272,6 @@ class RolloutArgs:
         "decode with CUDA graphs, captured anew in every rollout: one launch per step. auto: "
         f"on a GPU, once a batch size has been used for {GRAPH_PAYS} steps",
         choices=("auto", "on", "off"),
-    )
-    vision_audit: bool = flag(
-        True,
-        "score the answers of evaluations with their images and with blank ones (two packed "
-        "forwards): eval/vision_gap_logprob, near 0 of a model that does not see",
     )
     eval_samples: int = flag(
         1,
@@ -435,9 +429,6 @@ class UpdateArgs:
         "the reference and reward models too",
         choices=("none", "optimizer", "all"),
     )
-    profile: int = flag(
-        0, "step to trace with torch.profiler into <out>/profile; 0: none", low=0
-    )
 
 
 @dataclass(frozen=True)
@@ -559,7 +550,6 @@ def check_args(args: Args) -> None:
     refuse.divides("rollouts_per_step", "prompts_per_step")
     refuse.exceeds("min_new_tokens", "max_new_tokens")
     refuse.exceeds("overlong_buffer", "max_new_tokens")
-    refuse.exceeds("profile", "steps")
     check_algorithm_args(refuse)
     check_kl_args(refuse)
     refuse.raise_any()
@@ -1702,8 +1692,7 @@ def evaluate(
                 judged.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
-            if args.rollout.vision_audit:
-                gaps.append(vision_gaps(actor, batch))
+            gaps.append(vision_gaps(actor, batch))
             answers = sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, answers, picks)

@@ -260,9 +260,7 @@ FOREIGN_NAMES = {
     "eval_data": "val_files eval_dataset",
     "columns": "input_key prompt_key image_key label_key answer_key prompt_column images_column "
     "reference_column",
-    "max_rows": "max_samples max_eval_rows",
     "max_pixels": "video_max_pixels",
-    "data_threads": "dataloader_num_workers",
     # rollout
     "prompts_per_step": "batch_size train_batch_size rollout_batch_size "
     "per_device_train_batch_size global_train_batch_size gen_batch_size",
@@ -309,7 +307,6 @@ FOREIGN_NAMES = {
     "lr_schedule": "lr_scheduler lr_scheduler_type",
     "warmup_steps": "warmup_ratio lr_warmup_ratio lr_warmup_steps",
     "weight_decay": "l2",
-    "adam_beta1": "adam_betas",
     "max_grad_norm": "grad_clip max_norm",
     "epochs": "ppo_epochs num_ppo_epochs num_iterations max_epochs",
     "max_epochs": "num_train_epochs total_epochs",
@@ -513,11 +510,6 @@ class ModelArgs:
         "tokens per pack and per prefill; determines the memory of an update",
         low=1,
     )
-    head_chunk: int = flag(
-        0,
-        "tokens whose logits exist at the same time; 0: 4096 on a GPU, 256 on a CPU",
-        low=0,
-    )
 
 
 @dataclass(frozen=True)
@@ -555,10 +547,6 @@ class DataArgs:
         "error",
         "what a bad row does: error stops the run, skip counts and reports it",
         choices=("error", "skip"),
-    )
-    max_rows: int = flag(0, "use the first rows of each file only; 0: all", low=0)
-    data_threads: int = flag(
-        2, "threads that decode images while the model works", low=1
     )
 
 
@@ -605,12 +593,6 @@ class RewardArgs:
         low=1,
     )
     remote_batch: int = flag(32, "samples per request to a reward server", low=1)
-    remote_retries: int = flag(
-        4,
-        "retries of a request to a reward server after a time-out (half of --reward_timeout), a "
-        "lost connection or a 5xx answer; the pauses before them grow from 0.5 s to at most 8 s",
-        low=0,
-    )
 
 
 @dataclass(frozen=True)
@@ -641,12 +623,6 @@ class EnvArgs:
         "so that runs repeat bit for bit",
         low=0,
     )
-    on_env_error: str = flag(
-        "zero",
-        "an environment that raises, returns what is no reply or takes too long: zero ends its "
-        "sample, which then earns nothing from it; stop ends the run",
-        choices=("zero", "stop"),
-    )
 
 
 @dataclass(frozen=True)
@@ -662,15 +638,8 @@ class OptimArgs:
         0.1, "final learning rate of linear and cosine, as a fraction", low=0, high=1
     )
     weight_decay: float = flag(0.0, "decoupled weight decay; never on biases and norms", low=0)
-    adam_beta1: float = flag(0.9, "beta 1 of AdamW", low=0, high=1)
-    adam_beta2: float = flag(0.95, "beta 2 of AdamW", low=0, high=1)
+    adam_beta2: float = flag(0.95, "beta 2 of AdamW; beta 1 is 0.9", low=0, high=1)
     max_grad_norm: float = flag(1.0, "bound on each model's global gradient norm; 0: off", low=0)
-    max_skipped_steps: int = flag(
-        3,
-        "stop the run after this many steps in a row in which every update of a model was skipped "
-        "because its gradient was not finite; 0: never",
-        low=0,
-    )
 
 
 @dataclass(frozen=True)
@@ -697,11 +666,6 @@ class CheckpointArgs:
     )
     save_blocking: bool = flag(
         False, "wait for each checkpoint instead of writing it in the background"
-    )
-    max_failed_saves: int = flag(
-        3,
-        "stop the run after this many failed saves in a row",
-        low=1,
     )
     export_every: int = flag(
         -1,
@@ -739,11 +703,6 @@ class RunArgs:
         4,
         "samples shown as pictures and text, with every evaluation and some steps; 0: none",
         low=0,
-    )
-    log_samples_every: int = flag(
-        5,
-        "steps between samples of training; the first and the last step are always shown",
-        low=1,
     )
     timeout: float = flag(
         1800.0,

@@ -174,19 +174,6 @@ def evaluation_due(step: int, run: RunArgs, last: int, prompts_per_step: int, ro
     return run.eval_every == -1 and passes > passes_before
 
 
-@contextmanager
-def profiled(step: int, profile: int, out: Path) -> Iterator[None]:
-    """Trace step ``profile`` with torch.profiler: <out>/profile gets one Chrome trace per rank."""
-    if step != profile:
-        yield
-        return
-    folder = out / "profile"
-    folder.mkdir(parents=True, exist_ok=True)
-    with torch.profiler.profile() as trace:
-        yield
-    trace.export_chrome_trace(str(folder / f"step-{step}-rank-{os.environ.get('RANK', 0)}.json"))
-
-
 def progress(items: Iterable, name: str) -> tqdm:
     """``items``, with a bar on rank 0's terminal for what takes more than two seconds; it is gone
     when all are done."""
@@ -198,6 +185,7 @@ def progress(items: Iterable, name: str) -> tqdm:
 # The run folder
 # -------------------------------------------------------------------------------------------------
 
+SAMPLES_EVERY = 5  # steps between samples of training; those of the first and the last step are written, too
 PRODUCTS = {
     "metrics": "metrics.jsonl",
     "TensorBoard": "tensorboard",
@@ -224,7 +212,7 @@ class RunLogger:
             UserError: on every rank alike: files that cannot be read or written.
         """
         self.out, self.eval_only = run.out, run.eval_only
-        self.log_samples, self.log_samples_every = run.log_samples, run.log_samples_every
+        self.log_samples = run.log_samples
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
@@ -296,7 +284,7 @@ class RunLogger:
 
     def shows_samples(self, step: int, last: int) -> bool:
         """Whether samples are written after ``step`` steps."""
-        return self.log_samples > 0 and (step == 1 or due(step, self.log_samples_every, last))
+        return self.log_samples > 0 and (step == 1 or due(step, SAMPLES_EVERY, last))
 
     def samples(
         self, step: int, records: list[dict], pictures: list[Image.Image], stem: str = "step"

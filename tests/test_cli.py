@@ -153,7 +153,6 @@ REFUSED = {
     "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
     "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
     "--max_tokens_per_pack 4607": "--max_prompt_tokens + --max_new_tokens = 4608",
-    "--profile 5 --steps 4": "--profile 5 exceeds --steps 4",
     "--min_pixels 9 --max_pixels 8": "--min_pixels 9 exceeds --max_pixels 8",
     "--eval_only": "--eval_only needs --eval_data",
     "--row_kind judgements --system_prompt x": "--system_prompt is for --row_kind prompts",

@@ -41,7 +41,7 @@ def env(qwen25, picture_rows):
 
 
 def evaluate(env, rows=None, **changes) -> tuple[dict[str, float], list]:
-    args, scorer = with_flags(env.args, vision_audit=False, **changes), Scorer()
+    args, scorer = with_flags(env.args, **changes), Scorer()
     roles = ppo.make_trainables(args, env.actor, env.critic, env.reference)
     state = ppo.TrainState.fresh(args)
     metrics, *_ = ppo.evaluate(roles, scorer, rows or env.rows, env.sampling, state, args)
@@ -98,7 +98,7 @@ def test_returns_are_on_the_scale_of_training(env):
 
 
 def test_without_a_critic_there_is_none(env):
-    args = with_flags(env.args, advantage="grpo", vision_audit=False)
+    args = with_flags(env.args, advantage="grpo")
     roles = ppo.make_trainables(args, env.actor, None, None)
     state = ppo.TrainState.fresh(args)
     metrics, *_ = ppo.evaluate(roles, Scorer(), env.rows, env.sampling, state, args)

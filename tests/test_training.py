@@ -391,8 +391,7 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
     """Two steps with gradients far beyond the bound on their global norm, and one below it."""
-    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--adam_beta1", "0.8", "--adam_beta2", "0.7",
-                "--weight_decay", "0.1")
+    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--weight_decay", "0.1", "--adam_beta2", "0.7")
     trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
     value = {name: p.full_tensor().double() for name, p in trained.items()}
     first, second = ({name: torch.zeros_like(x) for name, x in value.items()} for _ in range(2))
@@ -405,10 +404,10 @@ def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
         assert env.trained.update(step) == (pytest.approx(norm, rel=ROUNDING), True)
         for name, grad in grads.items():
             grad = grad * min(1.0, 0.5 / norm)
-            first[name] = 0.8 * first[name] + 0.2 * grad
+            first[name] = 0.9 * first[name] + 0.1 * grad
             second[name] = 0.7 * second[name] + 0.3 * grad ** 2
             value[name] = value[name] * (1 - 0.01 * (0.1 if grad.ndim >= 2 else 0.0)) - 0.01 * (
-                first[name] / (1 - 0.8 ** step)) / ((second[name] / (1 - 0.7 ** step)).sqrt() + 1e-8)
+                first[name] / (1 - 0.9 ** step)) / ((second[name] / (1 - 0.7 ** step)).sqrt() + 1e-8)
             assert torch.allclose(trained[name].full_tensor().double(), value[name], rtol=1e-4, atol=ROUNDING), name
 
 
@@ -838,13 +837,6 @@ def test_export_without_a_run(tmp_path):
         ppo.main(["--export_only", "--out", str(tmp_path)])
     with pytest.raises(distributed.UserError, match="--export_only and --eval_only: choose one of them"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
-
-
-def test_profile_writes_a_trace(qwen25, task, tmp_path):
-    train(qwen25, task, tmp_path, "--steps", "2", "--profile", "2")
-    trace, = (tmp_path / "profile").iterdir()
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert trace.name == "step-2-rank-0.json" and "aten::mm" in names
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong

@@ -25,6 +25,7 @@ from common.data.rows import Prompt
 from common.distributed import UserError, printable
 from common.flags import DataArgs, absolute, parse_datasets
 
+DECODERS = 2  # threads that decode images while the model works
 Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids
 
 # -------------------------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ class PromptLoader:
         self.processor, self.on_bad_row, self.order = processor, args.on_bad_row, order
         self.taken, self.dropped = taken, dropped
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.pool = ThreadPoolExecutor(args.data_threads, thread_name_prefix="images")
+        self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self.ahead: tuple | None = None  # what is decoding for the next `take`
         self.rows: list = []
 

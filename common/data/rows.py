@@ -120,7 +120,7 @@ def read_rows(
     Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
     misspelled.
     """
-    rows = read_lines(path)[: args.max_rows or None]
+    rows = read_lines(path)
     further: set[str] = set()
 
     def read_row(index: int, source: str, line: bytes) -> tuple[Any, str]:

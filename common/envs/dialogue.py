@@ -288,8 +288,7 @@ class EnvRollout:
             episode.reply = reply
 
     def wait_for(self, episode: Episode) -> Any:
-        """What an environment has returned; None if it failed, which is then recorded, or raised
-        with --on_env_error stop."""
+        """What an environment has returned; None if it failed, which is then recorded."""
         call, conversation = episode.call, episode.conversation
         self.workers.wait_for_any([call])
         conversation.seconds += call.seconds
@@ -297,10 +296,7 @@ class EnvRollout:
         if error is None:
             return call.result()
         problem = str(error) if isinstance(error, LateError) else describe(error)
-        problem = f"{self.args.env}: {episode.source}: {problem}"
-        if self.args.on_env_error == "stop":
-            raise ValueError(problem)
-        conversation.error = problem
+        conversation.error = f"{self.args.env}: {episode.source}: {problem}"
         conversation.rewards = [0.0] * len(conversation.rewards)
         conversation.accuracy = None
         return None

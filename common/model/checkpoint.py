@@ -40,6 +40,10 @@ from common.model.storage import (
 )
 
 
+# in a row end a run: failed saves, or steps in which no update of a model was applied
+MOST_FAILURES = 3
+
+
 class Save(NamedTuple):
     """A save in flight."""
 
@@ -348,7 +352,7 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
 
     def count_failure(self, step: int, folder: Path, problem: UserError) -> None:
-        """Count a failed save. Raises UserError after --max_failed_saves in a row."""
+        """Count a failed save. Raises UserError after MOST_FAILURES in a row."""
         self.failed += 1
         self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
@@ -358,7 +362,7 @@ class Checkpoints:
                 f"{problem}",
                 flush=True,
             )
-        if self.failed >= self.args.max_failed_saves:
+        if self.failed >= MOST_FAILURES:
             raise UserError(
                 f"{self.failed} checkpoints in a row could not be saved, the last because: "
                 f"{problem}"
@@ -374,11 +378,11 @@ class Checkpoints:
         waited, self.waited = self.waited, 0.0
         return {"perf/failed_saves": self.failed, "perf/save_seconds": waited}
 
-    def check_skipped(self, step: int, skipped: dict[str, int], most: int) -> None:
-        """Raises UserError on every rank if in ``most`` steps in a row (0: never) all updates of a
-        model were ``skipped``: by role, counted up to this step."""
+    def check_skipped(self, step: int, skipped: dict[str, int]) -> None:
+        """Raises UserError on every rank if in MOST_FAILURES steps in a row all updates of a model
+        were ``skipped``: by role, counted up to this step."""
         for role, count in skipped.items():
-            if most and count >= most:
+            if count >= MOST_FAILURES:
                 raise UserError(
                     f"step {step}: the gradient of the {role} was not finite and all its updates "
                     f"were skipped, {count} steps in a row; to go back, pass an earlier checkpoint "

@@ -181,8 +181,8 @@ def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    betas = (args.adam_beta1, args.adam_beta2)
     # fused: one kernel instead of a Python loop over DTensors
+    betas = (0.9, args.adam_beta2)
     optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, betas=betas)
     # Create AdamW's state now: a checkpoint before the first step would otherwise run one.
     for parameter in trained:

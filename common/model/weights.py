@@ -191,7 +191,7 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
         if distributed.is_main():
             ranks = f"{distributed.world_size()} x {device.type}"
             print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
-    head_chunk = args.head_chunk or (256 if small else 4096)
+    head_chunk = 256 if small else 4096
     return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk)
 
 

@@ -13,6 +13,7 @@ from common.distributed import UserError
 from common.flags import RewardArgs
 
 URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:\d+)?(/[^\s#]*)?", re.ASCII | re.IGNORECASE)
+RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
 FRAMES = 16  # of a video, that a server gets
 
 
@@ -34,7 +35,7 @@ class Server:
 
     def __init__(self, url: str, args: RewardArgs):
         """Raises UserError: a URL that cannot be asked."""
-        self.url, self.retries = url, args.remote_retries
+        self.url = url
         self.timeout = args.reward_timeout / 2  # of one try, seconds
         if not URL.fullmatch(url):
             raise UserError(
@@ -59,8 +60,8 @@ class Server:
         return read_answer(self.ask(json.dumps(question).encode()))
 
     def ask(self, body: bytes) -> bytes:
-        """The server's answer with status 200, after as many tries as --remote_retries allow."""
-        for attempt in range(self.retries + 1):
+        """The server's answer with status 200, after as many tries as it takes, 1 + RETRIES at most."""
+        for attempt in range(RETRIES + 1):
             try:
                 status, answer = self.post(body)
                 if status == 200:
@@ -70,16 +71,16 @@ class Server:
                     raise RewardError(f"the server answered {problem}")
             except (OSError, HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
-            if attempt < self.retries:
-                pause = 0.5 * 2 ** min(attempt, 4)
+            if attempt < RETRIES:
+                pause = 0.5 * 2**attempt
                 print(
-                    f"--reward {self.url}: {problem}; retry {attempt + 1} of {self.retries} in"
+                    f"--reward {self.url}: {problem}; retry {attempt + 1} of {RETRIES} in"
                     f" {pause:g} s",
                     flush=True,
                 )
                 time.sleep(pause)
         raise RewardError(
-            f"no answer in {self.retries + 1} tries (--remote_retries), at last {problem}"
+            f"no answer in {RETRIES + 1} tries, at last {problem}"
         )
 
     def post(self, body: bytes) -> tuple[int, bytes]:

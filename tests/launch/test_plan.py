@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,10 +186,11 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     config.vision_config.out_hidden_size = 128
     shutil.copytree(qwen25, tmp_path, dirs_exist_ok=True)
     AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
-    more = ["--dtype", dtype, "--head_chunk", str(chunk), "--max_rows", "1"]
-    env = start(tmp_path, picture_rows, *more, *["--gradient_checkpointing"] * checkpointing)
+    recompute = ["--gradient_checkpointing"] * checkpointing
+    env = start(tmp_path, picture_rows, "--dtype", dtype, *recompute)
+    env.actor.model.compute = replace(env.actor.model.compute, head_chunk=chunk)
     n = 1000
-    batch = take(env).with_targets([[torch.randint(4, 200, (n,))]])
+    batch = take(env, 1).with_targets([[torch.randint(4, 200, (n,))]])
     batch.sampling, batch.logprobs, batch.old_logprobs = (
         env.sampling,
         torch.zeros(n),

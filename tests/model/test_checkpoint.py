@@ -474,7 +474,7 @@ def test_write_error_on_one_rank(flags, tmp_path):
     """Reported, counted, and training goes on; a save that succeeds starts the count anew."""
     out = tmp_path / "run"
     hooks = [(change_writes, 1, [2, 4]), (name_hosts,)]
-    output = live(flags(out, "--steps 5 --max_failed_saves 2 --save_blocking"), 2, hooks)
+    output = live(flags(out, "--steps 5 --save_blocking"), 2, hooks)
     told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
     assert told == [("2", "1"), ("4", "1")]
     assert output.count("in a row): node-1: [Errno 5] Input/output error") == 2
@@ -495,8 +495,8 @@ def test_a_save_that_outlasts_the_timeout(flags, tmp_path):
 def test_too_many_write_errors(flags, tmp_path):
     out = tmp_path / "run"
     hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
-    output = live(flags(out, "--steps 6 --max_failed_saves 2"), 2, hooks, codes=[2, 2])
-    assert "error: 2 checkpoints in a row could not be saved" in output and "Traceback" not in output
+    output = live(flags(out, "--steps 6"), 2, hooks, codes=[2, 2])
+    assert "error: 3 checkpoints in a row could not be saved" in output and "Traceback" not in output
     assert steps(out) == [1] and pointer(out) == "step-1"
 
 
@@ -573,7 +573,7 @@ def small_disk(tmp_path, mount):
 @pytest.mark.slow
 def test_full_disk(flags, small_disk):
     """Full in the middle of a write, then before a write: the numbers are told, the earlier checkpoint is intact."""
-    argv = flags(small_disk, "--steps 6 --max_failed_saves 2 --save_blocking")
+    argv = flags(small_disk, "--steps 6 --save_blocking")
     ballast = small_disk / "checkpoints" / "ballast"
     output = live(argv, 2, [(change_writes, 1, [2], 0, str(ballast))], codes=[2, 2])
     assert "No space left on device" in output
@@ -628,7 +628,7 @@ def test_a_lost_policy_stops_the_run(flags, tmp_path):
     outlives a resume."""
     out = tmp_path / "run"
     argv = flags(out, "--advantage rloo --actor_lr 1e20 --keep_last 1 --export_every 0 --save_blocking")
-    train([*argv, "--steps", "3", "--max_skipped_steps", "0"])
+    train([*argv, "--steps", "3"])
     assert [record.get("train/actor_skipped") for record in records(out)] == [0, 1, 1]
     state = json.loads((out / "checkpoints" / "step-3" / "state.json").read_text())
     assert steps(out) == [3] and state["skipped_steps"] == {"actor": 2}
@@ -644,7 +644,7 @@ def test_a_weight_that_is_not_finite_is_named(flags, qwen25, tmp_path):
     name = next(key for key in weights if key.endswith("layers.1.mlp.up_proj.weight"))
     weights[name][-1, -1] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    argv = flags(tmp_path / "run", "--advantage rloo --steps 9 --max_failed_saves 9 --export_every 1")
+    argv = flags(tmp_path / "run", "--advantage rloo --steps 9 --export_every 1")
     output = live([*argv, "--model", str(model)], 2, codes=[2, 2])
     assert output.count("error: step 3: the gradient of the actor was not finite") == 1
     weight = r"\S*layers\.1\.mlp\.up_proj\.weight"

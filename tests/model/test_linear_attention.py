@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -544,8 +545,9 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     tokenizer = toy.make_tokenizer()
     for part in (toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4), tokenizer, toy.make_image_processor("qwen3_5")):
         part.save_pretrained(tmp_path)
-    env = start(tmp_path, picture_rows, "--dtype", "bfloat16", "--head_chunk", "64", "--advantage", "grpo", "--max_rows", "1", *flags_)
-    batch = take(env).with_targets([[torch.randint(4, 200, (1000,))]])
+    env = start(tmp_path, picture_rows, "--dtype", "bfloat16", "--advantage", "grpo", *flags_)
+    env.actor.model.compute = replace(env.actor.model.compute, head_chunk=64)
+    batch = take(env, 1).with_targets([[torch.randint(4, 200, (1000,))]])
     batch.sampling, batch.in_policy_loss = env.sampling, torch.ones(1000, dtype=torch.bool)
     batch.logprobs = batch.old_logprobs = torch.zeros(1000)
     batch.advantages = torch.randn(1000)
