@@ -207,7 +207,7 @@ class PackedAttention:
             (`Family.attention_segments`).
         cache, plan: prefill. Keys and values of row ``plan[0][i]`` are stored at slot
             ``plan[1][i]``, position ``plan[2][i]``: one prompt may go to many slots.
-        kept: (slots, positions) of the cache, whose keys and values are appended to the row's own,
+        earlier: (slots, positions) of the cache, whose keys and values are appended to the row's,
             so that prefixes may point there: what a conversation has said before this row.
     """
 
@@ -218,10 +218,10 @@ class PackedAttention:
         device: torch.device,
         cache: SlotCache | None = None,
         plan: tuple[Tensor, ...] = (),
-        kept: tuple[Tensor, ...] = (),
+        earlier: tuple[Tensor, ...] = (),
     ):
         self.backend, self.device, self.segments = backend, device, segments
-        self.cache, self.plan, self.kept = cache, plan, kept
+        self.cache, self.plan, self.earlier = cache, plan, earlier
         # (S, 5)
         table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
         self.len_q = table[:, 1] - table[:, 0]
@@ -235,7 +235,7 @@ class PackedAttention:
     def linear(self) -> PackedDelta:
         """What mixes the row's tokens in layers with linear attention; made for the first one."""
         states = None if self.cache is None else self.cache.linear
-        resumed = bool(self.kept)
+        resumed = bool(self.earlier)
         return PackedDelta(self.segments, self.device, states, self.plan, resumed=resumed)
 
     def to_device(self, array: np.ndarray) -> Tensor:
@@ -293,9 +293,9 @@ class PackedAttention:
             rows, slots, positions = self.plan
             self.cache.keys[layer][slots, positions] = k[rows]
             self.cache.values[layer][slots, positions] = v[rows]
-        if self.kept:
-            k = torch.cat([k, self.cache.keys[layer][self.kept]])
-            v = torch.cat([v, self.cache.values[layer][self.kept]])
+        if self.earlier:
+            k = torch.cat([k, self.cache.keys[layer][self.earlier]])
+            v = torch.cat([v, self.cache.values[layer][self.earlier]])
         if self.backend == "sdpa":
             outputs = self.attend_by_buckets(q, k, v, scale, window)
         else:
@@ -357,15 +357,15 @@ def bucket_segments(len_q: np.ndarray, len_k: np.ndarray) -> list[np.ndarray]:
     start, area = 0, 0.0
     max_q = max_k = 0
     for i, s in enumerate(order):
-        own = len_q[s] * len_k[s] * (0.5 if len_q[s] == len_k[s] else 1.0)
+        size = len_q[s] * len_k[s] * (0.5 if len_q[s] == len_k[s] else 1.0)
         new_q, new_k = max(max_q, len_q[s]), max(max_k, len_k[s])
         # sorted: if the first and the last are equal, all are
         equal = len_q[order[start]] == len_k[s] == len_q[s]
         padded = new_q * new_k * (i - start + 1) * (0.5 if equal else 1.0)
-        if i > start and padded > max(CALL_ENTRIES, WASTE * (area + own)):
+        if i > start and padded > max(CALL_ENTRIES, WASTE * (area + size)):
             buckets.append(order[start:i])
             start, area, new_q, new_k = i, 0.0, len_q[s], len_k[s]
-        area, max_q, max_k = area + own, new_q, new_k
+        area, max_q, max_k = area + size, new_q, new_k
     return [*buckets, order[start:]]
 
 
@@ -373,10 +373,10 @@ def bucket_indices(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Row indices of a bucket of segments: table (b, 5) -> q_rows (b, Lq), k_rows (b, Lk). Padding
     points at the segment's first row."""
     start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (b, 1)
-    own, prefix = end - start, prefix_end - prefix_start
-    i, j = np.arange(own.max())[None], np.arange((own + prefix).max())[None]
-    q_rows = np.where(i < own, start + i, start)
-    of_itself = np.where(j < prefix + own, start + j - prefix, start)
+    length, prefix = end - start, prefix_end - prefix_start
+    i, j = np.arange(length.max())[None], np.arange((length + prefix).max())[None]
+    q_rows = np.where(i < length, start + i, start)
+    of_itself = np.where(j < prefix + length, start + j - prefix, start)
     return q_rows, np.where(j < prefix, prefix_start + j, of_itself)
 
 
@@ -384,19 +384,19 @@ def bucket_mask(table: np.ndarray, window: int | None) -> np.ndarray | None:
     """Which keys each query of a bucket sees, (b, 1, Lq, Lk) bool; None where plain causal
     attention is the same."""
     # (b, 1)
-    own, prefix, both = (
+    length, prefix, both = (
         table[:, 1:2] - table[:, :1],
         table[:, 3:4] - table[:, 2:3],
         table[:, 4:] > 0,
     )
-    equal = (prefix == 0).all() and (own == own[0]).all() and not both.any()
-    if equal and (window is None or own[0] <= window):
+    equal = (prefix == 0).all() and (length == length[0]).all() and not both.any()
+    if equal and (window is None or length[0] <= window):
         return None
     # (b, Lq, 1); padding sees something, or it would be NaN
-    i = np.minimum(np.arange(own.max()), own - 1)[..., None]
+    i = np.minimum(np.arange(length.max()), length - 1)[..., None]
     # (b, 1, Lk) place after the prefix, below 0 inside it
-    j = (np.arange((own + prefix).max()) - prefix)[:, None]
-    mask = (j < own[..., None]) & ((j <= i) | both[..., None])
+    j = (np.arange((length + prefix).max()) - prefix)[:, None]
+    mask = (j < length[..., None]) & ((j <= i) | both[..., None])
     if window is not None:
         mask &= i - j < window
     return mask[:, None]
@@ -528,16 +528,16 @@ def language_attention(
 
 
 def _vision_attention(
-    module, query, key, value, attention_mask, scaling=None, *, backend: str, **given
+    module, query, key, value, attention_mask, scaling=None, *, backend: str, **lengths
 ):
     """The vision tower's attention on CUDA: one varlen call per block, not one SDPA call per
     window."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     call = VarlenCall(
-        cu_q=given["cu_seq_lens_q"].int(),
-        cu_k=given["cu_seq_lens_k"].int(),
-        max_q=int(given["max_length_q"]),
-        max_k=int(given["max_length_k"]),
+        cu_q=lengths["cu_seq_lens_q"].int(),
+        cu_k=lengths["cu_seq_lens_k"].int(),
+        max_q=int(lengths["max_length_q"]),
+        max_k=int(lengths["max_length_k"]),
         causal=False,
     )
     return varlen_attention(q, k, v, call, scaling, backend)[None], None

@@ -29,15 +29,15 @@ class CompiledLayer(nn.Module):
 
     compiled: Callable
 
-    def forward(self, hidden_states: Tensor, *given, **named) -> Any:
+    def forward(self, hidden_states: Tensor, *args, **named) -> Any:
         attention = named.get("attention")
         # Rollouts stay eager: decoding waits for weights and keys, and CUDA graphs already take its
         # kernels' launches away. Both compute the same but for rounding: train/sampler_gap.
         trains = isinstance(attention, PackedAttention) and attention.cache is None
         # An empty pack is one token, which would be compiled on its own.
         if not trains or hidden_states.shape[1] == 1:
-            return super().forward(hidden_states, *given, **named)
-        return self.compiled(hidden_states, *given, **named)
+            return super().forward(hidden_states, *args, **named)
+        return self.compiled(hidden_states, *args, **named)
 
 
 def compile_layers(model: nn.Module) -> None:

@@ -71,10 +71,10 @@ def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
 
 def tower_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters of `vision_parts`."""
-    found: list[nn.Parameter] = []
+    parameters: list[nn.Parameter] = []
     for part in vision_parts(model).values():
-        found += [part] if isinstance(part, nn.Parameter) else part.parameters()
-    return found
+        parameters += [part] if isinstance(part, nn.Parameter) else part.parameters()
+    return parameters
 
 
 def trained_parts(model: nn.Module) -> list[nn.Module]:
@@ -84,10 +84,8 @@ def trained_parts(model: nn.Module) -> list[nn.Module]:
 
 def layers(model: nn.Module) -> list[nn.Module]:
     """The layers of `trained_parts`: what FSDP gathers one by one."""
-    found = [*decoder(model).layers]
-    if model.trains_vision:
-        found += model.model.visual.blocks
-    return found
+    blocks = model.model.visual.blocks if model.trains_vision else []
+    return [*decoder(model).layers, *blocks]
 
 
 def float32_parts(model: nn.Module) -> list[nn.Module]:
@@ -110,12 +108,12 @@ def routers(model: nn.Module) -> list[nn.Module]:
 def router_logits(model: nn.Module):
     """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the
     list it yields."""
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     hooks = []
     for router in routers(model):
-        hooks.append(router.register_forward_hook(lambda module, args, out: found.append(out[0])))
+        hooks.append(router.register_forward_hook(lambda module, args, out: logits.append(out[0])))
     try:
-        yield found
+        yield logits
     finally:
         for hook in hooks:
             hook.remove()
@@ -215,7 +213,7 @@ def check_decoder(language: nn.Module, text_config, longest: int) -> None:
 
 
 def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Run the vision tower on what `loader.load_pixels` made of pictures of any number of prompts ->
+    """Run the vision tower on what `loader.load_pixels` made of images of any number of prompts ->
     (K, M, H).
 
     K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but
@@ -235,16 +233,16 @@ def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
 
 
 def compute_features(model: nn.Module, batch: Batch) -> None:
-    """Fill the image features of the own prompts, once per prompt, several pictures per call of the
-    vision tower. A model that trains its tower computes them in its own forward instead, and its
-    rollout's serve that rollout alone.
+    """Fill the image features of this rank's prompts, once per prompt, several images per call of
+    the vision tower. A model that trains its tower computes them in its own forward instead, and
+    its rollout's serve that rollout alone.
     """
     waiting: list[int] = []
     size = 0
     indices = sorted(batch.patches.keys() - batch.features.keys())
     for index in indices:
         waiting.append(index)
-        # about patches, also where pictures come as tiles
+        # about patches, also where images come as tiles
         size += batch.patches[index][0].numel() // 1024
         if size < model.compute.max_tokens_per_pack and index != indices[-1]:
             continue
@@ -295,7 +293,7 @@ def packs(
     the other.
 
     All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
-    this is called, features move from the rank that decoded a picture to those that hold its rows.
+    this is called, features move from the rank that decoded an image to those that hold its packs.
     """
     compute = model.compute
     hidden_size = model.config.get_text_config().hidden_size
@@ -306,14 +304,15 @@ def packs(
         batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
     )
     needed = [{index for blocks in part for index, _ in blocks} for part in assigned]  # by rank
-    own, shapes = pack_images(model, batch, set().union(*needed))
+    local, shapes = pack_images(model, batch, set().union(*needed))
     owners = dict(enumerate(batch.owners))
     if batch.conversations:
-        add_replies(model, batch, assigned, needed, own, shapes)
-        owners |= {of_sample(i): said.owner for i, said in enumerate(batch.conversations)}
-    features = exchange_features(own, owners, needed, shapes, compute.dtype)
-    own = progress(assigned[dist.get_rank()], "packs")
-    return (make_pack(model, batch, blocks, features) for blocks in own)
+        add_replies(model, batch, assigned, needed, local, shapes)
+        for i, conversation in enumerate(batch.conversations):
+            owners[of_sample(i)] = conversation.owner
+    features = exchange_features(local, owners, needed, shapes, compute.dtype)
+    mine = progress(assigned[dist.get_rank()], "packs")
+    return (make_pack(model, batch, blocks, features) for blocks in mine)
 
 
 def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
@@ -344,21 +343,21 @@ def make_pack(
 def pack_images(
     model: nn.Module, batch: Batch, indices: Iterable[int]
 ) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
-    """What packs hold of the pictures of the prompts ``indices``: this rank's own, and the shapes of
-    all, by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that trains
-    its tower."""
-    shown = [index for index in indices if batch.prompts[index].grids]
+    """What packs hold of the images of the prompts ``indices``: those of this rank, and the shapes
+    of all, by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that
+    trains its tower."""
+    with_images = [index for index in indices if batch.prompts[index].grids]
     shapes: dict[int, tuple[int, ...]] = {}
     if not model.trains_vision:
-        for index in shown:
+        for index in with_images:
             shapes[index] = feature_shape(model, batch.prompts[index].image_tokens)
         return dict(batch.features), shapes
-    own = {}
-    for index in shown:
+    local = {}
+    for index in with_images:
         shapes[index] = pixel_shape(model, batch.prompts[index].grids)
         if index in batch.patches:
-            own[index] = batch.patches[index][0][None].to(model.compute.dtype)
-    return own, shapes
+            local[index] = batch.patches[index][0][None].to(model.compute.dtype)
+    return local, shapes
 
 
 def add_replies(
@@ -366,27 +365,27 @@ def add_replies(
     batch: Batch,
     assigned: list[list[list[Block]]],
     needed: list[set[int]],
-    own: dict[int, Tensor],
+    local: dict[int, Tensor],
     shapes: dict[int, tuple[int, ...]],
 ) -> None:
-    """Add to what `row_pictures` found the pictures that environments showed in the samples of
-    ``packs``, and to ``needed`` where they are needed."""
+    """Add to what `pack_images` returned the images that environments showed in the samples of the
+    ``assigned`` packs, and to ``needed`` where they are needed."""
     image_ids = model.family.visual_token_ids()
     for rank, part in enumerate(assigned):
         for i in [i for blocks in part for _, members in blocks for i in members]:
-            said, key = batch.conversations[i], of_sample(i)
-            if not said.grids:
+            conversation, key = batch.conversations[i], of_sample(i)
+            if not conversation.grids:
                 continue
             needed[rank].add(key)
             if model.trains_vision:
-                shapes[key] = pixel_shape(model, said.grids)
-                if said.patches:
-                    own[key] = torch.cat(said.patches)[None].to(model.compute.dtype)
+                shapes[key] = pixel_shape(model, conversation.grids)
+                if conversation.patches:
+                    local[key] = torch.cat(conversation.patches)[None].to(model.compute.dtype)
                 continue
             ids, _, is_own = batch.in_pack(torch.tensor([i]))
             shapes[key] = feature_shape(model, int(torch.isin(ids[~is_own], image_ids).sum()))
-            if said.features is not None:
-                own[key] = said.features
+            if conversation.features is not None:
+                local[key] = conversation.features
 
 
 def feature_shape(model: nn.Module, tokens: int) -> tuple[int, int, int]:
@@ -397,12 +396,12 @@ def feature_shape(model: nn.Module, tokens: int) -> tuple[int, int, int]:
 
 
 def pixel_shape(model: nn.Module, grids: Iterable[tuple]) -> tuple[int, int, int]:
-    """(1, patches, patch size) of pictures and clips."""
+    """(1, patches, patch size) of images and clips."""
     return 1, sum(math.prod(grid[:3]) for grid in grids), patch_size(model)
 
 
 def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
-    """(t, h, w) of the pictures and clips of a pack, in its order."""
+    """(t, h, w) of the images and clips of a pack, in its order."""
     grids: list[tuple] = []
     for index, members in blocks:
         grids += batch.prompts[index].grids
@@ -421,7 +420,7 @@ def exchange_features(
     """Fetch the image features that this rank needs and another rank computed.
 
     Args:
-        features: this rank's own, prompt index -> (K, M, H) CPU tensor. The pictures that an
+        features: of this rank, prompt index -> (K, M, H) CPU tensor. The images that an
             environment showed in sample i have the index ``of_sample(i)``.
         owners: the rank that computed each prompt's features.
         needed: for every rank the prompts whose features it will use (the same list on all ranks).
@@ -458,7 +457,7 @@ def patch_size(model: nn.Module) -> int:
 
 
 def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
-    """A pack with the grids of its pictures and clips; without any, with one of zeros that no token
+    """A pack with the grids of its images and clips; without any, with one of zeros that no token
     stands for."""
     if grids:
         return replace(pack, grids=torch.tensor(grids))
@@ -474,14 +473,14 @@ def prompt_pack(
     ``predict`` (b,) is, for every slot in order, the end of its prompt."""
     compute = model.compute
     lengths = torch.tensor([batch.prompt_lengths[index] for index in slots])
-    counts = torch.tensor([len(own) for own in slots.values()])
+    counts = torch.tensor([len(targets) for targets in slots.values()])
     ends = lengths.cumsum(0)
     bounds = torch.stack([ends - lengths, ends], dim=1)
     starts, of_slots = (ends - lengths).repeat_interleave(counts), lengths.repeat_interleave(counts)
     # where each slot's keys and values come from and go to
     plan = (
         ragged_index(starts, of_slots),
-        torch.tensor([slot for own in slots.values() for slot in own]).repeat_interleave(of_slots),
+        torch.tensor(sum(slots.values(), [])).repeat_interleave(of_slots),
         ragged_index(torch.zeros_like(starts), of_slots),
     )
     plan = tuple(part.to(compute.device) for part in plan)

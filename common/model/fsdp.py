@@ -136,9 +136,9 @@ class Trainable:
     def swap_average(self) -> None:
         for parameter, state in self.optimizer.state.items():
             weight, average = shard_of(parameter), shard_of(state["ema"])
-            kept = weight.to(average.device, copy=True)
+            before = weight.to(average.device, copy=True)
             weight.copy_(average)
-            average.copy_(kept)
+            average.copy_(before)
 
     @contextmanager
     def onloaded(self):

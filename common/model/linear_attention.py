@@ -129,11 +129,11 @@ class DeltaNet(nn.Module):
     def dt_bias(self) -> Tensor:
         return self.decay.dt_bias
 
-    def forward(self, hidden_states: Tensor, cache_params=None, attention=None, **given) -> Tensor:
+    def forward(self, hidden_states: Tensor, cache_params=None, attention=None, **more) -> Tensor:
         """(1, N, H) -> (1, N, H). With a cache of transformers, as in Hugging Face's `generate`, it
         is the layer of transformers."""
         if cache_params is not None:
-            return THEIRS[0].forward(self, hidden_states, cache_params, **given)
+            return THEIRS[0].forward(self, hidden_states, cache_params, **more)
         x = hidden_states[0]  # (N, H)
         taps = self.conv1d.weight[:, 0].T  # (K, C)
         mixed = attention.linear.convolve(self.slot_layer, self.in_proj_qkv(x), taps)
@@ -247,7 +247,7 @@ class PackedDelta:
         rows, slots, _ = plan
         ends = self.to_device(table[:, 1].copy())  # (W,)
         is_last = torch.isin(rows, ends - 1)
-        self.kept = torch.searchsorted(ends, rows[is_last], right=True)
+        self.ending = torch.searchsorted(ends, rows[is_last], right=True)
         self.slots = slots[is_last]
         last = table[:, 1:2] - np.arange(WIDTH - 1, 0, -1)
         earlier = before_segments(table, last, self.resumed)
@@ -267,7 +267,7 @@ class PackedDelta:
             out = out + padded[i : i + len(x)] * weights[i]
         again = (rows[self.sources] * weights).sum(dim=1)
         if self.states is not None:
-            self.states.inputs[layer, self.slots] = rows[self.last[self.kept]].to(x.dtype)
+            self.states.inputs[layer, self.slots] = rows[self.last[self.ending]].to(x.dtype)
         return out.index_copy(0, self.first, again).to(x.dtype)
 
     def recur(
@@ -280,7 +280,7 @@ class PackedDelta:
         held = self.states.states[layer, self.slots] if self.resumed else None
         out, state = rule(self.whole, inputs, held)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
-            self.states.states[layer, self.slots] = state[self.kept]
+            self.states.states[layer, self.slots] = state[self.ending]
         if self.forked is None:
             return out
         after, _ = rule(self.forked, inputs, state.index_select(0, self.parent))
@@ -423,8 +423,8 @@ class SlotStates:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots ``source`` over slots ``target``, layer by layer."""
-        for kept in (*self.inputs, *self.states):
-            kept[target] = kept[source]
+        for layer in (*self.inputs, *self.states):
+            layer[target] = layer[source]
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         """x (B, C) and taps (K, C) -> (B, C)."""
