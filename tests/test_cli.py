@@ -76,8 +76,7 @@ def test_help_lists_every_flag_with_its_default(capsys):
     text = capsys.readouterr().out
     squeezed = "".join(text.split())                                             # argparse wraps lines, also at hyphens
     for group, field in FIELDS:
-        found = re.search(rf"--{field.name}[ ,]", text)
-        assert found, field.name
+        assert re.search(rf"--{field.name}[ ,]", text), field.name
         entry = f"{field.metadata['help']} (default: {field.default!s:.60})"
         assert "".join(entry.split()) in squeezed, field.name
     places = [re.search(rf"^{re.escape(kind.__doc__)}:$", text, re.MULTILINE).start() for kind in GROUPS.values()]
@@ -86,10 +85,9 @@ def test_help_lists_every_flag_with_its_default(capsys):
 
 def test_defaults_are_consistent():
     """The defaults, with the two flags that have none, pass their own checks."""
-    args = ppo.parse_args(NEEDED)
-    assert args == ppo.Args(**{name: kind(**({"model": "m"} if name == "model" else {"data": "d.jsonl"}
-                                             if name == "data" else {}))
-                               for name, kind in GROUPS.items()})
+    needed = {"model": {"model": "m"}, "data": {"data": "d.jsonl"}}
+    defaults = {name: kind(**needed.get(name, {})) for name, kind in GROUPS.items()}
+    assert ppo.parse_args(NEEDED) == ppo.Args(**defaults)
 
 
 def test_a_flag_reaches_its_field():
@@ -109,38 +107,24 @@ REFUSED = {
     "--nonsense 1": "unrecognized arguments: --nonsense 1",
     "--step 5": "unrecognized arguments: --step 5; did you mean --steps?",                            # no abbreviations
     "--actor_rl 1 --samples_per_promt 2": "did you mean --actor_lr, --samples_per_prompt?",
-    "--temp 0.5": "unrecognized arguments: --temp 0.5",
     "stray": "unrecognized arguments: stray",
     "--steps": "--steps: expected one argument",
     "--steps 1.5": "--steps: invalid int value: '1.5'",
-    "--steps many": "--steps: invalid int value: 'many'",
     "--gamma nan": "nan is not a finite number",
     "--actor_lr inf": "inf is not a finite number",
-    "--actor_lr=-inf": "-inf is not a finite number",
     "--actor_lr one": "--actor_lr: invalid finite_float value: 'one'",
     "--advantage ppo": "invalid choice: 'ppo'",
-    "--kl_estimator k4": "invalid choice: 'k4'",
     "--steps 0": "--steps 0 must be at least 1",
     f"--steps {10**23}": f"--steps {10**23} must be at least 1 and at most 2147483647",
     f"--seed {10**23}": f"--seed {10**23} must be at least 0 and at most 4294967295",
     "--timeout 1e18": "--timeout 1e+18 must be at least 1e-06 and at most 10000000",
-    "--reward_timeout 1e18": "--reward_timeout 1e+18 must be at least 1e-06 and at most 10000000",
-    "--prompts_per_step 0": "--prompts_per_step 0 must be at least 1",
     "--gamma 1.5": "--gamma 1.5 must be at least 0 and at most 1",
-    "--gamma -0.5": "--gamma -0.5 must be at least 0 and at most 1",
-    "--actor_lr -1": "--actor_lr -1.0 must be at least 0",
     "--temperature 0": "--temperature 0.0 must be at least 1e-06",
-    "--top_p 0": "--top_p 0.0 must be at least 1e-06 and at most 1",
-    "--eval_every -2": "--eval_every -2 must be at least -1",
     "--prompts_per_step 10 --minibatches 4": "--minibatches 4 must divide --prompts_per_step 10",
     "--prompts_per_step 10 --rollouts_per_step 4": "--rollouts_per_step 4 must divide --prompts_per_step 10",
     "--rollouts_per_step 4 --dynamic_sampling 3": "--rollouts_per_step 4 exceeds --dynamic_sampling 3",
-    "--minibatches 0": "--minibatches 0 must be at least 1",
     "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
-    "--advantage rloo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
     "--advantage grpo --critic_lr 1e-5": "--advantage grpo has no critic: leave out --critic_lr",
-    "--advantage grpo --critic_epochs 2": "--advantage grpo has no critic: leave out --critic_epochs",
-    "--advantage rloo --critic_model m": "has no critic: leave out --critic_model",
     "--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9": "has no critic: leave out --gae_lambda, --value_clip",
     "--advantage grpo --critic_warmup_steps 2": "--critic_warmup_steps",
     "--freezing_actor_steps 2": "did you mean --critic_warmup_steps?",
@@ -151,17 +135,16 @@ REFUSED = {
     "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 20": "--kl_horizon",        # 128 samples would turn the weight negative
     "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",
     "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
-    "--dual_clip -3": "--dual_clip -3.0 must be above 1, or 0",
     "--max_tokens_per_pack 4607": "--max_prompt_tokens + --max_new_tokens = 4608",
     "--min_pixels 9 --max_pixels 8": "--min_pixels 9 exceeds --max_pixels 8",
     "--eval_only": "--eval_only needs --eval_data",
     "--row_kind judgements --system_prompt x": "--system_prompt is for --row_kind prompts",
-    "--ema_beta 1": "--ema_beta 1.0 must be at least 0 and at most 0.999999",
     "--ptx_data p.jsonl": "--ptx_data and a --ptx_coef above 0 are needed together",
     "--ptx_coef 0.1": "--ptx_data and a --ptx_coef above 0 are needed together",
     "--stop_strings [1]": "not a JSON list of non-empty strings",
     "--stop_strings end": "not a JSON list of non-empty strings",
     "--stop_strings [\"\"]": "not a JSON list of non-empty strings",
+    "--data a.jsonl:0.5,b.jsonl": "--data a.jsonl:0.5,b.jsonl: ",
     "--reward nonsense": "--reward nonsense: expected one of",
     "--reward no/such.py:f": "--reward no/such.py:f: expected one of",
 }
@@ -186,26 +169,18 @@ FOREIGN = [
     (grm, "--learning_rate 1e-6", "--lr"),
     (ppo, "--lr 1e-6", "--actor_lr"),
     (grm, "--actor_lr 1e-6", "--lr"),
-    (ppo, "--batch_size 8", "--prompts_per_step"),
-    (grm, "--per_device_train_batch_size=8", "--prompts_per_step"),
-    (ppo, "--num_generations 8", "--samples_per_prompt"),
     (ppo, "--max_completion_length 512", "--max_new_tokens"),
     (grm, "--max_completion_length 512", "--eval_max_new_tokens"),
-    (ppo, "--max_prompt_length 512", "--max_prompt_tokens"),
     (ppo, "--beta 0.04", "--kl_coef"),
     (ppo, "--epsilon 0.2", "--clip_high, --clip_low"),
-    (ppo, "--epsilon_high 0.28", "--clip_high"),
     (ppo, "--num_train_epochs 3", "--steps"),
     (grm, "--num_train_epochs 3", "--max_epochs"),
     (ppo, "--output-dir runs/x", "--out"),
-    (ppo, "--reward_funcs f", "--reward"),
     (ppo, "actor_rollout_ref.actor.optim.lr=1e-6", "--actor_lr"),
-    (ppo, "critic.optim.lr=1e-5", "--critic_lr"),
     (ppo, "actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo", "--advantage, --samples_per_prompt"),
     (ppo, "--init_kl_coef 0.01 --pretrain m", "--kl_coef, --model"),
     (ppo, "--actor-lr 1e-6", "--actor_lr"),
     (ppo, "--temp 1", "--temperature"),
-    (ppo, "--samples_per_promt 2", "--samples_per_prompt"),
 ]
 
 
@@ -253,7 +228,7 @@ def test_too_old_a_transformers_is_named(tmp_path):
     assert "ImportError: transformers 4.57.1: too old; Python 3.11, torch 2.11 and transformers 5.17" in result.stderr
 
 
-@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m", "--data d.jsonl", "--eval_data d.jsonl"])
+@pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
 def test_model_and_data_are_needed_together(line):
     with pytest.raises(distributed.UserError, match="--model and --data are needed together"):
         ppo.parse_args(line.split())
@@ -281,11 +256,9 @@ def test_all_problems_are_told_at_once():
 
 
 def test_flags_that_are_no_contradiction():
-    for line in ("--advantage reinforce++ --samples_per_prompt 1", "--advantage gae --samples_per_prompt 1",
-                 "--dual_clip 0",
-                 "--max_tokens_per_pack 4608", "--prompts_per_step 12 --minibatches 4", "--min_pixels 9",
-                 "--clip_low 1",
-                 '--stop_strings ["a","b"]', "--kl_coef 0.1 --kl_target 0.1 --reference_model m", "--no-save_blocking"):
+    for line in ("--advantage reinforce++ --samples_per_prompt 1", "--dual_clip 0", "--max_tokens_per_pack 4608",
+                 "--prompts_per_step 12 --minibatches 4", "--min_pixels 9", '--stop_strings ["a","b"]',
+                 "--kl_coef 0.1 --kl_target 0.1 --reference_model m"):
         ppo.parse_args(NEEDED + line.split())
     args = ppo.parse_args("--model m --eval_data e.jsonl --eval_only".split())
     assert args.run.eval_only and not args.data.data
@@ -377,16 +350,16 @@ def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
     line = ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"), "--prompts_per_step", "2"]
-    told = ranks.run(ppo.main, line, world=2, codes=[2, 2])
-    assert told.count("error: ") == 1 == told.count(f"{rows}: 1 of 2 rows are bad") and "Traceback" not in told
-    assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in told
+    text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
+    assert text.count("error: ") == 1 == text.count(f"{rows}: 1 of 2 rows are bad") and "Traceback" not in text
+    assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 @pytest.fixture
 def hub(qwen25, monkeypatch, tmp_path):
-    """A model hub on loopback, with the checkpoint as someone/tiny; yields the files that it gave away."""
-    given, commit = [], "0" * 40
+    """A model hub on loopback, with the checkpoint as someone/tiny; yields the files that it served."""
+    served, commit = [], "0" * 40
 
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -400,7 +373,7 @@ def hub(qwen25, monkeypatch, tmp_path):
                 if not (qwen25 / name).is_file():
                     return self.send_error(404)
                 body = (qwen25 / name).read_bytes()
-                given.extend([name] if self.command == "GET" else [])
+                served.extend([name] if self.command == "GET" else [])
             self.send_response(200)
             for header, value in (("Content-Length", len(body)), ("ETag", hashlib.sha1(body).hexdigest()),
                                   ("X-Repo-Commit", commit)):
@@ -419,7 +392,7 @@ def hub(qwen25, monkeypatch, tmp_path):
         for name, value in (("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"), ("HF_HUB_OFFLINE", "0"),
                             ("HF_HOME", str(tmp_path / "hub"))):
             monkeypatch.setenv(name, value)
-        yield given
+        yield served
         server.shutdown()
 
 
@@ -432,7 +405,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
              "--samples_per_prompt", "2", "--steps", "2", "--eval_every", "0", "--stop_strings", '["x", "yz"]',
              "--kl_coef", "0.01"]
     planned = run([str(ROOT / "launch" / "plan.py"), "ppo", "--gpus", "1", "--", *flags])
-    assert planned.returncode == 0 and "peak" in planned.stdout, planned.stderr
+    assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
     assert "config.json" in hub and "model.safetensors" not in hub
     result = run([str(SCRIPT), *flags])
     assert result.returncode == 0 and hub.count("model.safetensors") == 1, result.stderr

@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import start, with_flags
+from conftest import inputs_of, start, with_flags
 from test_training import fresh
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common.model import fsdp
-from common.data.loader import load_pixels
 
 
 class Scorer:
@@ -57,14 +56,9 @@ def oracle(env, folder, batches: list, gamma: float) -> float:
         per_sample = zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.rewards.tolist())
         for group, tokens, score in per_sample:
             prompt = batch.prompts[group]
-            ids = torch.cat([prompt.input_ids, tokens])[None]
-            pixels = load_pixels(prompt, env.processor)
-            inputs = {"mm_token_type_ids": (ids == model.config.image_token_id).int()}
-            if pixels:
-                inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels))
             with torch.no_grad():
-                said = model(input_ids=ids, output_hidden_states=True, **inputs)
-            hidden = said.hidden_states[-1][0, len(prompt.input_ids) - 1 : -1]
+                output = model(**inputs_of(prompt, tokens, env.processor), output_hidden_states=True)
+            hidden = output.hidden_states[-1][0, len(prompt.input_ids) - 1 : -1]
             values += (hidden @ head).tolist()
             returns += [score * gamma ** (len(tokens) - 1 - t) for t in range(len(tokens))]
     return 1 - np.var(np.subtract(returns, values)) / np.var(returns)
@@ -112,8 +106,8 @@ def test_the_critic_may_have_passes_of_its_own(
     """Each over all prompts, in orders of their own; the actor keeps its --epochs."""
     env, seen, inner = fresh(qwen25, picture_rows), [], ppo.minibatches_of
 
-    def watched(*given):
-        for minibatch in inner(*given):
+    def watched(*arguments):
+        for minibatch in inner(*arguments):
             seen.extend(map(int, minibatch.indices))
             yield minibatch
 

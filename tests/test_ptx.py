@@ -1,18 +1,16 @@
 """PPO-ptx: the next-token loss on --ptx_data beside the policy loss, against Hugging Face's own `labels=` loss."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, rounding, start, with_flags
+from conftest import ROUNDING, computing, inputs_of, rounding, start, with_flags, write_rows
 from test_algorithms import Caught
 from test_training import distance, fresh, gradient, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import distributed
-from common.data.loader import load_pixels
 from common.model import forward as vlm
 
 
@@ -26,8 +24,7 @@ def rows(task) -> Path:
                            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]}],
               "images": ["train-3-0.png"], "response": "it is blue"},
              {"prompt": "say yes", "images": [], "response": "yes"}]
-    (task / "ptx.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return task / "ptx.jsonl"
+    return Path(write_rows(task / "ptx.jsonl", lines))
 
 
 def ptx(rows: Path, *more: str) -> list[str]:
@@ -52,20 +49,20 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, dict[st
     drawn = [env.text.rows[k][0] for k in picks]
     env.text.coef, env.text.labels = args.rows.ptx_coef, args.rows.ptx_labels
     stats = env.text.backward(env.actor, env.text.loader.submit(drawn, picks), args.update.aux_loss_coef)
-    found = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
     env.actor.zero_grad(set_to_none=True)
-    return float(stats["ptx_loss"]), found
+    return float(stats["ptx_loss"]), gradients
 
 
-def labelled(env, pick: int, labels: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A row unpacked: ids (1, L) and Hugging Face's labels (1, L); -100 at what the policy may never say."""
+def labelled(env, pick: int, labels: str) -> dict:
+    """Inputs of Hugging Face's own model for a row, unpacked, with its labels; -100 at what the policy may never say."""
     prompt, target = env.text.rows[pick]
-    ids = torch.cat([prompt.input_ids, target])[None]
-    found = ids.clone()
+    inputs = inputs_of(prompt, target, env.processor)
+    inputs["labels"] = inputs["input_ids"].clone()
     if labels == "responses":
-        found[:, :len(prompt.input_ids)] = -100
-    found[torch.isin(ids, torch.tensor(env.processor.banned_ids))] = -100
-    return ids, found
+        inputs["labels"][:, :len(prompt.input_ids)] = -100
+    inputs["labels"][torch.isin(inputs["input_ids"], torch.tensor(env.processor.banned_ids))] = -100
+    return inputs
 
 
 @pytest.mark.parametrize("labels, more", [("text", ()), ("responses", ()), ("text", ("--train_vision",))])
@@ -74,21 +71,18 @@ def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels,
     env = start_text(qwen25, picture_rows, rows, more=more)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
     picks = [0, 1, 2, 3, 4, 1]
-    total = sum(int((labelled(env, pick, labels)[1][:, 1:] != -100).sum()) for pick in picks)
-    expected, image_id = 0.0, env.processor.config.image_token_id
-    for pick in picks:
-        ids, targets = labelled(env, pick, labels)
-        pixels = load_pixels(env.text.rows[pick][0], env.processor)
-        images = {} if pixels is None else {"pixel_values": pixels[0], "image_grid_thw": pixels[1]}
-        loss = oracle(input_ids=ids, labels=targets, mm_token_type_ids=(ids == image_id).int(), use_cache=False, **images).loss
-        share = int((targets[:, 1:] != -100).sum()) / total
-        (0.5 * loss * share).backward()                                                                  # --ptx_coef
-        expected += float(loss.detach()) * share
+    inputs = [labelled(env, pick, labels) for pick in picks]
+    counts = [int((row["labels"][:, 1:] != -100).sum()) for row in inputs]
+    expected = 0.0
+    for row, count in zip(inputs, counts):
+        loss = oracle(**row, use_cache=False).loss * count / sum(counts)
+        (0.5 * loss).backward()                                                                          # --ptx_coef
+        expected += float(loss.detach())
     reference = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if more or "visual" not in name}
     for changes in ({}, {"max_tokens_per_pack": 110}, {"apart": True, "head_chunk": 5}):
         with computing(env.actor, **changes):
-            loss, found = text_gradient(env, with_flags(env.args, ptx_labels=labels), picks)
-        assert loss == pytest.approx(expected, rel=ROUNDING) and distance(found, reference) < ROUNDING, changes
+            loss, gradients = text_gradient(env, with_flags(env.args, ptx_labels=labels), picks)
+        assert loss == pytest.approx(expected, rel=ROUNDING) and distance(gradients, reference) < ROUNDING, changes
 
 
 def test_text_labels_are_all_text(env):
@@ -99,13 +93,13 @@ def test_text_labels_are_all_text(env):
     vlm.compute_features(env.actor.model, batch)
     row, = vlm.packs(env.actor.model, batch)
     row = row.label_text(env.processor.banned_mask())
-    said = env.processor.tokenizer.decode(row.targets.tolist())
+    text = env.processor.tokenizer.decode(row.targets.tolist())
     whole = env.processor.tokenizer.decode(torch.cat([prompt.input_ids, target]).tolist())
     marks = env.processor.tokenizer.convert_ids_to_tokens(list(env.processor.banned_ids))
     for mark in marks:
         whole = whole.replace(mark, "")
     first = env.processor.tokenizer.decode(prompt.input_ids[:1].tolist())
-    assert said == whole.removeprefix(first) and "good day" in said and "it is blue" in said
+    assert text == whole.removeprefix(first) and "good day" in text and "it is blue" in text
 
 
 def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
@@ -167,7 +161,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     ({"prompt": "a", "response": "b " * 700}, "ptx.jsonl:1: row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
-    (tmp_path / "ptx.jsonl").write_text(json.dumps(line) + "\n")
+    write_rows(tmp_path / "ptx.jsonl", [line])
     with pytest.raises(distributed.UserError, match=f"(?s)--ptx_data .*{message}"):
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
@@ -176,7 +170,7 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
     """Also where it is the only row of an update: nothing is added then."""
     for extra, loss in (([{"prompt": "b", "response": "c"}], True), ([], False)):
         lines = [{"prompt": "a", "images": [str(task / "damaged.png")], "response": "b"}, *extra]
-        (tmp_path / "ptx.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_rows(tmp_path / "ptx.jsonl", lines)
         step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", str(len(lines))),
                       "--on_bad_row", "skip")
         assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, start
+from conftest import ROUNDING, reproducible, start
 from test_training import task, tensors, train  # noqa: F401
 
 from common import distributed
@@ -25,10 +25,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def without_times(steps: list[dict]) -> list[dict]:
-    return [{name: value for name, value in step.items() if not name.startswith("perf/")} for step in steps]
-
-
 @pytest.fixture(scope="module")
 def whole(qwen25, task, tmp_path_factory):  # noqa: F811
     """Folder and records of five steps; the reference becomes the actor after the second and the fourth."""
@@ -42,11 +38,10 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
     actors, references = ([role(out / "checkpoints" / f"step-{step}", name) for step in range(1, 6)]
                           for name in ("actor", "reference"))
     first = role(out / "checkpoints" / "step-1", "reference")
-    given = tensors(qwen25)
-    assert torch.equal(first["model.lm_head.weight"], given["lm_head.weight"].float())
+    assert torch.equal(first["model.lm_head.weight"], tensors(qwen25)["lm_head.weight"].float())
     assert not same(actors[0], first) and not same(actors[1], actors[3])
-    for found, wanted in zip(references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True):
-        assert same(found, wanted)
+    for reference, expected in zip(references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True):
+        assert same(reference, expected)
     # Right after the copy the samples are the reference's own; a step later they are not.
     drift = [abs(step["train/kl"]) for step in steps]
     assert max(drift[0], drift[2], drift[4]) < ROUNDING < 1e-3 < min(drift[1], drift[3])
@@ -59,7 +54,7 @@ def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # no
     out, steps = whole
     train(qwen25, task, tmp_path, *KL, "--steps", str(before), "--reference_every", "2")
     again = train(qwen25, task, tmp_path, *KL, "--steps", "5", "--reference_every", "2", "--offload", "all")
-    assert without_times(again) == without_times(steps)
+    assert list(map(reproducible, again)) == list(map(reproducible, steps))
     first, second = (tensors(folder / "checkpoints" / "step-5") for folder in (out, tmp_path))
     assert same(first, second) and any(name.startswith("reference.") for name in first)
 

@@ -1,20 +1,18 @@
 """The rollout engine against Hugging Face `generate`, the model's own probabilities, and itself under other batchings."""
 
 import dataclasses
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, start, take
+from conftest import ROUNDING, computing, inputs_of, logits_of, start, take
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import distributed, logprobs
 from common.model import fsdp, graphs
 from common.model import attention as vlm_attention
-from common.data.loader import load_pixels
 from common.model import forward as vlm
 
 
@@ -26,18 +24,13 @@ def generate(env, batch, count: int, **changes):
 
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
-    prompts = take(env)
-    pixels = [load_pixels(prompt, env.processor) for prompt in env.prompts]
-    samples, ours = generate(env, prompts, 1, greedy=True)
+    samples, ours = generate(env, take(env), 1, greedy=True)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint).eval()
-    for prompt, pixel, tokens, truncated in zip(env.prompts, pixels, ours, samples.truncated):
-        ids = prompt.input_ids[None]
-        images = {} if pixel is None else {"pixel_values": pixel[0], "image_grid_thw": pixel[1]}
-        expected = oracle.generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12,
-            mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images,
-            suppress_tokens=[i for i in env.processor.banned_ids])[0, ids.shape[1]:].tolist()
-        assert tokens == expected
+    for prompt, tokens, truncated in zip(env.prompts, ours, samples.truncated, strict=True):
+        inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), env.processor)
+        expected = oracle.generate(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]), do_sample=False,
+                                   max_new_tokens=12, suppress_tokens=list(env.processor.banned_ids))
+        assert tokens == expected[0, len(prompt.input_ids):].tolist()
         assert truncated == (tokens[-1] not in env.processor.stop_ids)
 
 
@@ -127,38 +120,24 @@ def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
 def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     """Chi-square of 6,000 sampled first tokens against the model's own distribution, per prompt."""
     env = start(qwen25, picture_rows, "--max_new_tokens", "1", "--temperature", "0.7")
-    prompts = take(env, 2)
-    samples, _ = generate(env, prompts, 6000)
+    samples, _ = generate(env, take(env, 2), 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
-    pixels = [load_pixels(prompt, env.processor) for prompt in env.prompts[:2]]
-    for group in range(2):
-        ids = env.prompts[group].input_ids[None]
-        images = {} if pixels[group] is None else {"pixel_values": pixels[group][0], "image_grid_thw": pixels[group][1]}
+    for index, prompt in enumerate(env.prompts[:2]):
         with torch.no_grad():
-            logits = oracle(input_ids=ids, mm_token_type_ids=(ids == env.processor.config.image_token_id).int(), **images).logits[0, -1]
-        logits[list(env.processor.banned_ids)] = -torch.inf
+            logits = logits_of(oracle, prompt, torch.zeros(1, dtype=torch.int64), env.processor)[0]
         expected = (logits / 0.7).softmax(-1) * 6000
-        seen = torch.bincount(samples.tokens[samples.prompt_index == group], minlength=len(expected)).float()
+        observed = torch.bincount(samples.tokens[samples.prompt_index == index], minlength=len(expected)).float()
         common = expected >= 5
-        terms = torch.cat([(seen - expected)[common] ** 2 / expected[common],
-                           ((seen - expected)[~common].sum() ** 2 / expected[~common].sum().clamp(min=1e-9))[None]])
-        freedom = len(terms) - 1
-        assert terms.sum() < freedom + 5 * (2 * freedom) ** 0.5
+        terms = (observed - expected)[common] ** 2 / expected[common]
+        rare = (observed - expected)[~common].sum() ** 2 / expected[~common].sum().clamp(min=1e-9)
+        freedom = len(terms)
+        assert terms.sum() + rare < freedom + 5 * (2 * freedom) ** 0.5
 
 
 def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     """One slot serves a long prompt, then a short one: the second is as if the first had never been there."""
     env = start(qwen25, picture_rows, "--slots", "1")
-    step = take(env)
-    order = [3, 0]
-    both = dataclasses.replace(
-        step,
-        prompts=[step.prompts[i] for i in order],
-        prompt_ids=order,
-        owners=[0, 0],
-        patches={k: step.patches[i] for k, i in enumerate(order) if i in step.patches},
-    )
-    alone = take(env).select_prompts([0])
+    both, alone = take(env).select_prompts([3, 0]), take(env).select_prompts([0])
     first, tokens = generate(env, both, 1)
     second, expected = generate(env, alone, 1)
     assert tokens[1] == expected[0]
@@ -180,43 +159,40 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
     def text(tokens):
         return tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def cut(tokens: list[list[int]], ends: tuple[str, ...], least: int = 1) -> list[list[int]]:
+        """Each up to the first token behind which one of the strings stands in the text, but ``least`` tokens."""
+        results = []
+        for response in tokens:
+            n = 1
+            while n < len(response) and not any(end in text(response[:n]) for end in ends):
+                n += 1
+            results.append(response[:max(n, least)])
+        return results
+
     samples, tokens = generate(env, take(env), 4)
     joints = [text([x])[-1:] + text([y])[:1] for t in tokens for x, y in zip(t, t[1:])]
     stop = max((joint for joint in joints if joint.isascii() and len(joint) == 2), key=joints.count)
     again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]')
     for poll[0], slots in ((1, 0), (8, 0), (1, 6)):
-        shorter, cut = generate(again, take(again), 4, slots=slots)
-        for short, full, truncated in zip(cut, tokens, shorter.truncated):
-            assert short == full[:len(short)]
-            assert stop not in text(short[:-1])
-            assert stop in text(short) or len(short) == len(full)
-            assert not (stop in text(short) and truncated)
+        samples, shorter = generate(again, take(again), 4, slots=slots)
+        assert shorter == cut(tokens, (stop,))
+        assert not any(stop in text(short) and truncated for short, truncated in zip(shorter, samples.truncated))
     # the text of one token, in whatever tokens it stands
-    ends = [end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end]
-    samples, cut = generate(env, take(env), 4, stop_strings=tuple(ends))
-    expected = []
-    for t in tokens:
-        stops = (n for n in range(1, len(t)) if any(end in text(t[:n]) for end in ends))
-        expected.append(t[:next(stops, len(t))])
-    assert ends and cut == expected and not samples.truncated[0]
-    least = ("--max_new_tokens", "64", "--min_new_tokens", "3")  # a stop string waits for that
-    env = start(qwen25, picture_rows, *least)
+    ends = tuple(end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end)
+    samples, shorter = generate(env, take(env), 4, stop_strings=ends)
+    assert ends and shorter == cut(tokens, ends) and not samples.truncated[0]
+    env = start(qwen25, picture_rows, "--max_new_tokens", "64", "--min_new_tokens", "3")      # a stop string waits for that
     poll[0] = 1
     _, tokens = generate(env, take(env), 4)
     poll[0] = 8
-    _, cut = generate(env, take(env), 4, stop_strings=(stop,))
-    expected = []
-    for t in tokens:
-        stops = (max(n, 3) for n in range(1, len(t)) if stop in text(t[:n]))
-        expected.append(t[:next(stops, len(t))])
-    assert cut == expected and 3 in set(map(len, cut))
+    _, shorter = generate(env, take(env), 4, stop_strings=(stop,))
+    assert shorter == cut(tokens, (stop,), least=3) and 3 in map(len, shorter)
 
 
 def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0], [0.0, 3.0, 0.0, 0.0]])
-    assert torch.isfinite(logprobs.truncate(logits, 2, 1.0)).tolist()[0] == [True, True, False, False]
-    kept = torch.isfinite(logprobs.truncate(logits, 0, 0.7)).tolist()
-    assert kept[0] == [True, True, False, False] and kept[1] == [False, True, False, False]
+    assert logprobs.truncate(logits, 2, 1.0).isfinite()[0].tolist() == [True, True, False, False]
+    assert logprobs.truncate(logits, 0, 0.7).isfinite().tolist() == [[True, True, False, False], [False, True, False, False]]
     equal = torch.tensor([[0.0, -torch.inf, 0.0]])                                    # the smallest set: one half is enough
     assert logprobs.truncate(equal, 0, 0.5).isfinite().sum() == 1
     assert logprobs.gumbel_race(logprobs.truncate(logits, 1, 1.0), torch.arange(2)).tolist() == [0, 1]
@@ -260,10 +236,10 @@ def graphs_of(monkeypatch):
             engine = step.__self__
 
             def addresses():
-                held = [*engine.state.values(), engine.cache.keys, engine.cache.values]
+                tensors = [*engine.state.values(), engine.cache.keys, engine.cache.values]
                 if engine.cache.linear is not None:
-                    held += [engine.cache.linear.inputs, engine.cache.linear.states]
-                return [tensor.data_ptr() for tensor in held]
+                    tensors += [engine.cache.linear.inputs, engine.cache.linear.states]
+                return [tensor.data_ptr() for tensor in tensors]
 
             seen = addresses()
             captured.append(size)
