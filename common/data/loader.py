@@ -79,6 +79,8 @@ def prompt_of(row: Any) -> Prompt:
 def mix(weights: list[float], draws: int) -> np.ndarray:
     """(draws,) set of each draw. Draw j of set i has the time (j + 1/2) / weight i: shares are kept
     at every moment, and a longer plan begins like a shorter one."""
+    if not weights:  # --eval_only needs no --data
+        return np.arange(0)
     # At any time each other set may be half a draw behind its share, all of which are this one's
     # then.
     most = len(weights) // 2 + 1
