@@ -79,9 +79,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     roles = {"judge": trained}
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, read_only=read_only)
-    state.last_evaluation = newest_evaluation(args.run.out, state)
-    rows.judge_json["held_out"] = state.last_evaluation
+    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
+    rows.judge.held_out = newest_evaluation(args.run.out, state.step)
     if args.run.export_only:
         return checkpoints.export_now(trained, rows.processor)
     log = open_log(args, rows, state.step)
@@ -293,6 +292,7 @@ class Rows:
     """What a run reads, the same on every rank: the processor, and rows that were checked."""
 
     processor: Processor
+    judge: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
     shares: list[float]  # how often each set is drawn, in proportion
     held_out: list[Example]
@@ -300,11 +300,6 @@ class Rows:
     @property
     def train(self) -> list[Question]:
         return list(itertools.chain(*self.train_sets))
-
-    @property
-    def judge_json(self) -> dict[str, Any]:
-        """What judge.json of an export will hold."""
-        return self.processor.files["judge"]
 
 
 def load_rows(args: Args) -> Rows:
@@ -315,25 +310,31 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         processor = Processor(weights.resolve_folder(args.model.model), args.data)
-        kinds = judgements.JUDGEMENTS
-        templates = {kind: getattr(args.judge, f"{kind}_template") for kind in kinds}
-        processor.files["judge"] = judgements.judge_settings(
-            processor.files["judge"], templates, args.judge.system_instruction, args.judge.verdict
+        templates = {
+            kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
+        }
+        settings = judgements.JudgeSettings.to_train(
+            processor, templates, args.judge.system_instruction, args.judge.verdict
         )
         sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
-        loaded = [load_examples(path, k, args, processor) for k, (path, _) in enumerate(sets)]
-        held_out = [
-            load_examples(path, k, args, processor) for k, (path, _) in enumerate(eval_sets)
+        loaded, held_out = [
+            [load_examples(path, k, args, processor, settings) for k, (path, _) in enumerate(paths)]
+            for paths in (sets, eval_sets)
         ]
         examples = itertools.chain(*loaded)
-        verdicts = [(example.kind, example.verdict) for example in examples]
-        judgements.note_training(processor.files["judge"], verdicts)
+        settings.note_training((example.kind, example.verdict) for example in examples)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
-    return Rows(processor, train_sets, shares, list(itertools.chain(*held_out)))
+    return Rows(processor, settings, train_sets, shares, list(itertools.chain(*held_out)))
 
 
-def load_examples(path: str, dataset: int, args: Args, processor: Processor) -> list[Example]:
+def load_examples(
+    path: str,
+    dataset: int,
+    args: Args,
+    processor: Processor,
+    settings: judgements.JudgeSettings,
+) -> list[Example]:
     """The examples of one file. Raises ValueError with file and line."""
     frame = judgements.answer_frame(processor)
     folder, limit = os.path.dirname(os.path.abspath(path)), args.data.max_prompt_tokens
@@ -344,9 +345,9 @@ def load_examples(path: str, dataset: int, args: Args, processor: Processor) -> 
 
     def build(index: int, source: str, row: dict) -> list[Example]:
         examples = []
-        for ask in judgements.read_judgement(row, processor.files["judge"], args.judge.orders):
+        for ask in judgements.read_judgement(row, settings, args.judge.orders):
             prompt = judgements.judge_prompt(
-                processor, ask, index, source, args.data, folder=folder, row=row
+                processor, settings, ask, index, source, args.data, folder=folder, row=row
             )
             target = judgements.encode_target(processor, frame, ask["text"])
             size = len(prompt.input_ids) + len(target)
@@ -551,9 +552,12 @@ def evaluate(
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
-    state.last_evaluation = rows.judge_json["held_out"] = accuracy.held_out_record(summary)
-    for warning in accuracy.chance_warnings(rows.judge_json, args.optim.steps):
-        log.line(warning)
+    rows.judge.held_out = accuracy.held_out_record(summary)
+    for kind, known in rows.judge.held_out["kinds"].items():
+        doubt = accuracy.doubtful_accuracy(rows.judge, kind)
+        # Where all right verdicts are the same, there is nothing to learn.
+        if doubt and known["chance"] < 1 and state.step == args.optim.steps:
+            log.line(f"warning: {doubt}")
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
     for name in ("source", "kind", "order"):
         for key, value in summary[f"accuracy_per_{name}"].items():
@@ -598,11 +602,11 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
         for _ in range(len(order)):
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
-            scores = score_verdicts(judge, rows.processor, loader.rows, batch)
+            scores = score_verdicts(judge, rows, loader.rows, batch)
             for group, example in enumerate(loader.rows):
                 index = next(waiting)
                 if group in scores:
-                    record = judgement_record(rows.judge_json, index, example, texts[group])
+                    record = judgement_record(rows.judge, index, example, texts[group])
                     records.append(record | scores[group])
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
@@ -687,15 +691,15 @@ def plain_attention(model: nn.Module):
 
 
 def score_verdicts(
-    judge: Judge, processor: Processor, examples: list[Example], batch: Batch
+    judge: Judge, rows: Rows, examples: list[Example], batch: Batch
 ) -> dict[int, dict[str, Any]]:
     """Of every example whose pictures decode: its loss, summed over the target's tokens, and the
     probability of each verdict given the bare prompt: a softmax over the verdicts' log-probs. One
     packed forward."""
     verdicts, encoded = {}, {}  # by kind
     for kind in {example.kind for example in examples}:
-        verdicts[kind] = verdicts_of(processor.files["judge"], kind)
-        encoded[kind] = judgements.encode_verdicts(processor, verdicts[kind])
+        verdicts[kind] = verdicts_of(rows.judge, kind)
+        encoded[kind] = judgements.encode_verdicts(rows.processor, verdicts[kind])
     targets = [[example.target, *encoded[example.kind]] for example in examples]
     batch = batch.with_targets(targets)
     if not len(batch):
@@ -720,9 +724,11 @@ def compute_logprobs(judge: Judge, batch: Batch) -> Tensor:
     return vlm.join_packs(done, len(batch.tokens))
 
 
-def judgement_record(judge_json: dict, index: int, example: Example, text: str) -> dict:
+def judgement_record(
+    settings: judgements.JudgeSettings, index: int, example: Example, text: str
+) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
-    verdict = read_verdict(judge_json, example, text)
+    verdict = read_verdict(settings, example, text)
     said = {"generated_text": text, "predicted_answer": verdict, "index": index}
     return example_record(example) | said
 
@@ -747,31 +753,30 @@ def example_record(example: Example) -> dict:
     }
 
 
-def verdicts_of(judge_json: dict, kind: str) -> list[str]:
+def verdicts_of(settings: judgements.JudgeSettings, kind: str) -> list[str]:
     """The verdicts that a judge knows for questions of a kind; none for a response."""
-    return judge_json["kinds"].get(kind, {}).get("verdicts", [])
+    return settings.kinds[kind]["verdicts"] if kind in settings.kinds else []
 
 
-def read_verdict(judge_json: dict, example: Example, text: str) -> str | None:
+def read_verdict(settings: judgements.JudgeSettings, example: Example, text: str) -> str | None:
     """The verdict of a judgement on an example; None if there is none."""
-    which = judge_json["which_answer"]
+    which = settings.which_answer
     # Also the right verdict: a judge that was not trained on scores knows none of them.
-    words = [*verdicts_of(judge_json, example.kind), example.verdict or ""]
+    words = [*verdicts_of(settings, example.kind), example.verdict or ""]
     said = rules.parse_verdict(text, which, words)
     if not said and example.kind == "response":  # any text may be its verdict
         said = rules.parse_verdict(text, which, None)
     return said
 
 
-def newest_evaluation(out: Path, state: TrainState) -> dict | None:
-    """`held_out_record` of the newest evaluation up to the step resumed from. A step is evaluated
-    after its checkpoint was saved, so that evaluation is in its own file only; the checkpoint knows
-    the one before."""
-    path = out / "eval" / f"eval_result_{state.step}.json"
-    newest = state.last_evaluation
-    with distributed.raise_on_all_ranks(f"{path}: "):
-        if distributed.is_main() and state.step and path.exists():
-            newest = accuracy.held_out_record(json.loads(path.read_text())["summary"])
+def newest_evaluation(out: Path, step: int) -> dict | None:
+    """`held_out_record` of the newest evaluation up to the ``step`` resumed from."""
+    paths = [out / "eval" / f"eval_result_{earlier}.json" for earlier in range(1, step + 1)]
+    newest = None
+    if distributed.is_main():
+        written = [path for path in paths if path.exists()]
+        if written:
+            newest = accuracy.held_out_record(json.loads(written[-1].read_text())["summary"])
     return distributed.from_main(newest)
 
 

@@ -89,7 +89,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     models |= build_reward_models(args, reward, rows, models["actor"])
     fit_memory(args, models, rows, ranks)
     actor, critic, reference = load_models(args, models, ranks)
-    load_reward_models(args, reward, models, ranks)
 
     trainables = make_trainables(args, actor, critic, reference)
     state = TrainState.fresh(args)
@@ -958,75 +957,22 @@ def build_models(
 def build_reward_models(
     args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy
 ) -> dict[str, nn.Module]:
-    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
-    name, on meta; all are frozen.
-
-    Raises:
-        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
-            trained on, rows with images or videos that its family cannot see.
-    """
-    models: dict[str, nn.Module] = {}
+    """The models among the sources of rewards by name, on meta. Raises UserError: see
+    `reward_models.build`."""
     if args.run.export_only:
-        return models
-    planned = actor.model.compute.device.type == "meta"
-    for source in reward.model_sources():
-        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            folder = weights.resolve_folder(source.folder, weights=not planned)
-            # A reward model sees images at the size that it was trained on.
-            processor = Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
-            reward.check_media(source, processor, rows.train + rows.held_out)
-            shares_tower = weights.reads_features_of(
-                actor.model, actor.processor, folder, processor
-            )
-            model = weights.build_model(
-                processor.config,
-                actor.model.compute,
-                args.longest,
-                vision=not shares_tower,
-                head=source.kind == "grm",
-            )
-            model.folder = folder
-            module = Policy(model, processor) if source.kind == "grm" else Critic(model)
-            models[source.name] = module.requires_grad_(False)
-            if not planned:
-                source.ask = make_reward_model(source, module, processor, shares_tower, args)
-    return models
-
-
-def make_reward_model(
-    source: scoring.Source,
-    module: nn.Module,
-    processor: Processor,
-    shares_tower: bool,
-    args: Args,
-) -> Callable:
-    """The callable that asks a reward model: (batch, texts, samples) -> columns and notes."""
-    shared = {
-        "spec": source.spec,
-        "module": module,
-        "processor": processor,
-        "shares_tower": shares_tower,
-        "offload": args.update.offload,
-        "data": args.data,
-    }
-    if source.kind == "rm":
-        return reward_models.ScalarModel(**shared, values=functools.partial(compute_values, module))
-    sampling = Sampling(
-        max_new_tokens=args.reward.grm_max_new_tokens,
-        banned=processor.banned_mask().to(module.model.compute.device),
-        stop_ids=torch.tensor(processor.stop_ids, device=module.model.compute.device),
-        seed=args.run.seed,
-        stream=JUDGE,
-        greedy=True,
-        slots=args.rollout.slots,
-        cuda_graphs=args.rollout.cuda_graphs,
+        return {}
+    script = reward_models.Script(
+        actor,
+        args.longest,
+        args.data,
+        args.update.offload,
+        policy=Policy,
+        critic=Critic,
+        logprobs=compute_logprobs,
+        values=compute_values,
+        write=functools.partial(write_critiques, args=args),
     )
-    return reward_models.Judge(
-        **shared,
-        args=args.reward,
-        likelihoods=functools.partial(compute_logprobs, module),
-        write=functools.partial(rollout, module, sampling=sampling, samples_per_prompt=1),
-    )
+    return reward_models.build(reward, rows.train + rows.held_out, script)
 
 
 def fit_memory(
@@ -1070,44 +1016,33 @@ def memory_plan(
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load actor, critic and reference."""
+    """Shard and load all models. Returns actor, critic and reference."""
     with distributed.raise_on_all_ranks():
-        for role in ("actor", "critic", "reference"):
-            if role in models:
-                shard_and_load(models[role], args, ranks)
+        for role, module in models.items():
+            shard_and_load(module, args, ranks)
+            if role not in ("actor", "critic"):
+                fsdp.offload(module, args.update.offload)
     actor, reference = models["actor"], models.get("reference")
-    if reference is not None:
-        fsdp.offload(reference, args.update.offload)
-    elif args.algorithm.kl_coef:
+    if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
     return actor, models.get("critic"), reference
 
 
-def shard_and_load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> set[str]:
-    """Shard a module that is on meta, allocate the shards and stream the weights into them. Returns
-    the names of the weights in the files that were read."""
+def shard_and_load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> None:
+    """Shard a module that is on meta, allocate the shards and stream the weights into them. Raises
+    ValueError: a scalar reward model without a value head."""
     fsdp.shard(module, ranks.mesh)
     weights.materialize(module, ranks.device)
     weights.init_adapters(module.model, args.run.seed)
-    head = getattr(module, "value_head", None)
+    head, folder = getattr(module, "value_head", None), module.model.folder
     if head is not None:
         nn.init.zeros_(head.weight)
-    return weights.load(module.model, module.model.folder, value_head=head)
-
-
-def load_reward_models(
-    args: Args, reward: scoring.RewardMix, models: dict[str, nn.Module], ranks: distributed.Ranks
-) -> None:
-    """Shard and load them. Raises UserError on every rank alike: no value head."""
-    if args.run.export_only:
-        return
-    for source in reward.model_sources():
-        module = models[source.name]
-        with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
-            loaded = shard_and_load(module, args, ranks)
-            if source.kind == "rm" and "value_head.weight" not in loaded:
-                raise ValueError("no value head: none of the weights value_head.weight, score.weight")
-        fsdp.offload(module, args.update.offload)
+    loaded = weights.load(module.model, folder, value_head=head)
+    is_reward_model = head is not None and not head.weight.requires_grad
+    if is_reward_model and "value_head.weight" not in loaded:
+        raise ValueError(
+            f"--reward rm:{folder}: no value head: none of the weights value_head.weight, score.weight"
+        )
 
 
 def make_trainables(
@@ -1252,6 +1187,21 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     batch = local.gathered()
     check_failures(batch.conversations)
     return batch
+
+
+def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
+    """The likeliest critique of every question."""
+    sampling = Sampling(
+        max_new_tokens=args.reward.grm_max_new_tokens,
+        banned=judge.processor.banned_mask().to(judge.model.compute.device),
+        stop_ids=torch.tensor(judge.processor.stop_ids, device=judge.model.compute.device),
+        seed=args.run.seed,
+        stream=JUDGE,
+        greedy=True,
+        slots=args.rollout.slots,
+        cuda_graphs=args.rollout.cuda_graphs,
+    )
+    return rollout(judge, questions, sampling, samples_per_prompt=1)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -128,9 +128,28 @@ def start(checkpoint: Path, data: str | None = None, *flags: str):
 def build_rewards(args, reward, rows, actor, ranks) -> None:
     """Build and load the reward models of a run, as its start does."""
     import train_ppo_vl as ppo
+    from common import distributed
 
     models = ppo.build_reward_models(args, reward, rows, actor)
-    ppo.load_reward_models(args, reward, models, ranks)
+    with distributed.raise_on_all_ranks():
+        for module in models.values():
+            ppo.shard_and_load(module, args, ranks)
+
+
+def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **given):
+    """Settings of a judge that is trained on (kind, verdict), from a checkpoint with ``saved`` ones."""
+    from types import SimpleNamespace
+
+    from common.rewards.judge import JudgeSettings
+
+    settings = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **given)
+    settings.note_training(verdicts)
+    return settings
+
+
+def write_judge(folder: Path, *verdicts: tuple[str, str], **given) -> None:
+    """Make a checkpoint one of a judge that was trained on (kind, verdict)."""
+    (folder / "judge.json").write_text(json.dumps(vars(judge_settings(*verdicts, **given))))
 
 
 def take(env, count: int | None = None):

@@ -17,7 +17,7 @@ import pytest
 import ranks
 import tokenizers
 import torch
-from conftest import (ROUNDING, inputs_of, read_rows, records, reproducible, rounding, with_flags, write_image,
+from conftest import (ROUNDING, inputs_of, judge_settings, read_rows, records, reproducible, rounding, with_flags, write_image,
                       write_rows)
 from safetensors.torch import load_file, save_file
 from test_checkpoint import die_at
@@ -242,7 +242,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
 
 def test_likelihood_is_that_of_single_samples(env, oracle):
     examples = env.held_out
-    scores = grm.score_verdicts(env.judge, env.processor, examples, take(env, examples))
+    scores = grm.score_verdicts(env.judge, env.rows, examples, take(env, examples))
     assert sorted(scores) == list(range(len(examples)))
     frame = judgements.answer_frame(env.processor)
 
@@ -360,8 +360,8 @@ def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
 
 
 # ------------------------------------------------------------------------------------------------ rows
-def settings(**templates: str) -> dict:
-    return judgements.judge_settings({}, {name.removesuffix("_template"): text for name, text in templates.items()})
+def settings(**templates: str) -> judgements.JudgeSettings:
+    return judge_settings(templates={name.removesuffix("_template"): text for name, text in templates.items()})
 
 
 def test_a_pair_is_asked_in_both_orders(env):
@@ -385,7 +385,7 @@ def test_a_response_is_no_place_for_a_picture(env, task):
     asked = [judgements.read_judgement(row, settings(), "given")[0] for row in (
         {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
         {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
-    texts = [judgements.judge_prompt(env.processor, ask, 0, "x", folder=str(task)).text for ask in asked]
+    texts = [judgements.judge_prompt(env.processor, settings(), ask, 0, "x", folder=str(task)).text for ask in asked]
     assert "Question: what <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
 
 
@@ -398,7 +398,7 @@ def test_other_rows():
     row = ROWS[7] | {"critique": "not <answer>no</answer>"}
     assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
     with pytest.raises(ValueError, match="the critique has an <answer> of its own, and the first of a judgement is its verdict"):
-        judgements.read_judgement(row, judge | {"which_answer": "first"}, "both")
+        judgements.read_judgement(row, replace(judge, which_answer="first"), "both")
 
 
 @pytest.mark.parametrize("row, message", [
@@ -428,7 +428,7 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
-        grm.load_examples(path, 0, env.args, env.processor)
+        grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)
     assert "bad.jsonl:2: " in str(error.value) and message in str(error.value)
 
 
@@ -437,11 +437,11 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     rows = [{"question": "2 + 2?", "response": 4, "correct": True, "id": 7},
             {"prompt": "2 + 2?", "responses": [4, 4.5], "preferred": "A", "by": {"whom": "me"}}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor)]
+    prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
     assert "Answer: 4\n" in prompts[0].text and "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
     assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
-    of_ppo = judgements.load_judgements(path, env.processor, env.args.data)
+    of_ppo = judgements.load_judgements(path, env.processor, settings(), env.args.data)
     assert [prompt.row for prompt in of_ppo] == [prompt.row for prompt in prompts]
 
 
@@ -454,11 +454,11 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    example, = grm.load_examples(path, 0, env.args, env.processor)           # the instruction has no place for it
+    example, = grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)           # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
-        grm.load_examples(path, 0, env.args, env.processor)
+        grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
     with pytest.raises(ValueError, match="2 <image>"):
@@ -529,7 +529,6 @@ def test_summary_by_hand():
     assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 4), "swapped": pytest.approx(2 / 4)}
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
-    assert summary["counts"] == {"examples": 10, "graded": 9, "pairs_in_both_orders": 4}
     assert summary["exact_match"] == 1                                               # of the one response without a verdict
 
 
@@ -546,14 +545,11 @@ def test_short_responses_are_compared_word_by_word():
 
 def test_kinds_at_chance_are_named():
     """Chance is the most frequent verdict, and two standard errors more; a kind that is learned is not named."""
-    kinds = {kind: {"accuracy": rate, "chance": chance, "count": 100} for kind, rate, chance in (
-        ("correct", 0.9, 0.5), ("pictures", 0.55, 0.5), ("response", 0.79, 0.8),
-        ("answers", 1.0, 1.0))}                                                         # whoever is right here may know nothing else
-    judge = {"held_out": {"step": 3, "kinds": kinds}}
-    assert accuracy.chance_warnings(judge, last=31) == []                               # not a tenth of the run yet
-    told = accuracy.chance_warnings(judge, last=30)
-    assert len(told) == 2 and "pictures (0.550 of 100, step 3) is not above chance (0.500)" in told[0]
-    assert told[1].startswith("warning: ") and "response (0.790" in told[1]
+    rates = {"correct": (0.9, 0.5), "pictures": (0.55, 0.5)}
+    kinds = {kind: {"accuracy": rate, "chance": chance, "count": 100} for kind, (rate, chance) in rates.items()}
+    judge = judgements.JudgeSettings(held_out={"step": 3, "kinds": kinds})
+    assert accuracy.doubtful_accuracy(judge, "correct") == accuracy.doubtful_accuracy(judge, "score") == ""
+    assert "pictures (0.550 of 100, step 3) is not above chance (0.500)" in accuracy.doubtful_accuracy(judge, "pictures")
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -574,7 +570,6 @@ def test_evaluation_has_every_example_once(one_rank, env):
         result = evaluation(one_rank, step)
         assert expected == [(entry["index"], entry["response_text"], entry["gt_answer"], entry["info"]["row"], entry["order"])
                             for entry in result["records"]]
-        assert result["summary"]["counts"]["pairs_in_both_orders"] == 3
     assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 2, 3, 4, 4]
     losses = {entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry}
     assert list(losses) == [0, 2, 4] and losses[4] < losses[0]
@@ -696,7 +691,7 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates as the trained one did."""
     folder = one_rank / "export" / "step-4"
     judge = json.loads((folder / "judge.json").read_text())
-    assert Processor(folder).files["judge"] == judge and judge["answer"] == "<answer>{verdict}</answer>"
+    assert Processor(folder).files["judge"] == judge
     assert {kind: settings["verdicts"] for kind, settings in judge["kinds"].items()} == {
         "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
     assert judge["trained_on"] == ["answers", "correct", "pictures", "score"]
@@ -721,9 +716,9 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
 
 def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
-    judge = judgements.judge_settings(saved)
-    assert judge["kinds"]["correct"]["template"] == "{prompt}{response}" and judge["kinds"]["score"]["verdicts"] == ["1"]
-    assert judge["which_answer"] == "first" and judgements.judge_settings(saved, which="last")["which_answer"] == "last"
+    judge = judge_settings(saved=saved)
+    assert judge.kinds["correct"]["template"] == "{prompt}{response}" and judge.kinds["score"]["verdicts"] == ["1"]
+    assert judge.which_answer == "first" and judge_settings(saved=saved, which="last").which_answer == "last"
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):

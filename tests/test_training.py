@@ -20,7 +20,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from conftest import (ROUNDING, computing, inputs_of, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
-                      write_checkpoint, write_image, write_rows)
+                      write_checkpoint, write_image, write_judge, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -1009,9 +1009,7 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     """The models of RUNS; beside the task's files a judge, of another family with a tower of its own, and rows."""
     checkpoints = {"qwen2_5_vl": qwen25, "qwen3_vl": write_checkpoint(tmp_path_factory.mktemp("qwen3"), "qwen3_vl")}
     shutil.copytree(checkpoints["qwen3_vl"], task / "judge")
-    judge = judgements.judge_settings({})
-    judgements.note_training(judge, [("correct", "yes")])
-    (task / "judge" / "judge.json").write_text(json.dumps(judge))
+    write_judge(task / "judge", ("correct", "yes"))
     (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
     (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
     write_rows(task / "judgements.jsonl", [
@@ -1114,7 +1112,7 @@ def test_a_judge_learns_from_verdicts(both):
     assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                       # each order has noise of its own
     judge = Processor(out / "export" / "step-2").files["judge"]
-    assert judgements.judge_question(judge, "auto") == "correct" and judge["trained_on"] == ["answers", "correct", "pictures"]
+    assert judge["trained_on"] == ["answers", "correct", "pictures"]
     *_, trained, evaluated = records(out)
     assert {"rollout/accuracy_reward", "rollout/format_reward"} <= trained.keys()
     assert {"eval/accuracy_reward_mean", "eval/format_reward_mean"} <= evaluated.keys()

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont, ImageOps
 INK, GREY, PAPER, BLUE = "#1f2933", "#7b8794", "#ffffff", "#1d4ed8"
 WIDTH, MARGIN = 480, 18  # of a card
 IMAGE_HEIGHT = 224  # at most
-SIZE = 14  # of the text
+SIZE, LINE_HEIGHT = 14, 19  # of the text
 CHARACTERS = 64  # of a line
 LINES = 32  # of a card, at most
 
@@ -24,26 +24,18 @@ def sample_card(images: list[Image.Image], text: str, caption: str) -> Image.Ima
     """A picture of a sample: its images side by side, what was said, and a caption in blue (what it
     earned)."""
     fitted = fit_images(images)
-    said = "\n".join(wrap(text, LINES))
-    earned = "\n".join(wrap(caption, 4))
-    text_top = MARGIN + max((image.height + MARGIN for image in fitted), default=0)
-    caption_top = text_top + text_height(said) + MARGIN
-    height = caption_top + text_height(earned) + MARGIN
-    card = Image.new("RGB", (WIDTH, height), PAPER)
+    top = MARGIN + max((image.height + MARGIN for image in fitted), default=0)
+    lines = [(line, INK) for line in wrap(text, LINES)] + [("", INK)]
+    lines += [(line, BLUE) for line in wrap(caption, 4)]
+    card = Image.new("RGB", (WIDTH, top + LINE_HEIGHT * len(lines) + MARGIN), PAPER)
     x = MARGIN
     for image in fitted:
         card.paste(image, (x, MARGIN))
         x += image.width + MARGIN
     draw = ImageDraw.Draw(card)
-    draw.multiline_text((MARGIN, text_top), said, font=font(SIZE), fill=INK)
-    draw.multiline_text((MARGIN, caption_top), earned, font=font(SIZE), fill=BLUE)
+    for k, (line, colour) in enumerate(lines):
+        draw.text((MARGIN, top + LINE_HEIGHT * k), line, colour, font(SIZE))
     return card
-
-
-def text_height(lines: str) -> int:
-    draw = ImageDraw.Draw(Image.new("RGB", (1, 1)))
-    _, top, _, bottom = draw.multiline_textbbox((0, 0), lines, font(SIZE))
-    return int(bottom - min(top, 0))
 
 
 def fit_images(images: list[Image.Image]) -> list[Image.Image]:
@@ -53,9 +45,8 @@ def fit_images(images: list[Image.Image]) -> list[Image.Image]:
     fitted = []
     for image in images:
         image = image.convert("RGB")
-        factor = min(share // image.width, IMAGE_HEIGHT // image.height)
-        if factor > 1:
-            image = ImageOps.scale(image, factor, Image.Resampling.NEAREST)
+        factor = max(1, min(share // image.width, IMAGE_HEIGHT // image.height))
+        image = ImageOps.scale(image, factor, Image.Resampling.NEAREST)
         image.thumbnail((share, IMAGE_HEIGHT))
         fitted.append(image)
     return fitted
@@ -71,5 +62,3 @@ def wrap(text: str, most: int) -> list[str]:
         tail = len(lines) - most + head + 1
         lines[head:tail] = [f"… {tail - head} lines left out …"]
     return lines
-
-

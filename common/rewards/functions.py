@@ -8,13 +8,13 @@ import functools
 import inspect
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 
-from common.distributed import Call, UserError, Workers, describe
+from common.distributed import UserError, Workers, describe
 from common.flags import RewardArgs, load_object
-from common.rewards.remote import RewardError, Server
+from common.rewards.remote import Server
 from common.rewards.rules import RULES, rule_reward
 
 
@@ -31,9 +31,6 @@ class Source:
     batch: int = 0  # most samples per call of the function; 0: any number
     takes_rows: bool = False  # the function has a parameter ``rows``
     ask: Callable | None = None  # of a model, see `reward_models`; the script sets it
-
-
-TAKES = "prompts, responses, references, labels, images"
 
 
 def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
@@ -54,11 +51,9 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     if kind in ("http", "https"):
         server = Server(spec, args)
         return Source(spec, "remote", "remote", function=server, batch=args.remote_batch)
-    function = load_function("--reward", spec, TAKES)
-    name = spec.rpartition(":")[2]
-    return Source(
-        spec, name, "function", function=function, takes_rows=takes_rows(function, TAKES)
-    )
+    function = load_function("--reward", spec, "prompts, responses, references, labels, images")
+    name, takes_rows = spec.rpartition(":")[2], "rows" in inspect.signature(function).parameters
+    return Source(spec, name, "function", function=function, takes_rows=takes_rows)
 
 
 def load_function(flag_name: str, spec: str, takes: str) -> Callable:
@@ -69,24 +64,13 @@ def load_function(flag_name: str, spec: str, takes: str) -> Callable:
         "existing path.py:function"
     )
     function = load_object(flag_name, spec, expected)
-    if not callable(function):
-        raise UserError(f"{flag_name} {spec}: {spec.rpartition(':')[2]!r} is no function")
     try:
-        by_name = {"rows": None} if takes_rows(function, takes) else {}
-        inspect.signature(function).bind(*takes.split(", "), **by_name)
-    except (TypeError, ValueError) as error:  # ValueError: a builtin
+        signature = inspect.signature(function)
+        by_name = {"rows": None} if "rows" in signature.parameters else {}
+        signature.bind(*takes.split(", "), **by_name)
+    except (TypeError, ValueError) as error:  # no function, or a builtin
         raise UserError(f"{flag_name} {spec}: must take ({takes}): {error}") from error
     return function
-
-
-def takes_rows(function: Callable, takes: str) -> bool:
-    """Whether a function has a parameter ``rows`` beside those it ``takes`` by position."""
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*takes.split(", "), rows=None)
-    except TypeError:
-        return False
-    return "rows" in signature.parameters
 
 
 class Samples(NamedTuple):
@@ -105,78 +89,68 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[st
     each: n rewards under "reward", and n values of each component.
 
     Raises:
-        RewardError: the function raises, all of it is later than --reward_timeout, or a call
+        UserError: the function raises, all of it is later than --reward_timeout, or a call
             returns other than finite numbers.
     """
     count = len(samples.responses)
     size = min(-(-count // args.reward_workers), source.batch or count) or 1
-    parts = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    starts = range(0, count, size)
+    parts = [Samples(*(column[start : start + size] for column in samples)) for start in starts]
     workers = Workers(min(args.reward_workers, len(parts)))
-    calls = [workers.submit(call_source, source, samples, part) for part in parts]
-    wait(calls, args.reward_timeout, FIRST_EXCEPTION)
+    calls = [workers.submit(call_source, source, part) for part in parts]
+    ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
     workers.close()
-    check_calls(source, samples, parts, calls, args.reward_timeout)
-    names = calls[0].result().keys() if calls else ["reward"]
-    columns = {name: [] for name in names}
-    for part, call in zip(parts, calls):
-        if call.result().keys() != names:
-            problem = f"components {sorted(call.result())}, expected {sorted(names)}"
-            raise failure(source, samples, part, RewardError(problem))
-        for name, values in call.result().items():
-            columns[name] += values
+    columns: dict[str, list[float]] = {} if count else {"reward": []}
+    for call in sorted(ended, key=calls.index):
+        for name, values in call.result().items():  # or raises what the call has raised
+            columns.setdefault(name, []).extend(values)
+    if late:
+        part = parts[min(map(calls.index, late))]
+        limit = f"{args.reward_timeout:g} s (--reward_timeout)"
+        raise failure(source, part, 0, f"took longer than {limit}")
+    if any(len(values) != count for values in columns.values()):
+        raise failure(source, samples, 0, f"not all calls return the components {sorted(columns)}")
     if "reward" not in columns:
         columns["reward"] = [sum(values) for values in zip(*columns.values())]
     return columns
 
 
-def check_calls(
-    source: Source, samples: Samples, parts: list[range], calls: list[Call], limit: float
-) -> None:
-    """Raises RewardError: a call has raised, or was not done in time."""
-    for part, call in zip(parts, calls):
-        if call.done() and call.exception():
-            raise failure(source, samples, part, call.exception()) from call.exception()
-    for part, call in zip(parts, calls):
-        if not call.done():
-            late = TimeoutError(f"took longer than {limit:g} s (--reward_timeout)")
-            raise failure(source, samples, part, late)
-
-
-def call_source(source: Source, samples: Samples, part: range) -> dict[str, list[float]]:
-    """What the function says of some samples. Raises what it raises, or RewardError: not lists of
-    finite numbers."""
-    *inputs, rows = (column[part.start : part.stop] for column in samples)
-    result = source.function(*inputs, rows=rows) if source.takes_rows else source.function(*inputs)
+def call_source(source: Source, samples: Samples) -> dict[str, list[float]]:
+    """Columns of finite numbers, as the function returns them, also of numpy or torch. Raises
+    UserError."""
+    *inputs, rows = samples
+    by_name = {"rows": rows} if source.takes_rows else {}
+    try:
+        result = source.function(*inputs, **by_name)
+    except UserError as error:  # of a server
+        raise failure(source, samples, 0, str(error)) from error
+    except (Exception, SystemExit) as error:
+        raise failure(source, samples, 0, f"it raised {describe(error)}") from error
     columns = result if isinstance(result, dict) else {"reward": result}
     if not columns:
-        raise RewardError("no components, expected at least one")
-    return {name: read_numbers(name, values, part) for name, values in columns.items()}
+        raise failure(source, samples, 0, "no components, expected at least one")
+    count, floats = len(samples.responses), {}
+    for name, values in columns.items():
+        try:
+            numbers = torch.as_tensor(values, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            numbers = torch.empty(())
+        if numbers.shape != (count,):
+            problem = f"{name} must be a list of {count} numbers, got {values!r:.200}"
+            raise failure(source, samples, 0, problem)
+        finite = numbers.isfinite()
+        if not finite.all():
+            i = int(finite.int().argmin())
+            raise failure(source, samples, i, f"{name} is {numbers[i]:g}, not a finite number")
+        floats[name] = numbers.tolist()
+    return floats
 
 
-def read_numbers(name: str, values: Any, part: range) -> list[float]:
-    """A list of n finite numbers, also of numpy or torch, as floats. Raises RewardError."""
-    try:
-        numbers = torch.as_tensor(values, dtype=torch.float64)
-        problem = "" if numbers.shape == (len(part),) else f"got {values!r:.200}"
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        problem = f"got {values!r:.200} ({error})"
-    if problem:
-        raise RewardError(f"{name} must be a list of {len(part)} numbers, {problem}")
-    bad = (~numbers.isfinite()).nonzero()
-    if len(bad):
-        i = int(bad[0])
-        raise RewardError(f"{name} is {float(numbers[i])}, not a finite number", sample=part[i])
-    return numbers.tolist()
-
-
-def failure(source: Source, samples: Samples, part: range, error: BaseException) -> RewardError:
-    """What went wrong with a part of the samples, with the text of the first that is known."""
-    i, problem = part.start, f"{len(part)} samples raised {describe(error)}"
-    if isinstance(error, RewardError):
-        i, problem = error.sample or i, str(error)
+def failure(source: Source, samples: Samples, i: int, problem: str) -> UserError:
+    """An error of a source, with the texts of sample ``i``."""
     names = ("prompt", "response", "reference", "label")
     texts = [f"\n  {name}: {str(column[i])[-500:]!r}" for name, column in zip(names, samples)]
-    return RewardError(
-        f"--reward {source.spec}: {problem}; sample {i} of {len(samples.responses)} (the last 500"
-        f" characters of each):{''.join(texts)}"
+    return UserError(
+        f"--reward {source.spec}: {problem}; a sample (the last 500 characters of each):"
+        + "".join(texts)
     )

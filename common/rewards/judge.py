@@ -10,8 +10,8 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 
 import os
 import re
-from dataclasses import replace
-from typing import Any, Iterable, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,109 +37,139 @@ from common.rewards.rules import parse_verdict
 # judge.json
 # --------------------------------------------------------------------------------------------------
 
-# kind: (template, verdicts, what a template must hold). The verdicts of scores are those of the
-# training rows.
+# kind: (template, verdicts). The verdicts of scores are those of the training rows.
 JUDGEMENTS = {
     "pictures": (
         "Request: {prompt}\nPicture A: <image>\nPicture B: <image>\n"
         "Which picture fits the request better? "
         "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
         ["A", "B", "tie"],
-        ["{prompt}"],
     ),
     "answers": (
         "Question: {prompt}\nAnswer A: {response_a}\nAnswer B: {response_b}\n"
         "Which answer is better? "
         "End with <answer>A</answer>, <answer>B</answer> or <answer>tie</answer>.",
         ["A", "B", "tie"],
-        ["{prompt}", "{response_a}", "{response_b}"],
     ),
     "correct": (
         "Question: {prompt}\nAnswer: {response}\n"
         "Is the answer correct? End with <answer>yes</answer> or <answer>no</answer>.",
         ["yes", "no"],
-        ["{prompt}", "{response}"],
     ),
     "score": (
         "Question: {prompt}\nAnswer: {response}\n"
         "How good is the answer? End with <answer>its score</answer>.",
         [],
-        ["{prompt}", "{response}"],
     ),
 }
 PAIRS = ("pictures", "answers")
-VERDICT_FRAME = "<answer>{verdict}</answer>"
-
-
 SWAPPED = {"A": "B", "B": "A"}
 MAX_SCORES = 32  # different scores in the training rows, each a verdict
+PLACEHOLDER = re.compile(r"\{\w+\}")
 
 
 def format_template(template: str, **values: str) -> str:
     """Replace {name} in one pass: a value that holds braces stays as it is."""
-    return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+    return PLACEHOLDER.sub(lambda match: values.get(match[0][1:-1], match[0]), template)
 
 
-def judge_settings(
-    saved: dict, templates: dict[str, str] = {}, system_instruction: str = "", which: str = "auto"
-) -> dict:
-    """Content of judge.json: what is given, else what the ``saved`` one of the checkpoint says,
-    else built in.
+def check_template(kind: str, template: str) -> None:
+    """Raises ValueError: a template that lacks what its kind needs, which the built-in one has."""
+    default, _ = JUDGEMENTS[kind]
+    needed, images = PLACEHOLDER.findall(default), default.count("<image>")
+    if set(needed) - set(PLACEHOLDER.findall(template)) or template.count("<image>") != images:
+        raise ValueError(
+            f"--{kind}_template must hold {', '.join(needed)} and {images} <image>: {template!r:.200}"
+        )
 
-    Args:
-        which: the <answer> that is the verdict, first or last; auto: as saved, or last.
-    Raises:
-        ValueError: a template that lacks what its kind needs.
-    """
-    kinds = {}
-    for kind, (default, verdicts, needed) in JUDGEMENTS.items():
-        old = saved.get("kinds", {}).get(kind, {})
-        template = templates.get(kind) or old.get("template") or default
-        pictures = 2 if kind == "pictures" else 0
-        if not all(part in template for part in needed) or template.count("<image>") != pictures:
+
+@dataclass
+class JudgeSettings:
+    """What judge.json holds: how a judge is asked, what it answers, and how well it did."""
+
+    system_instruction: str = ""
+    which_answer: str = "last"  # the <answer> of a judgement that is its verdict: first or last
+    # kind -> its "template" and its "verdicts"
+    kinds: dict[str, dict] = field(default_factory=dict)
+    trained_on: list[str] = field(default_factory=list)  # kinds
+    # Of the newest evaluation: its "step", and for each of its "kinds" accuracy, chance and count.
+    held_out: dict | None = None
+
+    @staticmethod
+    def read(saved: dict) -> "JudgeSettings":
+        """Those of a checkpoint's judge.json."""
+        known = [part.name for part in fields(JudgeSettings) if part.name in saved]
+        return JudgeSettings(**{name: saved[name] for name in known})
+
+    @staticmethod
+    def to_train(
+        processor: Processor,
+        templates: dict[str, str] = {},
+        system_instruction: str = "",
+        which: str = "auto",
+    ) -> "JudgeSettings":
+        """Those of a judge that is to be trained: what is given, else what the judge.json of its
+        checkpoint says, else built in. Exports will hold this object.
+
+        Args:
+            which: the <answer> that is the verdict, first or last; auto: as saved, or last.
+        Raises:
+            ValueError: a template that lacks what its kind needs.
+        """
+        saved = JudgeSettings.read(processor.files["judge"])
+        settings = JudgeSettings(
+            system_instruction or saved.system_instruction,
+            saved.which_answer if which == "auto" else which,
+        )
+        for kind, (template, verdicts) in JUDGEMENTS.items():
+            merged = {"template": template, "verdicts": verdicts} | saved.kinds.get(kind, {})
+            if templates.get(kind):
+                merged["template"] = templates[kind]
+            check_template(kind, merged["template"])
+            settings.kinds[kind] = merged
+        processor.files["judge"] = vars(settings)
+        return settings
+
+    def note_training(self, verdicts: Iterable[tuple[str, str]]) -> None:
+        """Note what the judge is trained on: (kind, verdict) of its rows. Raises ValueError: too
+        many different scores."""
+        trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
+        self.trained_on = sorted({kind for kind, _ in trained})
+        scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
+        if len(scores) > MAX_SCORES:
             raise ValueError(
-                f"--{kind}_template must hold {', '.join(needed)} and {pictures} <image>:"
-                f" {template!r:.200}"
+                f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
             )
-        kinds[kind] = {"template": template, "verdicts": old.get("verdicts") or verdicts}
-    return {
-        "system_instruction": system_instruction or saved.get("system_instruction", ""),
-        "answer": VERDICT_FRAME,
-        "which_answer": which if which != "auto" else saved.get("which_answer", "last"),
-        "kinds": kinds,
-        "trained_on": [],
-    }
+        if scores:
+            self.kinds["score"]["verdicts"] = scores
 
-
-def note_training(judge: dict, verdicts: Iterable[tuple[str, str]]) -> None:
-    """Note in judge.json's content what the judge is trained on: (kind, verdict) of its rows.
-
-    Raises ValueError: too many different scores.
-    """
-    trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
-    judge["trained_on"] = sorted({kind for kind, _ in trained})
-    scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
-    if len(scores) > MAX_SCORES:
-        raise ValueError(
-            f"--data: {len(scores)} different scores; round them to at most {MAX_SCORES}"
+    def question(self, kind: str, prompt: str, responses: list[str]) -> str:
+        """The question of a kind about one response, or about two in this order."""
+        return format_template(
+            self.kinds[kind]["template"],
+            prompt=prompt,
+            response=responses[0],
+            response_a=responses[0],
+            response_b=responses[-1],
         )
-    judge["kinds"]["score"]["verdicts"] = scores or judge["kinds"]["score"]["verdicts"]
+
+    def question_to_ask(self, wanted: str) -> str:
+        """The kind of question to ask: the wanted one or, for auto, the pointwise one that the
+        judge was trained on. Raises ValueError: the judge was not trained on it."""
+        kind = wanted
+        if wanted == "auto":
+            kind = "correct" if "correct" in self.trained_on else "score"
+        if kind not in self.trained_on:
+            raise ValueError(
+                f"the judge was not trained on questions of the kind {kind} (--grm_question);"
+                f" judge.json names {', '.join(self.trained_on) or 'none'}"
+            )
+        return kind
 
 
-def judge_question(judge: dict, wanted: str) -> str:
-    """The kind of question to ask: the wanted one or, for auto, the pointwise one that the judge
-    was trained on.
-
-    Raises ValueError: the judge was not trained on it.
-    """
-    trained = judge.get("trained_on", [])
-    kind = wanted if wanted != "auto" else "correct" if "correct" in trained else "score"
-    if kind not in trained:
-        raise ValueError(
-            f"the judge was not trained on questions of the kind {kind} (--grm_question); judge.json"
-            f" names {', '.join(trained) or 'none'}"
-        )
-    return kind
+def with_verdict(verdict: str) -> str:
+    """How a judgement ends."""
+    return f"<answer>{verdict}</answer>"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,134 +209,122 @@ def check_judgement(row: dict) -> str:
             f"field {', '.join(map(repr, misplaced))} beside {mark!r}, which goes with "
             f"{', '.join(sorted(known - {mark}))}"
         )
-    wrong = _broken_rules(_with_texts(row), kind)
-    if wrong:
-        raise ValueError(f"a row with {mark!r} needs {'; '.join(wrong)}; {columns_of(row)}")
+    needs = list(_unmet_needs(row, kind))
+    if needs:
+        raise ValueError(f"a row with {mark!r} needs {'; '.join(needs)}; {columns_of(row)}")
     return kind
 
 
-def _broken_rules(row: dict, kind: str) -> list[str]:
+def _unmet_needs(row: dict, kind: str) -> Iterator[str]:
     """What a row of this kind needs and does not have."""
     prompts = [row[field] for field in PROMPT_FIELDS if field in row]
-    texts = [row.get(field) for field in ("response", "critique", "source")]
+    types = (str, list) if kind == "response" else str
+    if len(prompts) != 1 or not isinstance(prompts[0], types):
+        yield "one prompt"
     response = row.get("response", "" if kind in PAIRS else None)
-    pair, score = row.get("responses", ["", ""]), row.get("score", 0)
-    holds = {
-        "one prompt": (
-            len(prompts) == 1 and isinstance(prompts[0], (str, list) if kind == "response" else str)
-        ),
-        "texts as response, critique and source": (
-            response is not None and all(isinstance(text, str | None) for text in texts)
-        ),
-        "a response that is not empty": kind != "response" or bool(str(response).strip()),
-        "two texts as responses": _two_texts(pair),
-        "two images or two responses": (
-            kind != "pictures" or _two_texts(media_list(row))
-        ),
-        "A, B or tie as preferred": kind not in PAIRS or row.get("preferred") in ("A", "B", "tie"),
-        "true or false as correct": isinstance(row.get("correct", True), bool),
-        # An int may be beyond floats.
-        "a finite number as score": type(score) in (int, float) and abs(score) < 1e300,
+    texts = [row.get("critique", ""), row.get("source", "")]
+    if not isinstance(response, str) or not all(isinstance(text, str | None) for text in texts):
+        yield "texts as response, critique and source"
+    elif kind == "response" and not response.strip():
+        yield "a response that is not empty"
+    images = media_list(row)
+    score = row.get("score", 0)
+    targets = {
+        "answers": ("two texts as responses", _are_two_texts(row.get("responses"))),
+        "pictures": ("two images or two responses", _are_two_texts(images)),
+        "correct": ("true or false as correct", isinstance(row.get("correct"), bool)),
+        # an int may be beyond floats
+        "score": ("a finite number as score", type(score) in (int, float) and abs(score) < 1e300),
     }
-    return [need for need, held in holds.items() if not held]
+    if kind in PAIRS and row.get("preferred") not in ("A", "B", "tie"):
+        yield "A, B or tie as preferred"
+    need, is_met = targets.get(kind, ("", True))
+    if not is_met:
+        yield need
 
 
-def _two_texts(values: Any) -> bool:
+def _are_two_texts(values: Any) -> bool:
     return isinstance(values, list) and [type(value) for value in values] == [str, str]
 
 
-def _with_texts(row: dict) -> dict:
-    """A judgement row whose responses are text where the file has numbers."""
-    texts = {}
-    if "response" in row:
-        texts["response"] = number_as_text(row["response"])
-    if isinstance(row.get("responses"), list):
-        texts["responses"] = [number_as_text(response) for response in row["responses"]]
-    return row | texts
-
-
-def read_judgement(row: dict, judge: dict, orders: str) -> list[dict]:
+def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict]:
     """What a row asks and wants to hear, once per order: kind, order, prompt (for the system
-    instruction), question, images, text, verdict.
+    instruction), question, images, text, verdict. Responses may be numbers in the file.
 
     Args:
-        judge: content of judge.json.
         orders: both shows pairs as given and swapped; given does not.
     Raises:
         ValueError: a row that is not a judgement.
     """
+    row = dict(row)
+    if "response" in row:
+        row["response"] = number_as_text(row["response"])
+    if isinstance(row.get("responses"), list):
+        row["responses"] = [number_as_text(response) for response in row["responses"]]
     kind = check_judgement(row)
-    row = _with_texts(row)
     prompt = next(row[field] for field in PROMPT_FIELDS if field in row)
     images = media_list(row)
     ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
     if kind == "response":
-        verdict = parse_verdict(row["response"], judge["which_answer"], None)
+        verdict = parse_verdict(row["response"], settings.which_answer, None)
         return [ask | {"text": row["response"], "verdict": verdict}]
 
     # Where the places do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
         prompt = question_text(message_turns(prompt), len(images))
-    shown = [ask | _question_in_order(row, kind, prompt, judge, "given")]
-    if kind in PAIRS and orders == "both":
-        critique = row.get("critique") or ""
-        if FIXED_NAMES.search(critique):
-            raise ValueError(
-                "write {A} and {B} for the names, which change in the other order:"
-                f" {critique!r:.120}"
-            )
-        swapped = ask | _question_in_order(row, kind, prompt, judge, "swapped")
-        if kind == "pictures":
-            swapped["images"] = images[::-1]
-        shown.append(swapped)
-    return shown
+    given = ask | _question_in_order(row, kind, prompt, settings, "given")
+    if kind not in PAIRS or orders != "both":
+        return [given]
+    critique = row.get("critique") or ""
+    if FIXED_NAMES.search(critique):
+        raise ValueError(
+            f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}"
+        )
+    swapped = ask | _question_in_order(row, kind, prompt, settings, "swapped")
+    if kind == "pictures":
+        swapped["images"] = images[::-1]
+    return [given, swapped]
 
 
-def _question_in_order(row: dict, kind: str, prompt: str, judge: dict, order: str) -> dict:
+def _question_in_order(
+    row: dict, kind: str, prompt: str, settings: JudgeSettings, order: str
+) -> dict:
     """Order, question, text and verdict of a row that is shown in this order. Raises ValueError."""
     critique = row.get("critique") or ""
-    responses = [_without_places(text) for text in row.get("responses", ["", ""])]
-    verdict = _verdict(row, kind, judge)
+    # What is judged has no images, whatever it says.
+    texts = row.get("responses", [row.get("response", "")])
+    responses = [re.sub("|".join(PLACES), " ", text) for text in texts]
+    verdict = _verdict(row, kind, settings)
     names = {"A": "A", "B": "B"}
     if order == "swapped":
         names = SWAPPED
         responses.reverse()
         verdict = SWAPPED.get(verdict, verdict)
-    question = format_template(
-        judge["kinds"][kind]["template"],
-        prompt=prompt,
-        response=_without_places(row.get("response", "")),
-        response_a=responses[0],
-        response_b=responses[1],
-    )
-    said = format_template(critique, **names) if kind in PAIRS else critique
-    text = format_template(judge["answer"], verdict=verdict)
-    if said:
-        text = f"{said}\n{text}"
-    if parse_verdict(text, judge["which_answer"], [verdict]) is None:
+    text = with_verdict(verdict)
+    if critique:
+        named = format_template(critique, **names) if kind in PAIRS else critique
+        text = f"{named}\n{text}"
+    if parse_verdict(text, settings.which_answer, [verdict]) is None:
         raise ValueError(
-            f"the critique has an <answer> of its own, and the {judge['which_answer']} of a"
+            f"the critique has an <answer> of its own, and the {settings.which_answer} of a"
             f" judgement is its verdict (--verdict): {critique!r:.120}"
         )
+    question = settings.question(kind, prompt, responses)
     return {"order": order, "question": question, "text": text, "verdict": verdict}
 
 
-def _verdict(row: dict, kind: str, judge: dict) -> str:
+def _verdict(row: dict, kind: str, settings: JudgeSettings) -> str:
     """The right verdict on a row, in the order given."""
     if kind == "score":
         return f"{row['score']:g}"
     if kind == "correct":
-        return judge["kinds"][kind]["verdicts"][0 if row["correct"] else 1]
+        return settings.kinds[kind]["verdicts"][0 if row["correct"] else 1]
     return row["preferred"]
-
-
-def _without_places(text: str) -> str:
-    """What is judged has no pictures, whatever it says."""
-    return re.sub("|".join(PLACES), " ", text)
 
 
 def judge_prompt(
     processor: Processor,
+    settings: JudgeSettings,
     ask: dict,
     index: int,
     source: str,
@@ -319,14 +337,16 @@ def judge_prompt(
         args: bounds of the prompt; None: none.
         further: grids, and fields of `rows.Prompt`.
     """
-    system = processor.files["judge"]["system_instruction"]
+    system = settings.system_instruction
     if "{prompt}" in system:
         system = format_template(system, prompt=user_text(message_turns(ask["prompt"])))
-    fields = {"index": index, "source": source} | further
-    return make_prompt(processor, ask["question"], ask["images"], args, system, **fields)
+    further |= {"index": index, "source": source}
+    return make_prompt(processor, ask["question"], ask["images"], args, system, **further)
 
 
-def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Prompt]:
+def load_judgements(
+    path: str, processor: Processor, settings: JudgeSettings, args: DataArgs
+) -> list[Prompt]:
     """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label
     the row's kind. A response without <answer> has no reference, which some rewards need.
 
@@ -335,14 +355,11 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
     folder = os.path.dirname(os.path.abspath(path))
 
     def build(index: int, source: str, row: dict) -> list[Prompt]:
-        shown = read_judgement(row, processor.files["judge"], "both")
         prompts = []
-        for k, ask in enumerate(shown):
-            texts = {"reference": ask["verdict"], "label": ask["kind"]}
+        for k, ask in enumerate(read_judgement(row, settings, "both")):
+            further = {"reference": ask["verdict"], "label": ask["kind"], "folder": folder, "row": row}
             number = 2 * index + k
-            prompts.append(
-                judge_prompt(processor, ask, number, source, args, folder=folder, row=row, **texts)
-            )
+            prompts.append(judge_prompt(processor, settings, ask, number, source, args, **further))
         return prompts
 
     loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
@@ -350,19 +367,15 @@ def load_judgements(path: str, processor: Processor, args: DataArgs) -> list[Pro
 
 
 def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
-    """Judgement rows for RL of a judge: training sets and held-out rows. The processor's judge.json
-    becomes that of the judge which is trained. Raises ValueError: bad rows."""
-    judge = judge_settings(processor.files["judge"], which="last")
-    processor.files["judge"] = judge
-    train_sets = []
-    for path, _ in parse_datasets(args.data):
-        train_sets.append(load_judgements(path, processor, args))
-    held_out = []
-    for path, _ in parse_datasets(args.eval_data):
-        held_out += load_judgements(path, processor, args)
-    rows = [row for rows in train_sets for row in rows]
-    note_training(judge, [(row.label, row.reference) for row in rows])
-    return train_sets, held_out
+    """Judgement rows for RL of a judge: training sets and held-out rows. Raises ValueError: bad
+    rows."""
+    settings = JudgeSettings.to_train(processor, which="last")
+    train_sets, held_out = [
+        [load_judgements(path, processor, settings, args) for path, _ in parse_datasets(listed)]
+        for listed in (args.data, args.eval_data)
+    ]
+    settings.note_training((row.label, row.reference) for rows in train_sets for row in rows)
+    return train_sets, [row for rows in held_out for row in rows]
 
 
 def load_responses(
@@ -381,8 +394,8 @@ def load_responses(
         if check_judgement(row) != "response":
             raise ValueError("a judgement row; --ptx_data needs rows with prompt and response")
         (ask,) = read_judgement(row, {"which_answer": "last"}, "given")
-        fields = {"index": index, "source": source, "folder": folder, "row": row}
-        prompt = make_prompt(processor, ask["question"], ask["images"], args, **fields)
+        further = {"index": index, "source": source, "folder": folder, "row": row}
+        prompt = make_prompt(processor, ask["question"], ask["images"], args, **further)
         target = encode_target(processor, frame, ask["text"])
         size = len(prompt.input_ids) + len(target)
         if size > limit:
@@ -434,7 +447,6 @@ def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor
 
 
 def encode_verdicts(processor: Processor, verdicts: list[str]) -> list[Tensor]:
-    """Label tokens of each verdict, given bare, as judge.json has answers given."""
-    frame, template = answer_frame(processor), processor.files["judge"]["answer"]
-    texts = [format_template(template, verdict=verdict) for verdict in verdicts]
-    return [encode_target(processor, frame, text) for text in texts]
+    """Label tokens of each verdict, given bare."""
+    frame = answer_frame(processor)
+    return [encode_target(processor, frame, with_verdict(verdict)) for verdict in verdicts]

@@ -1,7 +1,10 @@
 """Models as sources of rewards: a generative judge, or a scalar reward model.
 
-Every rank has all responses, and all ranks together ask a model about them. The script builds the
-models, and hands over how they score and write.
+    build        the models that --reward names, on meta, and how they are asked
+    JudgeModel   what a judge says of responses
+    ScalarModel  what a value head says at their end tokens
+
+Every rank has all responses, and all ranks together ask a model about them.
 """
 
 import functools
@@ -10,14 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Callable, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
-from PIL import Image
 from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch, Conversation
-from common.data.loader import PromptLoader, join_pixels, load_pixels
+from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
 from common.data.rows import (
     PLACES,
@@ -30,127 +31,176 @@ from common.data.rows import (
 )
 from common.distributed import UserError
 from common.flags import DataArgs, RewardArgs
+from common.model import weights
 from common.model.forward import compute_features
 from common.model.fsdp import onloaded
 from common.rewards.accuracy import doubtful_accuracy
+from common.rewards.functions import Source
 from common.rewards.judge import (
+    JudgeSettings,
     answer_frame,
     encode_target,
     encode_verdicts,
-    format_template,
     judge_prompt,
-    judge_question,
 )
 from common.rewards.rules import parse_verdict
+from common.rewards.scoring import RewardMix
 from common.rewards.transcripts import PICTURE, picture_sizes
 
 
-def without_markup(text: str, processor: Processor) -> str:
-    """Text of a policy or its prompt, for a question: nothing in it may pass for a special token or
-    an image place."""
-    for token in (*processor.reserved_tokens, *PLACES):
-        text = text.replace(token, " ")
-    return text
+@dataclass
+class Script:
+    """What the script lends to reward models: its modules, and how it computes with them."""
+
+    actor: nn.Module
+    longest: int  # tokens of a prompt with its response
+    data: DataArgs
+    offload: str  # --offload
+    policy: Callable  # (model, processor) -> a module that gives log-probs
+    critic: Callable  # model -> a module with a value head
+    logprobs: Callable  # (policy, batch) -> (N,) of all samples
+    values: Callable  # (critic, batch) -> (N,) at the rows that predict the tokens
+    write: Callable  # (policy, batch) -> the likeliest response to every prompt
+
+
+def build(reward: RewardMix, rows: list[Prompt], script: Script) -> dict[str, nn.Module]:
+    """The judges (grm:FOLDER) and scalar reward models (rm:FOLDER) among the sources of rewards by
+    name, frozen and on meta; the sources learn how to ask them.
+
+    Raises:
+        UserError: on every rank alike: no such folder, no judge.json, a question the judge was not
+            trained on, rows with images or videos that its family cannot see.
+    """
+    modules = {}
+    for source in reward.sources:
+        if source.kind in ("grm", "rm"):
+            with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
+                scored = [row for row in rows if source.spec in reward.weights(row.label)]
+                source.ask = build_source(source, scored, reward.args, script)
+            modules[source.name] = source.ask.module
+    return modules
+
+
+def build_source(
+    source: Source, rows: list[Prompt], args: RewardArgs, script: Script
+) -> "RewardModel":
+    """The model of a source that scores these rows."""
+    actor, is_judge = script.actor.model, source.kind == "grm"
+    planned = actor.compute.device.type == "meta"  # a plan fetches no weights
+    folder = weights.resolve_folder(source.folder, weights=not planned)
+    # A reward model sees images at the size that it was trained on.
+    processor = Processor(folder, replace(script.data, min_pixels=0, max_pixels=0))
+    for row in rows:
+        try:
+            check_media(processor, row.images)
+        except ValueError as error:
+            raise ValueError(f"{row.source}: {error}") from error
+    shares_tower = weights.reads_features_of(actor, script.actor.processor, folder, processor)
+    model = weights.build_model(
+        processor.config, actor.compute, script.longest, vision=not shares_tower, head=is_judge
+    )
+    model.folder = folder
+    if is_judge:
+        module = script.policy(model, processor).requires_grad_(False)
+        return JudgeModel(source.spec, module, processor, shares_tower, script, args)
+    module = script.critic(model).requires_grad_(False)
+    return ScalarModel(source.spec, module, processor, shares_tower, script)
+
+
+class Question(NamedTuple):
+    """What a judge is asked about a response."""
+
+    prompt_index: int
+    shown: int | None  # the sample whose images from an environment the question holds
+    text: str
+    order: str
 
 
 @dataclass
 class RewardModel:
-    """A frozen model that is asked about responses by all ranks together."""
+    """A frozen model that all ranks together ask about responses."""
 
     spec: str  # as in --reward
     module: nn.Module
     processor: Processor
     shares_tower: bool  # with the actor, whose image features serve
-    offload: str  # --offload
-    data: DataArgs
+    script: Script
 
     @contextmanager
     def about(self, row: Prompt):
-        """A ValueError about a row becomes a UserError that names the model and the row. Every rank
-        raises it alike."""
+        """A ValueError about a row, the same on every rank, becomes a UserError that names it."""
         try:
             yield
         except ValueError as error:
             raise UserError(f"--reward {self.spec}: {row.source}: {error}") from error
 
-    def with_pictures(self, batch: Batch, indices: list[int], asked: list[Prompt]) -> Batch:
-        """Questions ``asked`` about the pictures of the prompts ``indices``. The features of a
-        picture are computed once, however many questions there are about it."""
-        owners, features = dict(enumerate(batch.owners)), batch.features
-        if not self.shares_tower:
-            one_of = dict(zip(indices, asked))  # all questions about a prompt have its pictures
-            with PromptLoader(self.processor, replace(self.data, on_bad_row="error")) as loader:
-                pictures = loader.collect(*loader.submit(list(one_of.values()), list(one_of)))
-            compute_features(self.module.model, pictures)
-            owners = dict(zip(one_of, pictures.owners))
-            found = pictures.features
-            features = {index: found[k] for k, index in enumerate(one_of) if k in found}
-        return Batch(
-            prompts=asked,
-            prompt_ids=list(range(len(asked))),
-            owners=[owners[index] for index in indices],
-            features={k: features[index] for k, index in enumerate(indices) if index in features},
-        )
-
-    def with_replies(self, batch: Batch, keys: list["Question"], asked: list[Prompt]) -> Batch:
-        """Questions ``asked`` about pictures of the batch's prompts and of environments. Each has
-        features of its own, on the rank of its sample."""
-        owners = [batch.owners[key.prompt_index] for key in keys]
+    def with_images(
+        self, batch: Batch, about: list[tuple[int, int | None]], asked: list[Prompt]
+    ) -> Batch:
+        """Questions ``asked``, each about (a prompt of the batch, the sample whose images from an
+        environment it holds too, or None). The same images are read and encoded once, by the rank
+        that has them."""
+        owners = [batch.owners[index] for index, _ in about]
         questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
+        first = {}  # the first question with the same images
+        for k, images in enumerate(about):
+            first.setdefault(images, k)
+        mine = set(questions.own_prompts())
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for k, (index, _, _, shown) in enumerate(keys):
-                if owners[k] != dist.get_rank():
-                    continue
-                said = batch.conversations[shown] if shown is not None else Conversation()
-                if self.shares_tower:
-                    parts = [batch.features.get(index), said.features]
-                    parts = [part for part in parts if part is not None]
-                    if parts:
-                        questions.features[k] = torch.cat(parts, dim=1)
-                    continue
-                pixels = self.pixels_of(batch.prompts[index], said.pictures)
-                if pixels is not None:
-                    questions.patches[k] = pixels
+            for (index, shown), k in first.items():
+                if k in mine:
+                    episode = Conversation() if shown is None else batch.conversations[shown]
+                    self.fill_images(questions, k, batch, index, episode)
         compute_features(self.module.model, questions)
+        for k, images in enumerate(about):
+            if first[images] in questions.features:
+                questions.features[k] = questions.features[first[images]]
         return questions
 
-    def pixels_of(self, row: Prompt, shown: list[Image.Image]) -> tuple[Tensor, Tensor] | None:
-        """Patches and grids of a row's pictures and then of others, as this model sees them; None
-        without any."""
-        family = self.processor.family
-        grids = tuple(media_grid(family, item) for item in row.images)
+    def fill_images(
+        self, questions: Batch, k: int, batch: Batch, index: int, episode: Conversation
+    ) -> None:
+        """Fill the features of question ``k``, or the patches if this model has a tower of its
+        own."""
+        if self.shares_tower:
+            parts = [batch.features.get(index), episode.features]
+            parts = [part for part in parts if part is not None]
+            if parts:
+                questions.features[k] = torch.cat(parts, dim=1)
+            return
+        row = batch.prompts[index]
+        grids = questions.prompts[k].grids[: len(row.images)]  # as this model sees them
         pixels = load_pixels(replace(row, grids=grids), self.processor)
-        found = [pixels] if pixels is not None else []
-        for picture in shown:
-            patches, grid = family.patches(picture)
-            found.append((patches, torch.tensor([grid])))
-        return join_pixels(found) if found else None
+        parts = [] if pixels is None else [pixels]
+        for image in episode.pictures:
+            patches, grid = self.processor.family.patches(image)
+            parts.append((patches, torch.tensor([grid])))
+        if parts:
+            questions.patches[k] = join_pixels(parts)
 
-
-class Question(NamedTuple):
-    """What a judge is asked about a response; ``shown``: the sample whose pictures it holds."""
-
-    prompt_index: int
-    text: str
-    order: str
-    shown: int | None
+    def without_markup(self, text: str) -> str:
+        """Text of a policy or its prompt, in which nothing may pass for a special token or an image
+        place."""
+        for token in (*self.processor.reserved_tokens, *PLACES):
+            text = text.replace(token, " ")
+        return text
 
 
 def place_replies(ask: dict, row: Prompt, count: int) -> dict:
-    """A question with places for the pictures of the row, and for the ``count`` that an environment
-    has shown. Raises ValueError: a template that puts the response before the prompt's pictures."""
-    text, own = ask["question"], ""
+    """A question with places for the images of the row, and for the ``count`` that an environment
+    has shown. Raises ValueError: a template that puts the response before the prompt's images."""
+    text, in_front = ask["question"], ""
     if not any(place in text for place in PLACES):  # as in a row that does not say where
-        own = "".join(f"<{kind_of(item)}>" for item in row.images)
+        in_front = "".join(f"<{kind_of(item)}>" for item in row.images)
     if max(map(text.rfind, PLACES)) > text.find(PICTURE):
-        raise ValueError("the judge's template puts the response before the prompt's pictures")
-    files = [f"(picture {k + 1} of a reply)" for k in range(count)]
+        raise ValueError("the judge's template puts the response before the prompt's images")
+    files = [f"(image {k + 1} of a reply)" for k in range(count)]
     images = ask["images"] + files  # their grids are known: no file is read
-    return ask | {"question": own + text.replace(PICTURE, PLACES[0]), "images": images}
+    return ask | {"question": in_front + text.replace(PICTURE, PLACES[0]), "images": images}
 
 
 @dataclass
-class Judge(RewardModel):
+class JudgeModel(RewardModel):
     """A generative judge (train_grm_vl.py). It looks at each distinct response once; next to the
     reference answer in both orders.
 
@@ -159,122 +209,103 @@ class Judge(RewardModel):
     """
 
     args: RewardArgs
-    likelihoods: Callable[[Batch], Tensor]  # (N,) log-probs of all samples
-    write: Callable[[Batch], Batch]  # the likeliest response to every prompt
 
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
-        self.settings = self.processor.files["judge"]
-        self.kind = judge_question(self.settings, self.args.grm_question)
-        learned = self.settings["kinds"][self.kind]
-        self.template, self.verdicts = learned["template"], learned["verdicts"]
-        worth = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
-        given = torch.tensor(
-            worth or [float(score) for score in self.verdicts], dtype=torch.float64
-        )
-        self.worth = {"given": given}  # of the verdicts, by order
+        self.settings = JudgeSettings.read(self.processor.files["judge"])
+        self.kind = self.settings.question_to_ask(self.args.grm_question)
+        self.verdicts = self.settings.kinds[self.kind]["verdicts"]
+        values = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
+        worth = torch.tensor(values or list(map(float, self.verdicts)), dtype=torch.float64)
+        self.worth = {"given": worth}  # of the verdicts, by order
         if self.kind == "answers":
-            self.worth["swapped"] = 1 - given  # the response stands in place B
+            self.worth["swapped"] = 1 - worth  # the response stands in place B
         doubt = doubtful_accuracy(self.settings, self.kind)
         if doubt and distributed.is_main():
             print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
     def __call__(
-        self, batch: Batch, texts: list[str], used: list[int]
+        self, batch: Batch, used: list[int], texts: list[str]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Columns (n,) of the n samples ``used``, and what the judge said of each; ``texts`` are
-        all responses."""
+        """Columns (n,) of the n samples ``used`` with these ``texts``, and what the judge says of
+        each."""
         question_of: dict[Question, int] = {}
         asked_of: list[list[int]] = []  # questions of each sample
-        for i in used:
-            shown = i if PICTURE in texts[i] else None
-            index = int(batch.prompt_index[i])
-            keys = [Question(index, texts[i], order, shown) for order in self.worth]
+        for i, text in zip(used, texts):
+            index, shown = int(batch.prompt_index[i]), i if PICTURE in text else None
+            keys = [Question(index, shown, text, order) for order in self.worth]
             asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
-        prompts = self.questions(batch, list(question_of))
-        with onloaded(self.module, self.offload):
-            if any(key.shown is not None for key in question_of):
-                questions = self.with_replies(batch, list(question_of), prompts)
-            else:
-                indices = [key.prompt_index for key in question_of]
-                questions = self.with_pictures(batch, indices, prompts)
+        about = [(key.prompt_index, key.shown) for key in question_of]
+        prompts = self.prompts(batch, list(question_of))
+        with onloaded(self.module, self.script.offload):
+            questions = self.with_images(batch, about, prompts)
             if self.args.grm_mode == "critique":
                 chances, notes = self.read_critiques(questions)
             else:
                 chances, notes = self.weigh_verdicts(questions)
         # (questions, verdicts)
-        values = torch.stack([self.worth[key.order] for key in question_of])
+        worth = torch.stack([self.worth[key.order] for key in question_of])
         parsed = chances.sum(dim=1)  # (questions,)
-        points = (chances * values).sum(dim=1) + (1 - parsed) * values.min(dim=1).values
+        rewards = (chances * worth).sum(dim=1) + (1 - parsed) * worth.min(dim=1).values
         places = torch.tensor(asked_of)  # (n, orders)
-        columns = {"reward": points[places].mean(dim=1)}
+        columns = {"reward": rewards[places].mean(dim=1)}
         if self.args.grm_mode == "critique":
             columns["parsed"] = parsed[places].mean(dim=1)
-        return columns, [" | ".join(notes[q] for q in own) for own in asked_of]
+        return columns, [" | ".join(notes[q] for q in asked) for asked in asked_of]
 
-    def questions(self, batch: Batch, keys: list["Question"]) -> list[Prompt]:
+    def prompts(self, batch: Batch, questions: list[Question]) -> list[Prompt]:
         """The prompts of questions."""
         prompts: list[Prompt] = []
-        grids: dict[int, tuple] = {}  # of the rows' media; headers are read once per prompt
-        for index, text, order, shown in keys:
+        family = self.processor.family
+        read_grid = functools.cache(lambda item: media_grid(family, item))  # headers are read once
+        for index, shown, text, order in questions:
             row = batch.prompts[index]
             with self.about(row):
-                if index not in grids:
-                    check_media(self.processor, row.images)
-                    family = self.processor.family
-                    grids[index] = tuple(media_grid(family, item) for item in row.images)
-                ask, more = self.question(row, text, order), ()
+                ask = self.question(row, text, order)
+                grids = [read_grid(item) for item in row.images]
                 if shown is not None:
                     sizes = picture_sizes(batch.conversations[shown])
                     ask = place_replies(ask, row, len(sizes))
-                    more = tuple(self.processor.family.grid(*size) for size in sizes)
-                prompts.append(
-                    judge_prompt(
-                        self.processor, ask, row.index, row.source, grids=grids[index] + more
-                    )
-                )
+                    grids += [family.grid(*size) for size in sizes]
+                options = {"grids": tuple(grids), "index": row.index, "source": row.source}
+                prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
         return prompts
 
     def question(self, row: Prompt, response: str, order: str) -> dict:
         """Prompt, question and images, as in an entry of `read_judgement`."""
-        plain = functools.partial(without_markup, processor=self.processor)
-        prompt = question_text(row.messages, len(row.images), plain)
-        pair = [plain(response), plain(row.reference or "")]
+        prompt = question_text(row.messages, len(row.images), self.without_markup)
+        responses = [self.without_markup(response)]
+        if self.kind == "answers":
+            responses.append(self.without_markup(row.reference))
         if order == "swapped":
-            pair.reverse()
-        question = format_template(
-            self.template,
-            prompt=prompt,
-            response=plain(response),
-            response_a=pair[0],
-            response_b=pair[1],
-        )
+            responses.reverse()
+        question = self.settings.question(self.kind, prompt, responses)
         return {"prompt": prompt, "question": question, "images": list(row.images)}
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(questions, verdicts) 1 where a critique ends in the verdict, and the critiques."""
-        written = self.write(questions)
+        written = self.script.write(self.module, questions)
         self.check_finite(written.logprobs)
-        notes = self.processor.decode(written.split(written.tokens))
-        rows = []
-        for note in notes:
-            said = parse_verdict(note, self.settings["which_answer"], self.verdicts)
-            rows.append([float(verdict == said) for verdict in self.verdicts])
-        return torch.tensor(rows, dtype=torch.float64), notes
+        critiques = self.processor.decode(written.split(written.tokens))
+        chances = []
+        for text in critiques:
+            verdict = parse_verdict(text, self.settings.which_answer, self.verdicts)
+            chances.append([float(verdict == other) for other in self.verdicts])
+        return torch.tensor(chances, dtype=torch.float64), critiques
 
     def weigh_verdicts(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(questions, verdicts) probabilities, or 1 for the likeliest verdict; and a note on the
         probabilities."""
         targets = encode_verdicts(self.processor, self.verdicts)
         candidates = questions.with_targets([targets] * len(questions.prompts))
-        logprobs = self.likelihoods(candidates)
+        logprobs = self.script.logprobs(self.module, candidates)
         self.check_finite(logprobs)
         totals = candidates.per_sample_sum(logprobs.double())
         chances = totals.view(-1, len(self.verdicts)).softmax(dim=1)
         notes = []
         for row in chances.tolist():
-            said = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
-            notes.append("  ".join(said))
+            parts = [f"{verdict} {chance:.3f}" for verdict, chance in zip(self.verdicts, row)]
+            notes.append("  ".join(parts))
         if self.args.grm_mode == "verdict":
             likeliest = chances.argmax(dim=1)
             chances = nn.functional.one_hot(likeliest, len(self.verdicts)).double()
@@ -293,31 +324,28 @@ class Judge(RewardModel):
 class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end token of a response."""
 
-    values: Callable[[Batch], Tensor]  # (N,) of all samples, at the rows that predict their tokens
-
     def __call__(
-        self, batch: Batch, texts: list[str], used: list[int]
+        self, batch: Batch, used: list[int], texts: list[str]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """The reward (n,) of the n samples ``used``; ``texts`` are all responses. Each distinct
-        response is asked about once: rounding, which differs by row, would give equal responses a
-        spread."""
-        keys = [(int(batch.prompt_index[i]), texts[i]) for i in used]  # in the order of prompts
+        """The reward (n,) of the n samples ``used`` with these ``texts``. Each distinct response is
+        asked about once: rounding, which differs by row, would give equal responses a spread."""
+        keys = list(zip(batch.prompt_index[used].tolist(), texts))  # in the order of prompts
         place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}
         frame = answer_frame(self.processor)
         answers: dict[int, list[Tensor]] = {}  # by prompt
         for index, text in place_of:
-            answer = encode_target(self.processor, frame, without_markup(text, self.processor))
+            answer = encode_target(self.processor, frame, self.without_markup(text))
             # Values stand at the rows that predict a token: one more, for the row of the end token.
             answers.setdefault(index, []).append(torch.cat([answer, answer[-1:]]))
-        asked = []
+        prompts = []
         for index in answers:
             row = batch.prompts[index]
             with self.about(row):
-                fields = {"index": row.index, "source": row.source}
-                asked.append(make_prompt(self.processor, row.messages, row.images, **fields))
-        with onloaded(self.module, self.offload):
-            questions = self.with_pictures(batch, list(answers), asked)
+                further = {"index": row.index, "source": row.source}
+                prompts.append(make_prompt(self.processor, row.messages, row.images, **further))
+        with onloaded(self.module, self.script.offload):
+            questions = self.with_images(batch, [(index, None) for index in answers], prompts)
             candidates = questions.with_targets(list(answers.values()))
-            values = self.values(candidates)
+            values = self.script.values(self.module, candidates)
         ends = values[candidates.offsets[1:] - 1].double()
         return {"reward": ends[[place_of[key] for key in keys]]}, []

@@ -14,93 +14,105 @@ from common.rewards.transcripts import messages, turn_texts
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     """One JSON-ready record per sample."""
-    turns = turn_texts(batch, list(range(len(batch))), processor)
-    records = []
-    for i, index in enumerate(batch.prompt_index.tolist()):
-        row = batch.prompts[index]
-        record = {
-            "index": row.index,
-            "source": row.source,
-            "sample": int(batch.number[i]),
-            "prompt": row.text,
-            "question": user_text(row.messages),
-            "images": list(row.images),
-            "response": turns[i][-1],
-            "reference": row.reference,
-            "label": row.label,
-            "reward": float(batch.rewards[i]),
-            "response_length": int(batch.lengths[i]),
-            "truncated": bool(batch.truncated[i]),
+    texts = turn_texts(batch, range(len(batch)), processor)
+    return [sample_record(batch, i, turns) for i, turns in enumerate(texts)]
+
+
+def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
+    """The record of sample i, in whose turns the policy said this."""
+    row = batch.prompts[batch.prompt_index[i]]
+    record = {
+        "index": row.index,
+        "source": row.source,
+        "sample": int(batch.number[i]),
+        "prompt": row.text,
+        "question": user_text(row.messages),
+        "images": list(row.images),
+        "response": turns[-1],
+        "reference": row.reference,
+        "label": row.label,
+        "reward": float(batch.rewards[i]),
+        "response_length": int(batch.lengths[i]),
+        "truncated": bool(batch.truncated[i]),
+        "components": {},
+    }
+    for name, values in batch.components.items():
+        value = float(values[i])
+        if not math.isnan(value):  # the sample has this component
+            record["components"][name] = value
+    if batch.conversations:
+        conversation = batch.conversations[i]
+        record |= {
+            "turns": len(turns),
+            "ended": conversation.ended,
+            "turn_rewards": conversation.rewards,
+            "conversation": messages(conversation, turns),
         }
-        components = {name: float(values[i]) for name, values in batch.components.items()}
-        record["components"] = {
-            name: value for name, value in components.items() if not math.isnan(value)
-        }
-        if batch.conversations:
-            said = batch.conversations[i]
-            record |= {"turns": len(turns[i]), "ended": said.ended, "turn_rewards": said.rewards}
-            record["conversation"] = messages(said, turns[i])
-            if said.error:
-                record["env_error"] = said.error
-        if any(batch.judgements):
-            record["judgement"] = batch.judgements[i]
-        records.append(record)
+        if conversation.error:
+            record["env_error"] = conversation.error
+    if any(batch.judgements):
+        record["judgement"] = batch.judgements[i]
     if batch.advantages is not None:
-        for record, advantages in zip(records, batch.split(batch.advantages)):
-            record["advantage"] = float(advantages.mean())
-    return records
+        start, end = batch.offsets[i : i + 2].tolist()
+        record["advantage"] = float(batch.advantages[start:end].mean())
+    return record
 
 
 def sample_cards(records: list[dict], shown: list[list[Image.Image]]) -> list[Image.Image]:
     """Pictures of samples: the images, frames of the videos and what environments have ``shown``,
     what was asked and answered, turn by turn, and what it earned."""
     cards = []
-    for record, pictures in zip(records, shown):
-        caption = f"reward {record['reward']:.2f}   "
+    for record, images in zip(records, shown):
+        frames = read_frames(record["images"], 6)
+        caption = f"reward {record['reward']:.2f}"
         if "advantage" in record:
-            caption += f"advantage {record['advantage']:+.2f}   "
-        caption += f"reference: {record['reference']}\n{record.get('judgement', '')}"
-        images = read_frames(record["images"], 6) + list(pictures)
-        cards.append(sample_card(images, spoken_text(record), caption.strip()))
+            caption += f"   advantage {record['advantage']:+.2f}"
+        caption += f"   reference: {record['reference']}"
+        if "judgement" in record:
+            caption += f"\n{record['judgement']}"
+        cards.append(sample_card(frames + images, spoken_text(record), caption))
     return cards
 
 
 def spoken_text(record: dict) -> str:
     """Question and answer, or all turns of a conversation, as one text."""
-    turns = record.get("conversation") or [{"role": "assistant", "content": record["response"]}]
+    answer = {"role": "assistant", "content": record["response"]}
     parts = [f"PROMPT\n{record['question']}"]
-    for turn in turns:
-        content = turn["content"]
+    for message in record.get("conversation", [answer]):
+        content = message["content"]
         if not isinstance(content, str):
-            content = " ".join(part.get("text", "(a picture)") for part in content)
-        parts.append(f"{turn['role'].upper()}\n{content.strip() or '(empty)'}")
-    if record.get("env_error"):
+            content = " ".join(part.get("text", "(an image)") for part in content)
+        who = message["role"].upper()
+        parts.append(f"{who}\n{content.strip() or '(empty)'}")
+    if "env_error" in record:
         parts.append(f"ERROR\n{record['env_error']}")
     return "\n\n".join(parts)
 
 
 def summarise(records: list[dict], count: int) -> dict[str, float]:
-    """Means over all samples, and of accuracy the share of prompts that one of ``count`` samples
-    solves. Every rank has all records, so nothing is reduced."""
+    """Means over all samples and, of components named accuracy, the share of prompts that one of
+    ``count`` samples solves. Every rank has all records, so nothing is reduced."""
     columns: dict[str, list[float]] = {}
     for record in records:
         for name in ("reward", "response_length", "truncated"):
-            columns.setdefault(f"eval/{name}_mean", []).append(float(record[name]))
+            columns.setdefault(f"{name}_mean", []).append(float(record[name]))
         for name, value in record["components"].items():
-            columns.setdefault(f"eval/{name}_reward_mean", []).append(value)
-    metrics = {name: sum(values) / len(values) for name, values in sorted(columns.items())}
-    return metrics | (solved_shares(records, count) if count > 1 else {})
+            columns.setdefault(f"{name}_reward_mean", []).append(value)
+    metrics = {}
+    for name, values in sorted(columns.items()):
+        metrics[f"eval/{name}"] = sum(values) / len(values)
+        prefix = name.removesuffix("accuracy_reward_mean")
+        if count > 1 and (prefix == "" or prefix.endswith("/")):
+            metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
+    return metrics
 
 
-def solved_shares(records: list[dict], count: int) -> dict[str, float]:
-    """pass@count, for each component named accuracy."""
-    names = {name for record in records for name in record["components"]}
-    shares = {}
-    for name in sorted(names):
-        if name.split("/")[-1] != "accuracy":
-            continue
-        graded = [record for record in records if name in record["components"]]
-        prompts = {record["index"] for record in graded}
-        solved = {record["index"] for record in graded if record["components"][name] >= 1}
-        shares[f"eval/{name.removesuffix('accuracy')}pass@{count}"] = len(solved) / len(prompts)
-    return shares
+def solved_share(records: list[dict], component: str) -> float:
+    """The share of prompts that one of their samples solves."""
+    graded, solved = set(), set()
+    for record in records:
+        if component in record["components"]:
+            graded.add(record["index"])
+            if record["components"][component] >= 1:
+                solved.add(record["index"])
+    return len(solved) / len(graded)

@@ -7,6 +7,7 @@ import re
 import time
 from http.client import HTTPException
 from urllib import request
+from urllib.error import HTTPError
 
 from common.data.images import read_frames
 from common.distributed import UserError
@@ -17,20 +18,11 @@ RETRIES = 4  # of a request, after 0.5, 1, 2 and 4 seconds
 FRAMES = 16  # of a video, that a server gets
 
 
-class RewardError(ValueError):
-    """A source of rewards failed; ``sample`` is the number of the sample at fault, if it is
-    known."""
-
-    def __init__(self, problem: str, sample: int = 0):
-        super().__init__(problem)
-        self.sample = sample
-
-
 class Server:
     """A reward server as a reward function.
 
     Time-outs, lost connections and answers 5xx may pass and are tried again; any other answer but a
-    valid one is a RewardError at once. No proxy, redirect or password is used.
+    valid one is an error at once. No proxy is used.
     """
 
     def __init__(self, url: str, args: RewardArgs):
@@ -42,10 +34,7 @@ class Server:
                 f"--reward {url}: expected http://host:port/path or https://..., without spaces,"
                 " user name or #"
             )
-        # Not build_opener, which follows redirects and proxies of environment variables.
-        self.opener = request.OpenerDirector()
-        self.opener.add_handler(request.HTTPHandler())
-        self.opener.add_handler(request.HTTPSHandler())
+        self.opener = request.build_opener(request.ProxyHandler({}))
 
     def __call__(self, prompts, responses, references, labels, images) -> dict[str, list[float]]:
         encoded = {item: encode_image(item) for item in set().union(*images)}
@@ -60,34 +49,24 @@ class Server:
         return read_answer(self.ask(json.dumps(question).encode()))
 
     def ask(self, body: bytes) -> bytes:
-        """The server's answer with status 200, after as many tries as it takes, 1 + RETRIES at most."""
+        """The server's answer, after at most 1 + RETRIES tries. Raises UserError."""
+        asked = request.Request(self.url, body, {"Content-Type": "application/json"})
         for attempt in range(RETRIES + 1):
             try:
-                status, answer = self.post(body)
-                if status == 200:
-                    return answer
-                problem = f"HTTP {status}: {answer[:500].decode(errors='replace')!r}"
-                if status < 500:
-                    raise RewardError(f"the server answered {problem}")
+                with self.opener.open(asked, timeout=self.timeout) as response:
+                    return response.read()
+            except HTTPError as error:
+                problem = f"HTTP {error.code}: {error.read()[:500].decode(errors='replace')!r}"
+                if error.code < 500:
+                    raise UserError(f"the server answered {problem}") from error
             except (OSError, HTTPException) as error:
                 problem = f"{type(error).__name__}: {error}"
             if attempt < RETRIES:
                 pause = 0.5 * 2**attempt
-                print(
-                    f"--reward {self.url}: {problem}; retry {attempt + 1} of {RETRIES} in"
-                    f" {pause:g} s",
-                    flush=True,
-                )
+                tries = f"retry {attempt + 1} of {RETRIES} in {pause:g} s"
+                print(f"--reward {self.url}: {problem}; {tries}", flush=True)
                 time.sleep(pause)
-        raise RewardError(
-            f"no answer in {RETRIES + 1} tries, at last {problem}"
-        )
-
-    def post(self, body: bytes) -> tuple[int, bytes]:
-        """One try: the status and the answer."""
-        asked = request.Request(self.url, body, {"Content-Type": "application/json"})
-        with self.opener.open(asked, timeout=self.timeout) as response:
-            return response.status, response.read()
+        raise UserError(f"no answer in {RETRIES + 1} tries, at last {problem}")
 
 
 def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
@@ -102,14 +81,14 @@ def encode_image(item: str | tuple[str, ...]) -> str | list[str]:
 
 def read_answer(answer: bytes) -> dict[str, list[float]]:
     """{"rewards": [...], further components} of an answer, as a reward function returns them; the
-    lists are not looked at. Raises RewardError."""
+    lists are not looked at. Raises UserError."""
     try:
         columns = json.loads(answer)
     except ValueError as error:
         begins = answer[:500].decode(errors="replace")
-        raise RewardError(f"the server's answer is not JSON ({error}): {begins!r}") from error
+        raise UserError(f"the server's answer is not JSON ({error}): {begins!r}") from error
     if not isinstance(columns, dict) or "rewards" not in columns or "reward" in columns:
-        raise RewardError(
+        raise UserError(
             'the server must answer {"rewards": [...]}, with components beside it or not:'
             f" {columns!r:.500}"
         )

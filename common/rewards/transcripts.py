@@ -7,6 +7,10 @@ conversation_metrics turns, seconds, errors, and how samples ended
 gather_pictures      the pictures of some samples, from the ranks that have them
 """
 
+import itertools
+from collections import ChainMap
+from typing import Sequence
+
 import torch.distributed as dist
 from PIL import Image
 
@@ -17,34 +21,35 @@ from common.data.processor import Processor
 PICTURE = "\x02picture\x03"  # in `as_text`
 
 
-def turn_texts(batch: Batch, picks: list[int], processor: Processor) -> list[list[str]]:
+def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list[list[str]]:
     """What the policy said in the samples ``picks``: one text for each turn."""
-    tokens, turns = batch.split(batch.tokens), []
+    tokens, texts = batch.split(batch.tokens), []
     for i in picks:
+        turns = [tokens[i]]
         if batch.conversations:
-            turns.append(batch.conversations[i].turn_tokens(tokens[i]))
-        else:
-            turns.append([tokens[i]])
-    texts = iter(processor.decode([turn for own in turns for turn in own]))
-    return [[next(texts) for _ in own] for own in turns]
+            turns = batch.conversations[i].turn_tokens(tokens[i])
+        texts.append(processor.decode(turns))
+    return texts
 
 
-def messages(said: Conversation, turns: list[str]) -> list[dict]:
-    """A conversation after its prompt, as chat messages; pictures with their size."""
-    found = [{"role": said.role, "content": said.opening}] if said.opening else []
+def messages(conversation: Conversation, turns: list[str]) -> list[dict]:
+    """A conversation after its prompt, as chat messages; images with their size."""
+    role, chat = conversation.role, []
+    if conversation.opening:
+        chat.append({"role": role, "content": conversation.opening})
     for k, turn in enumerate(turns):
-        found.append({"role": "assistant", "content": turn})
-        if k < len(said.replies):
-            found.append({"role": said.role, "content": said.replies[k]})
-    return found
+        chat.append({"role": "assistant", "content": turn})
+        if k < len(conversation.replies):
+            chat.append({"role": role, "content": conversation.replies[k]})
+    return chat
 
 
-def as_text(said: Conversation, turns: list[str]) -> str:
+def as_text(conversation: Conversation, turns: list[str]) -> str:
     """A conversation as one text; one turn alone as it is."""
-    if len(turns) == 1 and not said.opening:
+    if len(turns) == 1 and not conversation.opening:
         return turns[0]
     lines = []
-    for message in messages(said, turns):
+    for message in messages(conversation, turns):
         content = message["content"]
         if not isinstance(content, str):
             content = "".join(part.get("text", PICTURE) for part in content)
@@ -52,43 +57,41 @@ def as_text(said: Conversation, turns: list[str]) -> str:
     return "\n".join(lines)
 
 
-def whole_texts(batch: Batch, turns: list[list[str]]) -> list[str]:
-    """(S,) responses as one text each; of conversations with what environments said."""
-    if batch.conversations:
-        return list(map(as_text, batch.conversations, turns))
-    return [own[-1] for own in turns]
+def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[str]:
+    """The responses of the samples ``picks`` as one text each; of conversations with what
+    environments said."""
+    turns = turn_texts(batch, picks, processor)
+    if not batch.conversations:
+        return [texts[-1] for texts in turns]
+    return [as_text(batch.conversations[i], texts) for i, texts in zip(picks, turns)]
 
 
-def picture_sizes(said: Conversation) -> list[tuple[int, int]]:
+def picture_sizes(conversation: Conversation) -> list[tuple[int, int]]:
     """(width, height) of what an environment has shown, in order."""
-    parts = [part for reply in (said.opening, *said.replies) for part in reply]
+    parts = [*conversation.opening, *itertools.chain(*conversation.replies)]
     return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]
 
 
 def conversation_metrics(
     conversations: list[Conversation], labels: list[str | None], section: str
 ) -> dict[str, float]:
-    """Means over samples, as ``section/``...; of several labels also one by one."""
-    if not conversations:
-        return {}
-    parts: dict[str, list[Conversation]] = {}
-    for said, label in zip(conversations, labels):
-        if label is not None:
-            parts.setdefault(f"/{label}", []).append(said)
-    if len(parts) < 2:
-        parts = {}
+    """Means over samples, as ``section/...``; of several labels also one by one."""
+    parts: dict[str, list[Conversation]] = {"": conversations} if conversations else {}
+    if len(set(labels) - {None}) > 1:
+        for conversation, label in zip(conversations, labels):
+            if label is not None:
+                parts.setdefault(f"/{label}", []).append(conversation)
     metrics = {}
-    for label, own in {"": conversations, **parts}.items():
+    for label, part in parts.items():
         columns = {
-            "turns": [len(said.tokens_before) + 1 for said in own],
-            "env_seconds": [said.seconds for said in own],
+            "turns": [len(one.tokens_before) + 1 for one in part],
+            "env_seconds": [one.seconds for one in part],
         }
         for ending in ENDINGS:
-            columns[f"ended_{ending}"] = [said.ended == ending for said in own]
+            columns[f"ended_{ending}"] = [one.ended == ending for one in part]
         for name, values in columns.items():
             metrics[f"{section}/{name}{label}"] = sum(values) / len(values)
-        failed = sum(said.error != "" for said in own)
-        metrics[f"{section}/env_errors{label}"] = float(failed)
+        metrics[f"{section}/env_errors{label}"] = float(sum(one.error != "" for one in part))
     return metrics
 
 
@@ -100,7 +103,5 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     for i in picks:
         if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
             own[i] = batch.conversations[i].pictures
-    by_sample: dict[int, list[Image.Image]] = {}
-    for part in distributed.gather_objects(own):
-        by_sample |= part
+    by_sample = ChainMap(*distributed.gather_objects(own))
     return [by_sample[i] for i in picks]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, build_rewards, start, take, write_checkpoint
+from conftest import ROUNDING, build_rewards, start, take, write_checkpoint, write_judge
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -187,9 +187,7 @@ def test_the_judge_generates_what_generate_does(family, rows):
 def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
-    settings = judgements.judge_settings({})
-    judgements.note_training(settings, [("correct", "yes")])
-    (judge / "judge.json").write_text(json.dumps(settings))
+    write_judge(judge, ("correct", "yes"))
     env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
                 "--video_fps", "3")
     reward = scoring.load(env.args.reward)
@@ -200,14 +198,14 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor)
     oracle = AutoModelForImageTextToText.from_pretrained(judge, attn_implementation="eager").eval()
-    processor = reward.model_sources()[0].ask.processor
+    processor = reward.sources[0].ask.processor
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
     questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
                  "before <video><image> and <video><video>"]
     for prompt, question, text, score in zip(env.prompts, questions, said, batch.rewards.tolist()):
         ask = {"prompt": question, "images": list(prompt.images), "question": judgements.format_template(
             judgements.JUDGEMENTS["correct"][0], prompt=question, response=text.replace("<video>", " "))}
-        asked = hf_inputs(family, judgements.judge_prompt(processor, ask, 0, ""))
+        asked = hf_inputs(family, judgements.judge_prompt(processor, reward.sources[0].ask.settings, ask, 0, ""))
         chances = []
         for word in ("yes", "no"):
             target = judgements.encode_target(processor, judgements.answer_frame(processor), f"<answer>{word}</answer>")[None]

@@ -494,7 +494,7 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
         if said.pictures:
             expected = verdict_chances(judges[which], env.prompts[1 + int(batch.prompt_index[i])], said, turns, ["yes", "no"])
             assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
-    given = scoring.read_samples(batch, texts, [0])
+    given = scoring.read_samples(batch, [0], env.processor)
     assert given.responses == [texts[0][-1]]
     said = [message["content"] for message in given.rows[0]["conversation"] if message["role"] == "assistant"]
     assert said == texts[0]

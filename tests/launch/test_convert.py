@@ -9,9 +9,10 @@ import convert
 import extra_packages
 import numpy as np
 import pytest
+from conftest import judge_settings
 from PIL import Image
 
-from common.rewards.judge import judge_settings, load_judgements
+from common.rewards.judge import load_judgements
 from common.flags import DataArgs
 from common.data.processor import Processor
 from common.data.rows import load_prompts
@@ -240,8 +241,7 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
 
     processor = Processor(str(qwen25))
-    processor.files["judge"] = judge_settings({})
-    judgements = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, DataArgs())
+    judgements = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, judge_settings(), DataArgs())
     assert len(judgements) == 2 * len(rows)  # both orders
     for number, row in enumerate(rows):
         given, swapped = judgements[2 * number:2 * number + 2]

@@ -112,7 +112,8 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         args = parsed(call, monkeypatch, project)[1]
         assert args.algorithm.advantage == advantage and args.model.model == "real/fashion/model"
         mix = scoring.load(args.reward)
-        assert mix.recipe == {"*": {"named": 1}, "grey": {"grey": 0}, "another": {"another": 0}}
+        weights = {label: [(spec.rpartition(":")[2], weight) for spec, weight in own.items()] for label, own in mix.recipe.items()}
+        assert weights == {"*": [("named", 1)], "grey": [("grey", 0)], "another": [("another", 0)]}
     calls = launch("real_words.sh", "--words", "--critic", "--steps", "2") + launch("real_words.sh", "--words", "naive")
     rules = []
     for call in calls:

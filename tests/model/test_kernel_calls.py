@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from conftest import build_rewards, start, take, write_checkpoint
+from conftest import build_rewards, start, take, write_checkpoint, write_judge
 from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
 from test_families import write_family
 from test_training import score
@@ -20,7 +20,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import fsdp
-from common.rewards import judge as judgements, scoring
+from common.rewards import scoring
 from common.model import forward as vlm
 
 BACKENDS = ("varlen", "flash_attn")
@@ -117,9 +117,7 @@ def test_gradients_are_those_of_the_reference(folders, kernels, backend):  # noq
 def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode):  # noqa: F811
     """Its verdicts' probabilities are a packed forward, its critiques a rollout."""
     judge = write_checkpoint(tmp_path / "judge", "qwen2_5_vl")
-    settings = judgements.judge_settings({})
-    judgements.note_training(settings, [("correct", "yes"), ("correct", "no")])
-    (judge / "judge.json").write_text(json.dumps(settings))
+    write_judge(judge, ("correct", "yes"), ("correct", "no"))
     said = {}
     for attention in (backend, "sdpa"):
         env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode, "--grm_max_new_tokens",

