@@ -156,26 +156,29 @@ class RewardMix:
             problem = f"{len(bad)} of {len(rows)} rows cannot be scored"
             raise UserError("\n  ".join([problem, *bad[:5]]))
 
+    def weights_of(self, batch: Batch) -> list[dict[str, float]]:
+        """(S,) the weights of each sample."""
+        indices = batch.prompt_index.tolist()
+        return [self.weights(batch.prompts[index].label) for index in indices]
+
     def score(self, batch: Batch, processor: Processor) -> None:
-        """Fill rewards, turn_rewards (with environments, but not with a function that combines
-        rewards: it does not say which part belongs to a turn), components (NaN where a source does
-        not score a sample) and judgements of all samples, alike on every rank. With several
-        sources, a component of one is named SOURCE/COMPONENT, and its reward is the component
-        SOURCE.
+        """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
+        score a sample) and judgements of all samples, alike on every rank. With several sources, a
+        component of one is named SOURCE/COMPONENT, and its reward is the component SOURCE.
 
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
         size = len(batch)
-        weights = [self.weights(batch.prompts[k].label) for k in batch.prompt_index.tolist()]  # (S,)
+        weights = self.weights_of(batch)
         total = torch.zeros(size, dtype=torch.float64)  # (S,)
         by_source = {source.name: unscored(size) for source in self.sources}
         components: dict[str, Tensor] = {}
         judgements = [""] * size
         for source in self.sources:
-            share = torch.tensor(
-                [chosen.get(source.spec, 0.0) for chosen in weights], dtype=torch.float64
-            )  # (S,)
+            shares = [chosen.get(source.spec, 0.0) for chosen in weights]
+            share = torch.tensor(shares, dtype=torch.float64)  # (S,)
+            # a function that combines rewards does not say which part of them belongs to a turn
             if source.kind == "env" and self.combiner is None:
                 batch.turn_rewards = share.repeat_interleave(batch.lengths) * rewards_at_turns(batch)
             used = [i for i, chosen in enumerate(weights) if source.spec in chosen]  # n samples
