@@ -78,8 +78,8 @@ class Life:
 def run(function: Callable, *arguments: Any, codes: list[int] | None = None, **how: Any) -> str:
     """A whole life; what its ranks printed. The exit codes must be ``codes``, by default all 0."""
     life = start(function, *arguments, **how)
-    found = life.wait()
-    assert found == (codes or [0] * len(found)), f"exit codes {found}: {life.told()[-6000:]}"
+    ended = life.wait()
+    assert ended == (codes or [0] * len(ended)), f"exit codes {ended}: {life.told()[-6000:]}"
     return life.told()
 
 
@@ -98,9 +98,9 @@ def start(function: Callable, *arguments: Any, world: int = 1, patches: list[tup
     ensure_server()
     ranks = []
     for rank in range(world):
-        own = (rank, 0, world, world, "127.0.0.1", port)
+        place = (rank, 0, world, world, "127.0.0.1", port)
         variables = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-        variables |= dict(zip(TORCHRUN, map(str, (rank, *own)))) | {"GLOO_SOCKET_IFNAME": "lo"} | environment
+        variables |= dict(zip(TORCHRUN, map(str, (rank, *place)))) | {"GLOO_SOCKET_IFNAME": "lo"} | environment
         call = (function, arguments, patches, variables, os.getcwd(), output)
         ranks.append(FORKED.Process(target=live, args=call, daemon=True))
         ranks[-1].start()

@@ -117,25 +117,25 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch):
     """Inside, every back-end runs on a CPU, and the slots of a rollout lie in memory as on a GPU."""
-    found = Kernels(grouped="enable_gqa" in torch_varlen.varlen_attn.__kwdefaults__)
+    replaced = Kernels(grouped="enable_gqa" in torch_varlen.varlen_attn.__kwdefaults__)
     # which our code asks for the keywords of the installed torch
     real = torch_varlen.varlen_attn.__kwdefaults__
 
     def varlen_attn(*positional, **named):
         assert named.keys() <= real.keys()
-        return found.varlen_attn(*positional, **named)
+        return replaced.varlen_attn(*positional, **named)
 
     varlen_attn.__kwdefaults__ = real
     monkeypatch.setattr(torch_varlen, "varlen_attn", varlen_attn)
     package = types.ModuleType("flash_attn")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
-    package.flash_attn_varlen_func = found.flash_attn_varlen_func
-    package.flash_attn_with_kvcache = found.flash_attn_with_kvcache
+    package.flash_attn_varlen_func = replaced.flash_attn_varlen_func
+    package.flash_attn_with_kvcache = replaced.flash_attn_with_kvcache
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", package)
     monkeypatch.setattr(weights, "choose_backend", lambda requested, device, dtype: requested)
     empty_permuted = torch.empty_permuted
     monkeypatch.setattr(torch, "empty_permuted", lambda shape, order, **more: empty_permuted(shape, sorted(order), **more))
     library = torch.library.Library("aten", "IMPL")
-    library.impl(OPERATOR, found.operator, "CPU")
-    yield found
+    library.impl(OPERATOR, replaced.operator, "CPU")
+    yield replaced
     library._destroy()

@@ -35,13 +35,13 @@ FLOORS = 9  # of modules, the scripts on top
 
 def trees() -> dict[str, ast.Module]:
     """Of every file that is not empty, by its module's name: common/data/rows.py is common.data.rows."""
-    found = {}
+    trees = {}
     for path in FILES:
         name = path.relative_to(ROOT).as_posix().removesuffix(".py").replace("/", ".").removesuffix(".__init__")
         tree = ast.parse(path.read_text(encoding="utf-8"))
         if tree.body:
-            found[name] = tree
-    return found
+            trees[name] = tree
+    return trees
 
 
 def imported(module: str, tree: ast.Module) -> set[str]:

@@ -76,8 +76,8 @@ def test_an_estimator_of_ones_own(run):
     script, steps, batches = run("estimator", "--advantage", "median")
     for batch in batches:
         for i, advantages in enumerate(batch.split(batch.advantages)):
-            own = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
-            wanted = float(batch.rewards[i]) - statistics.median(own)
+            rewards = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
+            wanted = float(batch.rewards[i]) - statistics.median(rewards)
             assert advantages.tolist() == pytest.approx([wanted] * len(advantages), abs=rounding(16))
     assert any(step["train/advantages_std"] > 0 for step in steps)
     two = losses.AdvantageInputs(torch.tensor([1.0, 2, 9, 5]), torch.full((4,), 0.5), 0.2, torch.ones(4, dtype=torch.int64),
@@ -104,8 +104,8 @@ def test_a_filter_of_samples_after_the_reward(run):
         assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(batch.tokens) < step["rollout/generated_tokens"]
     whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
     whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
-    kept = script.extremes(whole, 1)
-    assert list(zip(kept.prompt_index.tolist(), kept.number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
+    extremes = script.extremes(whole, 1)
+    assert list(zip(extremes.prompt_index.tolist(), extremes.number.tolist())) == [(0, 1), (0, 4), (1, 0), (3, 0), (3, 3)]
 
 
 def test_a_changed_sampling_rule(run):

@@ -41,8 +41,8 @@ def test_a_function_that_does_not_compile_runs_as_it_is(monkeypatch, capsys):
     monkeypatch.setattr(torch, "compile", failing)
     double = Fused(lambda x: 2 * x, ("cpu",))
     assert [double(torch.tensor(value)).item() for value in (1, 2)] == [2, 4]
-    said = capsys.readouterr().out
-    assert said.count("warning") == 1 and "failed, which costs only time: ptxas not found" in said
+    text = capsys.readouterr().out
+    assert text.count("warning") == 1 and "failed, which costs only time: ptxas not found" in text
 
 
 def test_a_cpu_compiles_nothing():

@@ -24,19 +24,19 @@ if os.environ["RANK"] != "0":
     while not (out / "done").exists():
         time.sleep(0.01)
     sys.exit()
-found = sorted(out.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:])) if RESUMES else []
-step, value = json.loads((found[-1] / "state.json").read_text()) if found else (0, 1.0)
+saved = sorted(out.glob("checkpoints/step-*"), key=lambda path: int(path.name[5:])) if RESUMES else []
+step, value = json.loads((saved[-1] / "state.json").read_text()) if saved else (0, 1.0)
 records = [json.dumps({"type": "header"})]
-for line in (out / "metrics.jsonl").read_text().splitlines() if found else ():
+for line in (out / "metrics.jsonl").read_text().splitlines() if saved else ():
     if json.loads(line).get("step", step + 1) <= step:
         records.append(line)
 (out / "checkpoints").mkdir(parents=True, exist_ok=True)
 with open(out / "metrics.jsonl", "w", buffering=1) as file:
     file.write("\\n".join(records) + "\\n")
-    if not found:
+    if not saved:
         file.write(json.dumps({"step": 0, "eval/x": 1.0}) + "\\n")
     while step < last:
-        step, value = step + 1, value * 1.1 + DRIFT * bool(found)
+        step, value = step + 1, value * 1.1 + DRIFT * bool(saved)
         file.write(json.dumps({"step": step, "train/x": value, "perf/x": time.time()}) + "\\n")
         if step % every == 0:
             (out / "tmp").mkdir()

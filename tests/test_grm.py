@@ -326,7 +326,7 @@ def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
 def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
     events, generate, submit = [], grm.generate, PromptLoader.submit
-    monkeypatch.setattr(grm, "generate", lambda *given: events.append(len(given[2].prompts)) or generate(*given))
+    monkeypatch.setattr(grm, "generate", lambda *args: events.append(len(args[2].prompts)) or generate(*args))
     monkeypatch.setattr(PromptLoader, "submit", lambda self, prompts, draws:
                         events.append(f"decode {len(prompts)}") or submit(self, prompts, draws))
     assert evaluate(env, tmp_path, env.held_out, 1, eval_batch=5)["eval/num_samples"] == 13

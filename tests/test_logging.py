@@ -100,7 +100,9 @@ def test_stage_timer():
     for _ in range(2):
         with timer("rollout"):
             time.sleep(0.02)
-    assert 0.04 <= timer.metrics()["perf/rollout_seconds"] < 1 and (timer.reset(), timer.metrics())[1] == {"perf/step_seconds": 0}
+    assert 0.04 <= timer.metrics()["perf/rollout_seconds"] < 1
+    timer.reset()
+    assert timer.metrics() == {"perf/step_seconds": 0}
 
 
 def test_environment(tmp_path, monkeypatch):
@@ -108,9 +110,9 @@ def test_environment(tmp_path, monkeypatch):
     (tmp_path / "git").chmod(0o755)
     for path, commit in ((f"{tmp_path}:{os.environ['PATH']}", "abc123-dirty"), ("/nonexistent", "unknown")):
         monkeypatch.setenv("PATH", path)
-        found = environment()
-        assert found["git_commit"] == commit and torch.__version__.startswith(found["torch"]) and found["world_size"] >= 1
-        assert json.loads(json.dumps(found)) == found and {"transformers", "flash_attn", "cuda", "gpu"} <= found.keys()
+        values = environment()
+        assert values["git_commit"] == commit and torch.__version__.startswith(values["torch"]) and values["world_size"] >= 1
+        assert json.loads(json.dumps(values)) == values and {"transformers", "flash_attn", "cuda", "gpu"} <= values.keys()
 
 
 def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -242,18 +244,18 @@ def test_a_bar_inside_a_step(monkeypatch, capsys):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(logging, "tqdm", functools.partial(tqdm, file=screen, mininterval=0))
-    for rank, late, shown in (("0", 3, True), ("0", 0, False), ("1", 3, False)):
+    for rank, late, visible in (("0", 3, True), ("0", 0, False), ("1", 3, False)):
         monkeypatch.setenv("RANK", rank)
         bar = logging.progress(range(5), "packed rows")
         bar.start_t = getattr(bar, "start_t", 0) - late
-        assert list(bar) == [0, 1, 2, 3, 4] and ("packed rows:" in screen.getvalue()) == shown
+        assert list(bar) == [0, 1, 2, 3, 4] and ("packed rows:" in screen.getvalue()) == visible
         screen.truncate(0)
     monkeypatch.undo()
     assert list(logging.progress(range(5), "packed rows")) == [0, 1, 2, 3, 4] and capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("first_step, kept", [(3, [0, 1, 2, 3]), (0, [])])
-def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
+@pytest.mark.parametrize("first_step, earlier", [(3, [0, 1, 2, 3]), (0, [])])
+def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier):
     log = RunLogger(RunArgs(out=tmp_path), {"text": "a\u2028b"}, total_steps=6, first_step=0)
     for step in range(6):
         log.step(step, {"x": float(step)}, {})
@@ -262,15 +264,15 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, kept):
         file.write('{"step": 6, "x"')  # killed while writing
     time.sleep(1.1)  # TensorBoard reads files in the order of the seconds in their names
     log = open_log(tmp_path, first_step)
-    assert steps(tmp_path) == kept and log.bar.n == first_step
-    for step in range(len(kept), 7):
+    assert steps(tmp_path) == earlier and log.bar.n == first_step
+    for step in range(len(earlier), 7):
         log.step(step, {"x": 10.0 * step}, {})
     log.close(6, 6, {})
     assert steps(tmp_path) == list(range(7))
     assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == ([0, 3] if first_step else [0])
     assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
     points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
-    assert points == {step: step if step in kept else 10 * step for step in range(7)}
+    assert points == {step: step if step in earlier else 10 * step for step in range(7)}
     for damaged in ('{"step": 2', "[1]"):
         (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
         with pytest.raises(ValueError, match="metrics.jsonl:2 is no JSON object, repair or remove it"):

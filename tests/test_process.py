@@ -52,7 +52,7 @@ def test_help_and_refusals(script, flags, code, message):
 
 
 # -------------------------------------------------------------------------------- exit codes
-@pytest.mark.parametrize("program, code, said", [
+@pytest.mark.parametrize("program, code, message", [
     ("pass", 0, ""),
     ("raise distributed.UserError('no such row')", 2, "error: no such row\n"),
     ("raise distributed.Exit(distributed.EXIT_PREEMPTED)", 75, ""),
@@ -62,10 +62,10 @@ def test_help_and_refusals(script, flags, code, message):
     ("os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM, ""),
     ("os.kill(os.getpid(), signal.SIGINT)", -signal.SIGINT, ""),
 ])
-def test_exit_code_0_means_done(program, code, said):
+def test_exit_code_0_means_done(program, code, message):
     imports = "import os, signal, sys\nfrom common import distributed"
     result = python(f"{imports}\ndef main():\n    {program}\ndistributed.run_main(main)")
-    assert result.returncode == code and said in result.stderr and bool(said) == bool(result.stderr)
+    assert result.returncode == code and message in result.stderr and bool(message) == bool(result.stderr)
     assert ("Traceback" in result.stderr) == (code == 1)
 
 

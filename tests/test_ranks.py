@@ -54,10 +54,10 @@ def test_a_rank_is_as_a_new_process(tmp_path, monkeypatch):
     assert seeds[0] != seeds[1] and told.count("patched: here") == 2
 
 
-@pytest.mark.parametrize("how, code, said", [("refusal", 2, "error: no such row\n"), ("bug", 1, "ZeroDivisionError"),
+@pytest.mark.parametrize("how, code, message", [("refusal", 2, "error: no such row\n"), ("bug", 1, "ZeroDivisionError"),
                                              ("kill", -signal.SIGKILL, "")])
-def test_exit_codes(how, code, said):
-    assert said in ranks.run(end, how, codes=[code])
+def test_exit_codes(how, code, message):
+    assert message in ranks.run(end, how, codes=[code])
 
 
 def test_a_rank_that_does_not_end_is_killed():

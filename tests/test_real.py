@@ -113,11 +113,11 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows):
 
 def scores(model, samples) -> torch.Tensor:
     """(N,) log-probs by transformers, one forward pass per sample, at the temperature of the test."""
-    found = []
+    logprobs = []
     for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
         logits = forced(model, samples.prompts[group].input_ids, tokens) / 0.8
-        found.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-    return torch.cat(found)
+        logprobs.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    return torch.cat(logprobs)
 
 
 def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):

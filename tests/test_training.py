@@ -75,10 +75,10 @@ def samples_of_every_step() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def write_samples():
-    kept = logging.RunLogger.shows_samples
+    before = logging.RunLogger.shows_samples
     samples_of_every_step()
     yield
-    logging.RunLogger.shows_samples = kept
+    logging.RunLogger.shows_samples = before
 
 
 @pytest.fixture(scope="session")
