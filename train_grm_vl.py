@@ -568,8 +568,7 @@ def evaluate(
         "eval/seconds": time.perf_counter() - started,
     }
     state.metrics |= metrics
-    text = json.dumps({"summary": summary, "records": records}, indent=1)
-    log.text(f"eval/eval_result_{state.step}.json", text)
+    log.json(f"eval/eval_result_{state.step}.json", {"summary": summary, "records": records})
     count = args.run.log_samples
     every = max(1, len(records) // max(1, count))
     chosen = records[::every][:count]  # evenly from all
@@ -589,7 +588,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     picture does not decode.
 
     Raises:
-        UserError: no example is left, or a likelihood is not finite.
+        UserError: no example is left.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(args.run.seed * 1_000_003 + step * world + rank)  # only sampling reads it
@@ -611,18 +610,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
-    check_likelihoods(records, step)
     return records, loader.dropped
-
-
-def check_likelihoods(records: list[dict], step: int) -> None:
-    """Raises UserError: a loss or a probability is not finite."""
-    for record in records:
-        if not math.isfinite(record["loss"] + sum(record["probabilities"].values())):
-            raise UserError(
-                f"evaluation after step {step}: the loss of {record['info']['row']} is not finite; "
-                "check the weights for NaN or infinity"
-            )
 
 
 def generate(
@@ -705,7 +693,7 @@ def score_verdicts(
     if not len(batch):
         return {}  # no picture decodes
     compute_features(judge, batch)
-    totals = batch.per_sample_sum(compute_logprobs(judge, batch).double())  # (S,)
+    totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
     scores = {}
     for index in set(batch.prompt_index.tolist()):
         own = totals[batch.prompt_index == index]  # of the target, and of each verdict
@@ -713,15 +701,6 @@ def score_verdicts(
         probabilities = dict(zip(verdicts[examples[index].kind], chances))
         scores[index] = {"loss": -float(own[0]), "probabilities": probabilities}
     return scores
-
-
-@torch.no_grad()
-def compute_logprobs(judge: Judge, batch: Batch) -> Tensor:
-    """(N,) log-probs of all targets, on every rank."""
-    judge.eval()
-    done = [(pack.flat, judge(pack)) for pack in vlm.packs(judge.model, batch)]
-    fsdp.rest_after_scoring(judge)
-    return vlm.join_packs(done, len(batch.tokens))
 
 
 def judgement_record(

@@ -1209,25 +1209,15 @@ def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
 # -------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def run_forward(module: nn.Module, batch: Batch, forward: Callable) -> Tensor:
-    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
-    pack -> (k, T), (k, N)."""
-    module.eval()
-    done = [(pack.flat, forward(pack)) for pack in vlm.packs(module.model, batch)]
-    fsdp.rest_after_scoring(module)
-    return vlm.join_packs(done, len(batch.tokens))
-
-
 def compute_logprobs(policy: Policy, batch: Batch) -> Tensor:
     """(N,) log-probs of samples under the distribution that they were drawn from: its temperature,
     its bans; of a batch that was not sampled, under the plain model."""
-    return run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
+    return fsdp.run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
 
 
 def compute_values(critic: Critic, batch: Batch) -> Tensor:
     """(N,) the critic's value before every response token."""
-    return run_forward(critic, batch, critic)
+    return fsdp.run_forward(critic, batch, critic)
 
 
 def fill_logprobs_and_values(
@@ -1239,7 +1229,7 @@ def fill_logprobs_and_values(
     # needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
-        logp, batch.entropy = run_forward(
+        logp, batch.entropy = fsdp.run_forward(
             actor, batch, lambda pack: torch.stack(actor(pack, batch.sampling, entropy=True)[:2])
         )
         if algorithm.importance_cap:
@@ -1254,7 +1244,7 @@ def fill_logprobs_and_values(
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless the KL is exact, ref_logprobs."""
     if estimator == "full":
-        batch.kl = run_forward(
+        batch.kl = fsdp.run_forward(
             actor,
             batch,
             lambda pack: actor(pack, batch.sampling, reference=reference_outputs(reference, pack))[2],

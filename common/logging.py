@@ -301,14 +301,14 @@ class RunLogger:
                     image = np.asarray(sheet)  # (H, W, 3) uint8
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
 
-    def text(self, name: str, text: str) -> None:
-        """Write a text file of that name, with folders, below the run's folder: all of it, or, when
+    def json(self, name: str, value: Any) -> None:
+        """Write a JSON file of that name, with folders, below the run's folder: all of it, or, when
         the process is killed meanwhile, nothing. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
                 path = self.out / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                replace_durably(path, text)
+                replace_durably(path, json.dumps(value, indent=1, allow_nan=False))
 
     @contextmanager
     def writing(self, what: str):

@@ -115,9 +115,9 @@ def test_environment(tmp_path, monkeypatch):
         assert json.loads(json.dumps(values)) == values and {"transformers", "flash_attn", "cuda", "gpu"} <= values.keys()
 
 
-def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     log = open_log(tmp_path)
-    log.text("eval/a.json", "old")
+    log.json("eval/a.json", "old")
 
     def die(*_):
         raise KeyboardInterrupt  # as a kill would, between the first byte and the last
@@ -125,8 +125,8 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("common.logging.os.fsync", die)
     for name in ("eval/a.json", "eval/b.json"):
         with pytest.raises(KeyboardInterrupt):
-            log.text(name, "new")
-    assert (tmp_path / "eval/a.json").read_text() == "old" and not (tmp_path / "eval/b.json").exists()
+            log.json(name, "new")
+    assert (tmp_path / "eval/a.json").read_text() == '"old"' and not (tmp_path / "eval/b.json").exists()
 
 
 def test_files_of_a_run(tmp_path, capsys):
@@ -136,7 +136,7 @@ def test_files_of_a_run(tmp_path, capsys):
     assert steps(tmp_path) == [0, 1]  # readable while the run goes on
     card = sample_card([Image.new("RGB", (8, 8), "red")], "said", "earned")
     log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])
-    log.text("notes/a.txt", "text")
+    log.json("notes/a.json", "text")
     with pytest.raises(ValueError):  # JSON has no NaN
         log.samples(2, [{"reward": math.nan}], [])
     log.line("hello")
@@ -148,7 +148,7 @@ def test_files_of_a_run(tmp_path, capsys):
                       {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
     assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]
     assert Image.open(tmp_path / "samples/step-000001.png").width > 2 * card.width
-    assert (tmp_path / "notes/a.txt").read_text() == "text" and not list(tmp_path.rglob("*.tmp"))
+    assert (tmp_path / "notes/a.json").read_text() == '"text"' and not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
         "eval  step     0  accuracy 0.250", "step     1  reward 0.500", "hello",
         f"done: metrics in {tmp_path}/metrics.jsonl, TensorBoard in {tmp_path}/tensorboard, samples in {tmp_path}/samples"]

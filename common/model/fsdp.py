@@ -12,6 +12,7 @@ import inspect
 import math
 from collections import OrderedDict
 from contextlib import contextmanager
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from common.buffers import Batch, Pack
 from common.flags import OptimArgs
 from common.model import forward as vlm
 
@@ -274,6 +276,16 @@ def unsharded(module: nn.Module):
             part.reshard()
             part.set_reshard_after_forward(part is not module, recurse=False)
         forget_forwards(module)
+
+
+@torch.no_grad()
+def run_forward(module: nn.Module, batch: Batch, forward: Callable[[Pack], Tensor]) -> Tensor:
+    """(N,) what ``forward``, pack -> (T,), says of every response token, on every rank; or, of
+    pack -> (k, T), (k, N)."""
+    module.eval()
+    done = [(pack.flat, forward(pack)) for pack in vlm.packs(module.model, batch)]
+    rest_after_scoring(module)
+    return vlm.join_packs(done, len(batch.tokens))
 
 
 def rest_after_scoring(module: nn.Module) -> None:

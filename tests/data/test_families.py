@@ -270,7 +270,7 @@ def responses_to(env, counts: list[int], vocabulary: int) -> Batch:
 
 def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     """(N,) of the responses, as the policy samples them."""
-    return ppo.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
+    return fsdp.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
 
 
 def check_logprobs(family, counts: list[int], inputs_of) -> None:
