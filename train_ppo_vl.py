@@ -2162,8 +2162,8 @@ class RolloutEngine:
             ids, positions = episode.read_reply()
             length = self.batch.prompt_lengths[group] + episode.length
             resumed.append(replies.Resumed(slot, length - len(ids), ids, following + positions))
-            self.slots[slot] = Sample(episode.key, length, episode.own, episode.own)
-            state.append((slot, length, following + episode.position, episode.own))
+            self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
+            state.append((slot, length, following + episode.position, episode.own_tokens))
         pack = replies.reply_pack(self.actor.model, self.cache, resumed, features)
         hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)

@@ -173,7 +173,7 @@ class TextOnly(Family):
     """Language models without a vision tower."""
 
     model_types = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "llama", "mistral")
-    has_images = False
+    has_images = replies_show_images = False
     template_has_bos = True
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:

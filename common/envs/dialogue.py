@@ -44,7 +44,7 @@ class Episode:
     """The conversation of one sample, in progress."""
 
     key: Key
-    source: str  # of its row, for messages
+    prompt: Prompt  # with the first observation, if there is one
     conversation: Conversation
     env: Any = None  # the user's object, once it is made
     call: Call | None = None  # the last one
@@ -57,7 +57,7 @@ class Episode:
     stream: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     length: int = 0  # tokens of the stream
     position: int = 0  # after its last token
-    own: int = 0  # own tokens in it
+    own_tokens: int = 0  # of them the policy's own
 
     def extend(self, ids: Tensor, positions: Tensor, is_own: bool) -> None:
         """Add a turn or a reply (n,); its rotary positions (3, n) begin at 0."""
@@ -68,9 +68,9 @@ class Episode:
 
     def add_turn(self, tokens: Tensor) -> None:
         """Add what is new of all own tokens (n,)."""
-        turn = tokens[self.own :]
+        turn = tokens[self.own_tokens :]
         self.extend(turn, torch.arange(len(turn)).expand(3, -1), is_own=True)
-        self.own = len(tokens)
+        self.own_tokens = len(tokens)
 
     def read_reply(self) -> tuple[Tensor, Tensor]:
         """Add the finished turn and the reply to it. Returns what is new to the model, token ids
@@ -81,8 +81,8 @@ class Episode:
         if self.response is not None:
             self.add_turn(self.response.tokens)
             conversation.replies.append(reply.content)
-            conversation.tokens_before.append(self.own)
-            conversation.pictures += reply.pictures
+            conversation.tokens_before.append(self.own_tokens)
+            conversation.pictures += reply.images
             self.reply_tokens += new
             new += 1
         self.extend(reply.input_ids, reply.positions, is_own=False)
@@ -109,7 +109,7 @@ class EnvRollout:
         threads = max(1, self.args.env_workers)
         self.workers = Workers(threads, self.args.env_timeout, "--env_timeout")
         self.episodes: dict[Key, Episode] = {}
-        self.asked: dict[Key, Episode] = {}  # whose environments have not answered yet
+        self.waiting: dict[Key, Episode] = {}  # whose environments have not answered yet
         self.closing: list[Episode] = []
         self.shared_pixels: dict[int, Pixels] = {}  # by prompt, with its own
 
@@ -150,35 +150,46 @@ class EnvRollout:
             row = batch.prompts[index]
             for number in range(count):
                 conversation = Conversation(role=self.environment.role)
-                episode = Episode((index, number), row.source, conversation)
+                episode = Episode((index, number), row, conversation)
                 self.episodes[episode.key] = episode
                 columns = env_row(row, (*self.seed, batch.prompt_ids[index]), number)
-                self.submit(episode, self.reset, episode, row, columns)
+                self.submit(episode, self.reset, episode, columns)
         for episode in self.episodes.values():
-            episode.reply = self.wait_for(episode)
-            if episode.reply is not None:
+            first = self.wait_for(episode)
+            if first is not None:
+                episode.reply, episode.prompt = first
                 episode.conversation.opening = episode.reply.content
-                episode.conversation.pictures += episode.reply.pictures
+                episode.conversation.pictures += episode.reply.images
 
-    def reset(self, episode: Episode, prompt: Prompt, row: dict) -> Reply | None:
-        """In a thread: make and reset an environment."""
+    def reset(self, episode: Episode, row: dict) -> tuple[Reply, Prompt] | None:
+        """In a thread: make and reset an environment. Returns its first observation, and the prompt
+        with it at the end of the last message."""
+        prompt = episode.prompt
         episode.env = self.environment.make()
         observation = episode.env.reset(row)
         if observation is None:
             return None
         opening = self.read_parts(observation)
-        self.with_opening(prompt, opening)  # or this sample fails
-        return opening
+        *before, last = prompt.messages
+        messages = [*before, {**last, "content": last["content"] + opening.content}]
+        grids, limit = prompt.grids + opening.grids, self.environment.max_prompt_tokens
+        text, ids, image_tokens = self.processor.encode(messages, grids)
+        if len(ids) > limit:
+            raise ValueError(
+                f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
+            )
+        fields = {"text": text, "input_ids": ids, "image_tokens": image_tokens, "grids": grids}
+        return opening, replace(prompt, **fields)
 
     def read_parts(self, parts: Any) -> Reply:
         reply = replies.read_parts(parts, self.processor)
-        if reply.pictures and not self.environment.pictures:
-            raise ValueError("a picture from a class that says pictures = False")
+        if reply.images and not self.environment.shows_images:
+            raise ValueError("an image from a class that says pictures = False")
         return reply
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
-        opening = next(episode.reply for episode in episodes if episode.reply)
+        opening, prompt = next((each.reply, each.prompt) for each in episodes if each.reply)
         if opening.grids:
             parts = [batch.patches[index]] if index in batch.patches else []
             parts.append((opening.patches, torch.tensor(opening.grids)))
@@ -186,40 +197,31 @@ class EnvRollout:
         for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
             episode.reply = None
             episode.conversation.opening = opening.content
-            episode.conversation.pictures = list(opening.pictures)
-        return self.with_opening(batch.prompts[index], opening)
+            episode.conversation.pictures = list(opening.images)
+        return prompt
 
     def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt up to where the first observations of its samples differ; the rest is left to
         the samples."""
-        prompt = batch.prompts[index]
-        whole = []  # the prompt of each sample with its own observation
-        cut = len(prompt.input_ids)
+        ids = batch.prompts[index].input_ids
+        cut = len(ids)
         for episode in episodes:
+            size = min(len(ids), len(episode.prompt.input_ids)) - 1  # a last token stays behind
+            is_equal = ids[:size] == episode.prompt.input_ids[:size]
+            cut = min(cut, int(is_equal.cumprod(0).sum()))
+        for episode in episodes:
+            positions = vlm.prompt_positions(self.model, episode.prompt)  # (3, P)
             episode.reply = episode.reply or Reply()
-            whole.append(self.with_opening(prompt, episode.reply))
-            cut = min(cut, common_prefix(prompt.input_ids, whole[-1].input_ids))
-        image_ids = self.model.family.visual_token_ids()
-        if int(torch.isin(prompt.input_ids[:cut], image_ids).sum()) != prompt.image_tokens:
-            raise ValueError(f"{prompt.source}: the template puts the observation before a picture")
-        for episode, begin in zip(episodes, whole):
-            positions = vlm.prompt_positions(self.model, begin)  # (3, P)
-            episode.reply.input_ids = begin.input_ids[cut:]
+            episode.reply.input_ids = episode.prompt.input_ids[cut:]
             episode.reply.positions = positions[:, cut:] - (positions[:, :cut].max() + 1)
-        return replace(prompt, input_ids=prompt.input_ids[:cut])
-
-    def with_opening(self, prompt: Prompt, opening: Reply) -> Prompt:
-        """A prompt with a first observation at its end. Raises ValueError: too long."""
-        limit = self.environment.max_prompt_tokens
-        text, ids, image_tokens = replies.encode_opening(self.processor, prompt, opening, limit)
-        grids = prompt.grids + opening.grids
-        return replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
+        return replace(batch.prompts[index], input_ids=ids[:cut])
 
     @property
     def extra_tokens(self) -> int:
         """Most tokens of a sample that are neither the prompt's nor its own."""
-        openings = [len(episode.reply.input_ids) for episode in self.episodes.values() if episode.reply]
-        return self.args.max_reply_tokens + max(openings, default=0)
+        replies = [episode.reply for episode in self.episodes.values() if episode.reply]
+        longest = max((len(reply.input_ids) for reply in replies), default=0)
+        return self.args.max_reply_tokens + longest
 
     # Turns
 
@@ -235,9 +237,9 @@ class EnvRollout:
         if episode.conversation.error or response.truncated:
             self.end(episode, "error" if episode.conversation.error else "token_limit")
             return False
-        (text,) = self.processor.decode([response.tokens[episode.own :]])
+        (text,) = self.processor.decode([response.tokens[episode.own_tokens :]])
         self.submit(episode, self.step, episode, text, by_string)
-        self.asked[key] = episode
+        self.waiting[key] = episode
         return True
 
     def step(self, episode: Episode, text: str, by_string: bool) -> tuple[Step, Reply | None]:
@@ -255,24 +257,24 @@ class EnvRollout:
         """The episodes whose environments have answered since the last call: with a reply that the
         policy is to read, or without one and ended. ``wait`` until there is one."""
         if wait:
-            self.workers.wait_for_any([episode.call for episode in self.asked.values()])
+            self.workers.wait_for_any([episode.call for episode in self.waiting.values()])
         self.workers.give_up_late()
-        answered = [episode for episode in self.asked.values() if episode.call.done()]
+        answered = [episode for episode in self.waiting.values() if episode.call.done()]
         for episode in answered:
-            del self.asked[episode.key]
+            del self.waiting[episode.key]
             self.take_reply(episode)
         return answered
 
     def take_reply(self, episode: Episode) -> None:
         """Set the reply to the last turn, or how the sample has ended."""
-        conversation, own = episode.conversation, len(episode.response.tokens)
+        conversation, own_tokens = episode.conversation, len(episode.response.tokens)
         result = self.wait_for(episode)
         if result is None:
             self.end(episode, "error")
             return
         step, reply = result
         conversation.rewards.append(step.reward)
-        conversation.ends.append(own)
+        conversation.ends.append(own_tokens)
         if step.accuracy is not None:
             conversation.accuracy = step.accuracy
         if reply is None:
@@ -280,7 +282,7 @@ class EnvRollout:
         elif len(conversation.ends) >= self.args.max_turns:
             self.end(episode, "turn_limit")
         elif (
-            own >= self.max_new_tokens
+            own_tokens >= self.max_new_tokens
             or episode.reply_tokens + len(reply.input_ids) > self.args.max_reply_tokens
         ):
             self.end(episode, "token_limit")
@@ -296,7 +298,7 @@ class EnvRollout:
         if error is None:
             return call.result()
         problem = str(error) if isinstance(error, LateError) else describe(error)
-        conversation.error = f"{self.args.env}: {episode.source}: {problem}"
+        conversation.error = f"{self.args.env}: {episode.prompt.source}: {problem}"
         conversation.rewards = [0.0] * len(conversation.rewards)
         conversation.accuracy = None
         return None
@@ -331,11 +333,3 @@ class EnvRollout:
         batch.stream, batch.is_own, batch.places = map(torch.cat, zip(*parts))
         batch.spans = torch.tensor([episode.length for episode in episodes], dtype=torch.int64)
         batch.conversations = [episode.conversation for episode in episodes]
-
-
-def common_prefix(one: Tensor, other: Tensor) -> int:
-    """How many tokens two sequences have in common at their beginning, but for the last of
-    either."""
-    size = min(len(one), len(other)) - 1
-    differing = (one[:size] != other[:size]).nonzero()
-    return int(differing[0]) if len(differing) else size

@@ -4,11 +4,10 @@
     step(text) -> (reply or None, reward, done)
     close()       optional
 
-A reply or observation is a text, a picture of Pillow's, a pathlib.Path of one, or a list of these.
+A reply or observation is a text, an image of Pillow's, a pathlib.Path of one, or a list of these.
 A reward is a number, or {"reward": number, "accuracy": number}.
 """
 
-import inspect
 import math
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
@@ -30,18 +29,18 @@ class Environment:
     make: Callable[[], Any]
     role: str  # of its messages
     shared: bool  # whether the first observation is the same for all samples of a prompt
-    pictures: bool  # whether what it says may hold pictures
+    shows_images: bool  # whether what it says may hold images
     args: EnvArgs
     max_prompt_tokens: int  # with a first observation
 
     def check_model(self, processor: Processor) -> None:
         """Raises UserError: the checkpoint's template cannot express its messages."""
         try:
-            check_template(processor, self.role, self.pictures)
+            check_template(processor, self.role, self.shows_images)
         except ValueError as error:
             hint = ""
-            if self.pictures:
-                hint = "; if the class never shows pictures, set pictures = False in it"
+            if self.shows_images:
+                hint = "; if the class never shows images, set pictures = False in it"
             raise UserError(
                 f"--env {self.args.env} does not work with this model: {error}{hint}"
             ) from error
@@ -62,25 +61,14 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
     if not args.env:
         return None
     made = load_object("--env", args.env, "an existing path.py:Class")
-    missing = [name for name in ("reset", "step") if not callable(getattr(made, name, None))]
-    if missing:
-        raise UserError(
-            f"--env {args.env}: {made!r:.80} has no method {missing[0]!r}; see launch/README.md"
-        )
-    try:
-        inspect.signature(made).bind()
-        inspect.signature(made.reset).bind("self", "row")
-        inspect.signature(made.step).bind("self", "text")
-    except TypeError as error:
-        raise UserError(
-            f"--env {args.env}: it is made without arguments, and called as reset(row) and "
-            f"step(text): {error}"
-        ) from error
+    for name in ("reset", "step"):
+        if not callable(getattr(made, name, None)):
+            raise UserError(f"--env {args.env}: no method {name!r}; see launch/README.md")
     role = getattr(made, "role", "user")
     if role not in ROLES:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
-    shared, pictures = getattr(made, "shared", False), getattr(made, "pictures", True)
-    return Environment(made, role, bool(shared), bool(pictures), args, max_prompt_tokens)
+    shared, shows_images = getattr(made, "shared", False), getattr(made, "pictures", True)
+    return Environment(made, role, bool(shared), bool(shows_images), args, max_prompt_tokens)
 
 
 def absolute_env(spec: str) -> str:
@@ -97,25 +85,18 @@ def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict[str, Any]:
 
 
 def read_step(returned: Any) -> Step:
-    """Raises ValueError: `step` returned anything else than it may."""
+    """What `step` has returned. Raises ValueError or TypeError: anything else than it may."""
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise ValueError(f"step must return (reply or None, reward, done), not {returned!r:.200}")
     reply, reward, done = returned
-    earned = reward if isinstance(reward, dict) else {"reward": reward}
-    if "reward" not in earned or earned.keys() - {"reward", "accuracy"}:
+    entries = reward if isinstance(reward, dict) else {"reward": reward}
+    numbers = {name: float(value) for name, value in entries.items()}
+    is_known = "reward" in numbers and numbers.keys() <= {"reward", "accuracy"}
+    if not is_known or not all(map(math.isfinite, numbers.values())):
         raise ValueError(
-            'step must return a number as the reward, or {"reward": number, "accuracy": number}, '
-            f"not {reward!r:.200}"
+            'the reward of a step must be a finite number, or {"reward": number, "accuracy": '
+            f"number}}, not {reward!r:.200}"
         )
-    numbers = {name: read_number(name, value) for name, value in earned.items()}
     if reply is None and not done:
         raise ValueError("step returned no reply, and is not done")
     return Step(reply, numbers["reward"], numbers.get("accuracy"), bool(done))
-
-
-def read_number(name: str, value: Any) -> float:
-    """Raises ValueError: not a finite number."""
-    value = value.item() if hasattr(value, "item") else value
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"step returned the {name} {value!r:.80}, not a finite number")
-    return float(value)

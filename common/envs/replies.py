@@ -1,9 +1,8 @@
 """What an environment says, as the model reads it.
 
-    parts  -> texts and pictures                                       read_parts
-    reply  -> token ids that follow the assistant's end token          encode_reply
-    first observation -> the end of the prompt                         encode_opening
-    waiting replies   -> features of their pictures, one pack    compute_features, reply_pack
+    parts           -> texts and images                                  read_parts
+    reply           -> token ids that follow the assistant's end token   encode_reply
+    waiting replies -> features of their images, one pack      compute_features, reply_pack
 
 A reply is written by the chat template itself: in a conversation of a user, an assistant and the
 reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
@@ -25,11 +24,10 @@ from torch import Tensor
 from common.buffers import Content, Pack, ragged_index
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
-from common.data.rows import Prompt
 from common.model.attention import PackedAttention, SlotCache
 from common.model.forward import image_features
 
-SAID = "\x02said\x03"  # nothing else contains it, and no template changes it
+TURN = "\x02turn\x03"  # nothing else contains it, and no template changes it
 
 
 @dataclass
@@ -37,48 +35,36 @@ class Reply:
     """A reply or a first observation."""
 
     content: Content = field(default_factory=list)
-    pictures: list[Image.Image] = field(default_factory=list)  # RGB
-    patches: Tensor | None = None  # of all pictures, one after the other
+    images: list[Image.Image] = field(default_factory=list)  # RGB
+    patches: Tensor | None = None  # of all images, one after the other
     grids: tuple[tuple, ...] = ()
-    features: Tensor | None = None  # (K, M, H) of all pictures, on the CPU
+    features: Tensor | None = None  # (K, M, H) of all images, on the CPU
     input_ids: Tensor | None = None  # (E,) int64
     positions: Tensor | None = None  # (3, E) rotary positions from the first token on
 
 
-def read_parts(said: Any, processor: Processor) -> Reply:
-    """A text, a picture (Pillow's, or the path of one), or a list of these, not yet encoded."""
-    given = list(said) if isinstance(said, list | tuple) else [said]
-    reply = Reply()
-    for part in given:
+def read_parts(parts: Any, processor: Processor) -> Reply:
+    """A text, an image (Pillow's, or the path of one), or a list of these, not yet encoded."""
+    reply, family = Reply(), processor.family
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
         if isinstance(part, str):
-            part.encode("utf-8")
             reply.content.append({"type": "text", "text": part})
         elif isinstance(part, Image.Image | Path):
-            picture = read_image(str(part)) if isinstance(part, Path) else upright_rgb(part)
-            size = {"width": picture.width, "height": picture.height}
-            reply.content.append({"type": "image", **size})
-            reply.pictures.append(picture)
+            image = read_image(str(part)) if isinstance(part, Path) else upright_rgb(part)
+            reply.content.append({"type": "image", "width": image.width, "height": image.height})
+            reply.images.append(image)
         else:
             raise ValueError(
-                "expected a text, a picture of Pillow's, a pathlib.Path of one, or a list of these;"
+                "expected a text, an image of Pillow's, a pathlib.Path of one, or a list of these;"
                 f" got {part!r:.80}"
             )
-    if not given:
-        raise ValueError("an empty list; say nothing with an empty text")
-    if reply.pictures:
-        check_pictures(processor)
-        patches, grids = zip(*map(processor.family.patches, reply.pictures))
-        reply.patches, reply.grids = torch.cat(patches), tuple(grids)
+    if reply.images:
+        if not family.replies_show_images:
+            name = processor.config.model_type
+            raise ValueError(f"images in replies are not supported for {name}")
+        patches, grids = zip(*map(family.patches, reply.images))
+        reply.patches, reply.grids = torch.cat(patches), grids
     return reply
-
-
-def check_pictures(processor: Processor) -> None:
-    """Raises ValueError: models that cannot have pictures in replies."""
-    name = processor.config.model_type
-    if not processor.family.has_images:
-        raise ValueError(f"pictures for {name}, a model of text only")
-    if not processor.family.replies_show_images:
-        raise ValueError(f"pictures in replies are not supported for {name}")
 
 
 def encode_reply(processor: Processor, reply: Reply, role: str, by_string: bool) -> Tensor:
@@ -106,44 +92,21 @@ def render_reply(processor: Processor, reply: Reply, role: str) -> str:
     """What the template writes after the assistant's words: end of turn, reply, next turn."""
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "?"}]},
-        {"role": "assistant", "content": [{"type": "text", "text": SAID}]},
+        {"role": "assistant", "content": [{"type": "text", "text": TURN}]},
         {"role": role, "content": reply.content},
     ]
     text = processor.render(processor.as_chat(messages), add_generation_prompt=True)
-    _, found, tail = text.partition(SAID)
-    if not found:
+    _, mark, tail = text.partition(TURN)
+    if not mark:
         raise ValueError("the chat template leaves out what the assistant said")
-    for part in reply.content:
-        if part.get("text", "").strip() not in tail:
-            raise ValueError(f"the chat template leaves out {part['text']!r:.80} of role {role!r}")
-    shown = tail.count(processor.family.placeholder) if processor.family.has_images else 0
-    if shown != len(reply.pictures):
-        raise ValueError(
-            f"the chat template writes {shown} places for {len(reply.pictures)} pictures of role "
-            f"{role!r}"
-        )
+    processor.check_holds(tail, reply.content)
     return tail
 
 
-def check_template(processor: Processor, role: str, pictures: bool) -> None:
+def check_template(processor: Processor, role: str, shows_images: bool) -> None:
     """Raises ValueError: the chat template cannot say what an environment of that role may."""
-    picture = [Image.new("RGB", (64, 64), "white")] if pictures else []
-    encode_reply(processor, read_parts([*picture, "seen"], processor), role, by_string=False)
-
-
-def encode_opening(
-    processor: Processor, prompt: Prompt, opening: Reply, limit: int
-) -> tuple[str, Tensor, int]:
-    """A prompt with a first observation at the end of its last message: text, token ids (P,) and
-    how many of them are image tokens. Raises ValueError: more than ``limit`` tokens."""
-    *before, last = prompt.messages
-    messages = [*before, {**last, "content": last["content"] + opening.content}]
-    text, ids, image_tokens = processor.encode(messages, prompt.grids + opening.grids)
-    if len(ids) > limit:
-        raise ValueError(
-            f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
-        )
-    return text, ids, image_tokens
+    images = [Image.new("RGB", (64, 64), "white")] if shows_images else []
+    encode_reply(processor, read_parts([*images, "seen"], processor), role, by_string=False)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -163,20 +126,20 @@ class Resumed(NamedTuple):
 def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
     """Fill the image features of the replies, by one call of the vision tower, and return those
     there are. Only a tower that is trained needs the patches again."""
-    shown = [reply for reply in replies if reply.grids]
-    if not shown:
+    replies = [reply for reply in replies if reply.grids]
+    if not replies:
         return []
-    patches = torch.cat([reply.patches for reply in shown])
-    grids = torch.tensor([grid for reply in shown for grid in reply.grids])
+    patches = torch.cat([reply.patches for reply in replies])
+    grids = torch.tensor([grid for reply in replies for grid in reply.grids])
     with torch.inference_mode(False), torch.no_grad():  # they are trained on later
         features = image_features(model, patches, grids).cpu()
     image_ids = model.family.visual_token_ids()
-    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in shown]
-    for reply, part in zip(shown, features.split(counts, dim=1)):
+    counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
+    for reply, part in zip(replies, features.split(counts, dim=1)):
         reply.features = part
         if not model.trains_vision:
             reply.patches = None
-    return [reply.features for reply in shown]
+    return [reply.features for reply in replies]
 
 
 def reply_pack(
@@ -188,24 +151,24 @@ def reply_pack(
     Args:
         features: of their images, (K, M, H) each.
     """
-    compute = model.compute
+    compute, device = model.compute, model.compute.device
     slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
     counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
     ends = counts.cumsum(0)
-    size = int(ends[-1])  # L; the slots' keys and values follow the row
-    kept_ends = size + cached.cumsum(0)
-    segments = torch.stack([ends - counts, ends, kept_ends - cached, kept_ends], dim=1).tolist()
-    plan = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)
-    kept = slot.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
-    plan, kept = (tuple(x.to(compute.device) for x in part) for part in (plan, kept))
+    size = int(ends[-1])  # L; the slots' keys and values follow the pack
+    cache_ends = size + cached.cumsum(0)
+    segments = torch.stack([ends - counts, ends, cache_ends - cached, cache_ends], dim=1).tolist()
+    writes = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)
+    reads = slot.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
+    writes, reads = (tuple(x.to(device) for x in part) for part in (writes, reads))
     ids = torch.cat([part.input_ids for part in resumed])  # (L,)
     positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
     image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
     return Pack(
-        input_ids=ids[None].to(compute.device),
-        positions=positions[:, None].to(compute.device),
-        image_index=image_index.to(compute.device),
-        features=torch.cat(features, dim=1).to(compute.device) if features else None,
-        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan, kept),
-        predict=ends.to(compute.device) - 1,
+        input_ids=ids[None].to(device),
+        positions=positions[:, None].to(device),
+        image_index=image_index.to(device),
+        features=torch.cat(features, dim=1).to(device) if features else None,
+        attention=PackedAttention(segments, compute.backend, device, cache, writes, reads),
+        predict=ends.to(device) - 1,
     )

@@ -29,7 +29,7 @@ def program(name: str):
 def test_examples_are_short_and_are_environments(spec):
     found = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert len((FOLDER / spec.partition(":")[0]).read_text().splitlines()) <= 60
-    assert found.role == ("tool" if "tools" in spec else "user") and found.pictures == ("tools" not in spec)
+    assert found.role == ("tool" if "tools" in spec else "user") and found.shows_images == ("tools" not in spec)
 
 
 def test_a_grid_world_is_walked_by_what_its_pictures_show():
