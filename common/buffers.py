@@ -56,11 +56,11 @@ class Conversation:
     ended: str = ""  # one of ENDINGS
     error: str = ""  # what went wrong with the environment
     seconds: float = 0.0  # that its environment took
-    # of the pictures that stand between the policy's tokens; not of those in the prompt
+    # of the images that stand between the policy's tokens; not of those in the prompt
     grids: list[tuple] = field(default_factory=list)
     owner: int = 0  # the rank that ran the environment
     # Only on that rank:
-    pictures: list = field(default_factory=list)  # Pillow's, those of the opening first
+    images: list = field(default_factory=list)  # Pillow's, those of the opening first
     patches: list[Tensor] = field(default_factory=list)  # of `grids`, until they have features
     features: Tensor | None = None  # (K, M, H) of `grids`, on the CPU
 
@@ -83,7 +83,7 @@ def gather_conversations(own: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
     for conversation in own:
         conversation.owner = dist.get_rank()
-    shared = [replace(conversation, pictures=[], patches=[], features=None) for conversation in own]
+    shared = [replace(conversation, images=[], patches=[], features=None) for conversation in own]
     by_rank = distributed.gather_objects(shared)
     by_rank[dist.get_rank()] = own
     return [conversation for part in by_rank for conversation in part]

@@ -82,7 +82,7 @@ class Episode:
             self.add_turn(self.response.tokens)
             conversation.replies.append(reply.content)
             conversation.tokens_before.append(self.own_tokens)
-            conversation.pictures += reply.images
+            conversation.images += reply.images
             self.reply_tokens += new
             new += 1
         self.extend(reply.input_ids, reply.positions, is_own=False)
@@ -159,7 +159,7 @@ class EnvRollout:
             if first is not None:
                 episode.reply, episode.prompt = first
                 episode.conversation.opening = episode.reply.content
-                episode.conversation.pictures += episode.reply.images
+                episode.conversation.images += episode.reply.images
 
     def reset(self, episode: Episode, row: dict) -> tuple[Reply, Prompt] | None:
         """In a thread: make and reset an environment. Returns its first observation, and the prompt
@@ -197,7 +197,7 @@ class EnvRollout:
         for episode in episodes:  # one whose reset failed sees it too: it is in its prompt
             episode.reply = None
             episode.conversation.opening = opening.content
-            episode.conversation.pictures = list(opening.images)
+            episode.conversation.images = list(opening.images)
         return prompt
 
     def split_openings(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:

@@ -52,9 +52,9 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
     conversations = list(batch.conversations)
     for i, conversation in enumerate(conversations):
         index = int(batch.prompt_index[i])
-        if batch.owners[index] != dist.get_rank() or not conversation.pictures:
+        if batch.owners[index] != dist.get_rank() or not conversation.images:
             continue
-        pixels = [processor.family.patches(change(image)) for image in conversation.pictures]
+        pixels = [processor.family.patches(change(image)) for image in conversation.images]
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.number[i] == 0:
             own, grids = zip(*pixels[:in_prompt])

@@ -172,7 +172,7 @@ class RewardModel:
         grids = questions.prompts[k].grids[: len(row.images)]  # as this model sees them
         pixels = load_pixels(replace(row, grids=grids), self.processor)
         parts = [] if pixels is None else [pixels]
-        for image in episode.pictures:
+        for image in episode.images:
             patches, grid = self.processor.family.patches(image)
             parts.append((patches, torch.tensor([grid])))
         if parts:

@@ -102,6 +102,6 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     own = {}
     for i in picks:
         if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
-            own[i] = batch.conversations[i].pictures
+            own[i] = batch.conversations[i].images
     by_sample = ChainMap(*distributed.gather_objects(own))
     return [by_sample[i] for i in picks]
