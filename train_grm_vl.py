@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     roles = {"judge": trained}
     state = TrainState()
     read_only = args.run.eval_only or args.run.export_only
-    checkpoints.resume(state, roles, run_flags(args, rows), args, read_only=read_only)
+    checkpoints.resume(state, roles, run_flags(args, rows), IDENTITY, read_only=read_only)
     rows.judge.held_out = newest_evaluation(args.run.out, state.step)
     if args.run.export_only:
         return checkpoints.export_now(trained, rows.processor)
