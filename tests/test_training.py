@@ -857,7 +857,7 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
     one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
-    with pytest.raises(distributed.UserError, match="prompts of a batch is left"):
+    with pytest.raises(distributed.UserError, match="of 1 prompts no image can be decoded"):
         train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
     bad = ("--eval_data", str(task / "bad.jsonl"), "--eval_only")
     held_out = ppo.main(flags(qwen25, task, tmp_path / "b", *bad, *one))

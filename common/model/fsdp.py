@@ -38,9 +38,11 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """ZeRO-3: every decoder layer, then the root. A frozen vision tower is replicated, outside of
     FSDP; a value head is always float32."""
     model = module.model
+    dtype = model.compute.dtype
+    full = dtype == torch.float32  # then nothing is cast: tests compute in float64
     mixed = MixedPrecisionPolicy(
-        param_dtype=model.compute.dtype,
-        reduce_dtype=torch.float32,
+        param_dtype=None if full else dtype,
+        reduce_dtype=None if full else torch.float32,
         # keeps the tower's rotary angles float32; torch 2.11 would cast them, but only when
         # recomputing
         cast_forward_inputs=False,
