@@ -52,13 +52,9 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common import distributed, flags, logging, logprobs
+from common import data, distributed, flags, logging, logprobs
 from common.buffers import Batch, Pack
-from common.data import images
-from common.data.loader import DrawOrder, InOrder, PromptLoader, absolute_datasets, digest_data
-from common.data.processor import Processor
-from common.data.rows import Prompt, read_rows, user_text
-from common.distributed import UserError, catch_signals, run_main
+from common.distributed import UserError
 from common.flags import flag
 from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
 from common.rewards import accuracy, judge as judgements, rules
@@ -86,7 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     log = open_log(args, rows, state.step)
     last = args.optim.steps
     if not args.run.eval_only:  # which has nothing to save
-        catch_signals()
+        distributed.catch_signals()
 
     with checkpoints, open_loader(args, rows, state) as loader:
         for step in range(state.step, max(state.step, last) + 1):  # steps done so far
@@ -246,15 +242,15 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run is compared by: flags, and a digest of the data."""
-    return recorded_flags(args) | {"data (rows)": digest_data(args.data.data, len(rows.train))}
+    return recorded_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
 
 
 def recorded_flags(args: Args) -> dict[str, Any]:
     """The flags, with absolute paths: what --config reads back from any folder."""
     return flags.as_flags(args) | {
         "model": weights.absolute_model(args.model.model),
-        "data": absolute_datasets(args.data.data),
-        "eval_data": absolute_datasets(args.data.eval_data),
+        "data": data.absolute_datasets(args.data.data),
+        "eval_data": data.absolute_datasets(args.data.eval_data),
         "image_root": flags.absolute(args.data.image_root),
     }
 
@@ -269,7 +265,7 @@ def recorded_flags(args: Args) -> dict[str, Any]:
 class Example:
     """A question, and the judgement to learn."""
 
-    prompt: Prompt
+    prompt: data.Prompt
     target: Tensor  # (n,) label tokens, the end token last
     dataset: int
     source: str  # what evaluations tell apart: the row's own word, or its file
@@ -283,7 +279,7 @@ class Example:
 class Question:
     """A prompt, and its examples: their targets share one copy of the prompt in a pack."""
 
-    prompt: Prompt
+    prompt: data.Prompt
     examples: list[Example]
 
 
@@ -291,7 +287,7 @@ class Question:
 class Rows:
     """What a run reads, the same on every rank: the processor, and rows that were checked."""
 
-    processor: Processor
+    processor: data.Processor
     judge: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
     shares: list[float]  # how often each set is drawn, in proportion
@@ -309,7 +305,7 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        processor = Processor(weights.resolve_folder(args.model.model), args.data)
+        processor = data.Processor(weights.resolve_folder(args.model.model), args.data)
         templates = {
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
         }
@@ -332,7 +328,7 @@ def load_examples(
     path: str,
     dataset: int,
     args: Args,
-    processor: Processor,
+    processor: data.Processor,
     settings: judgements.JudgeSettings,
 ) -> list[Example]:
     """The examples of one file. Raises ValueError with file and line."""
@@ -361,7 +357,7 @@ def load_examples(
             examples.append(Example(prompt, target, dataset, source_name, **parts))
         return examples
 
-    loaded = read_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
+    loaded = data.read_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
     return list(itertools.chain(*loaded))
 
 
@@ -374,15 +370,15 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
     return list(questions.values())
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in their order, from where the run stands."""
-    order = DrawOrder(
+    order = data.DrawOrder(
         rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
-    return PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
+    return data.PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
 
 
-def next_batch(loader: PromptLoader) -> Batch:
+def next_batch(loader: data.PromptLoader) -> Batch:
     """The prompts of a step with the targets of their questions; prompts whose pictures do not
     decode have none."""
     batch = loader.take()
@@ -410,7 +406,7 @@ class TrainState:
 
 
 def advance(
-    state: TrainState, metrics: dict[str, float], loader: PromptLoader, rows: Rows, args: Args
+    state: TrainState, metrics: dict[str, float], loader: data.PromptLoader, rows: Rows, args: Args
 ) -> None:
     """Count a step that is done, and add the counters to its metrics."""
     state.step += 1
@@ -595,9 +591,9 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     # The longest first: batches of nearly one length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    order = InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
+    order = data.InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
     waiting, records = iter(places), []
-    with PromptLoader(rows.processor, args.data, order) as loader:
+    with data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
@@ -614,7 +610,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 
 
 def generate(
-    judge: Judge, processor: Processor, batch: Batch, args: EvalArgs
+    judge: Judge, processor: data.Processor, batch: Batch, args: EvalArgs
 ) -> dict[int, str]:
     """Judgements in words, by prompt: each rank's own prompts by Hugging Face's `generate`, in
     batches padded on the left, and then those of all ranks."""
@@ -632,7 +628,7 @@ def generate(
     return dict(itertools.chain(*distributed.gather_objects(texts)))
 
 
-def generation_options(processor: Processor, args: EvalArgs) -> dict[str, Any]:
+def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, Any]:
     """The arguments of `generate` that are the same for all batches."""
     pad = processor.tokenizer.pad_token_id
     options = {
@@ -721,7 +717,7 @@ def example_record(example: Example) -> dict:
         "source": example.source,
         "kind": example.kind,
         "images": list(prompt.images),
-        "question": user_text(prompt.messages),
+        "question": data.user_text(prompt.messages),
     }
     return {
         "info": info,
@@ -825,11 +821,11 @@ def draw_cards(records: list[dict], text: str, caption: str) -> list:
     if distributed.is_main():
         for record in records:
             info, said = record["info"], caption.format(**record)
-            frames = images.read_frames(info["images"], 6)
+            frames = data.read_frames(info["images"], 6)
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
             cards.append(sample_card(frames, spoken, said))
     return cards
 
 
 if __name__ == "__main__":
-    run_main(main)
+    distributed.run_main(main)

@@ -37,21 +37,10 @@ import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common import distributed, flags, logging, logprobs, losses
-from common.buffers import Batch, Pack, check_failures, describe_failures
-from common.data.loader import (
-    DrawOrder,
-    InOrder,
-    PromptLoader,
-    absolute_datasets,
-    describe_shares,
-    digest_data,
-)
-from common.data.processor import Processor
-from common.data.rows import Prompt, load_prompts, parse_columns
-from common.distributed import UserError, catch_signals, run_main
-from common.envs import environments, replies
-from common.envs.dialogue import EnvRollout, Episode, Response
+from common import data, distributed, flags, logging, logprobs, losses, rewards
+from common.buffers import Batch, Pack
+from common.distributed import UserError
+from common.envs import dialogue, environments, replies
 from common.flags import flag
 from common.model import (
     attention,
@@ -63,11 +52,9 @@ from common.model import (
     graphs,
     looks,
     memory,
+    text_loss,
     weights,
 )
-from common.model.text_loss import TextLoss
-from common.rewards import judge, models as reward_models, scoring, transcripts
-from common.rewards.records import sample_cards, sample_records, summarise
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
@@ -78,7 +65,7 @@ GRAPH_PAYS = 2
 def main(argv: list[str] | None = None) -> dict[str, float]:
     """Train, or only evaluate or export (--eval_only, --export_only). Returns the last metrics."""
     args = parse_args(argv)
-    reward = scoring.load(args.reward)  # runs the user's code before a GPU is touched
+    reward = rewards.load(args.reward)  # runs the user's code before a GPU is touched
     environment = environments.load(args.env, args.data.max_prompt_tokens)
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     distributed.check_same_flags(flags.as_flags(args))
@@ -100,7 +87,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # which has nothing to save
-        catch_signals()
+        distributed.catch_signals()
 
     begun, last = state.step, args.optim.steps
     with checkpoints, open_loader(args, rows, state) as loader:
@@ -618,14 +605,14 @@ class Rows:
     """What a run reads, the same on every rank: checked rows, and the processor of the actor's
     checkpoint."""
 
-    processor: Processor
-    train_sets: list[list[Prompt]]
+    processor: data.Processor
+    train_sets: list[list[data.Prompt]]
     shares: list[float]  # how often each set is drawn, in proportion
-    held_out: list[Prompt]
-    text: TextLoss | None  # of --ptx_data
+    held_out: list[data.Prompt]
+    text: text_loss.TextLoss | None  # of --ptx_data
 
     @property
-    def train(self) -> list[Prompt]:
+    def train(self) -> list[data.Prompt]:
         return [row for rows in self.train_sets for row in rows]
 
 
@@ -637,26 +624,26 @@ def load_rows(args: Args) -> Rows:
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model)
-        processor = Processor(folder, args.data)
+        processor = data.Processor(folder, args.data)
         # a judge's recorded accuracy does not hold for weights that are trained further
         processor.files["judge"].pop("held_out", None)
         sets = flags.parse_datasets(args.data.data)
         if args.rows.row_kind == "judgements":
-            train_sets, held_out = judge.load_rl_rows(processor, args.data)
+            train_sets, held_out = rewards.load_rl_rows(processor, args.data)
         else:
-            columns = parse_columns(args.rows.columns)
+            columns = data.parse_columns(args.rows.columns)
             options = {"columns": columns, "system_prompt": args.rows.system_prompt}
-            train_sets = [load_prompts(path, processor, args.data, **options) for path, _ in sets]
+            train_sets = [data.load_prompts(path, processor, args.data, **options) for path, _ in sets]
             held_out = []
             for path, _ in flags.parse_datasets(args.data.eval_data):
-                held_out += load_prompts(path, processor, args.data, **options)
+                held_out += data.load_prompts(path, processor, args.data, **options)
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
     shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
 
 
 def check_rows(
-    rows: Rows, reward: scoring.RewardMix, environment: environments.Environment | None
+    rows: Rows, reward: rewards.RewardMix, environment: environments.Environment | None
 ) -> None:
     """Raises UserError: rows that cannot be scored, or an environment that does not work with this
     model."""
@@ -671,18 +658,18 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_text(args: Args, processor: Processor) -> TextLoss | None:
+def load_text(args: Args, processor: data.Processor) -> text_loss.TextLoss | None:
     """The loss on the rows of --ptx_data, to which no system prompt is added. Raises UserError on
     every rank alike."""
     if not args.rows.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
-        rows = judge.load_responses(
+        rows = rewards.load_responses(
             args.rows.ptx_data, processor, args.data, args.model.max_tokens_per_pack
         )
-    return TextLoss(
+    return text_loss.TextLoss(
         rows,
-        PromptLoader(processor, args.data),
+        data.PromptLoader(processor, args.data),
         batch=args.rows.ptx_batch,
         coef=args.rows.ptx_coef,
         labels=args.rows.ptx_labels,
@@ -690,15 +677,15 @@ def load_text(args: Args, processor: Processor) -> TextLoss | None:
     )
 
 
-def open_loader(args: Args, rows: Rows, state: "TrainState") -> PromptLoader:
+def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training prompts in order, from the point that the run has reached."""
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
-    order = DrawOrder(
+    order = data.DrawOrder(
         rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed
     )
-    return PromptLoader(
+    return data.PromptLoader(
         rows.processor, args.data, order, state.batches_taken, state.dropped_prompts
     )
 
@@ -741,7 +728,7 @@ def advance(
     state: TrainState,
     batch: Batch,
     metrics: dict[str, float],
-    loader: PromptLoader,
+    loader: data.PromptLoader,
     rows: Rows,
     args: Args,
 ) -> None:
@@ -783,9 +770,9 @@ IDENTITY = {
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run is compared by: flags, and digests of the data files."""
     listed = recorded_flags(args)
-    listed["data (rows)"] = digest_data(args.data.data, len(rows.train))
+    listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
     if rows.text is not None:
-        listed["ptx_data (rows)"] = digest_data(args.rows.ptx_data, len(rows.text.rows))
+        listed["ptx_data (rows)"] = data.digest_data(args.rows.ptx_data, len(rows.text.rows))
     return listed
 
 
@@ -794,12 +781,12 @@ def recorded_flags(args: Args) -> dict[str, Any]:
     listed = flags.as_flags(args)
     for name in ("model", "critic_model", "reference_model"):
         listed[name] = weights.absolute_model(listed[name])
-    listed["data"] = absolute_datasets(args.data.data)
-    listed["eval_data"] = absolute_datasets(args.data.eval_data)
+    listed["data"] = data.absolute_datasets(args.data.data)
+    listed["eval_data"] = data.absolute_datasets(args.data.eval_data)
     listed["env"] = environments.absolute_env(args.env.env)
     for name in ("ptx_data", "image_root"):
         listed[name] = flags.absolute(listed[name])
-    return listed | scoring.absolute_sources(args.reward)
+    return listed | rewards.absolute_sources(args.reward)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -828,7 +815,7 @@ class Sampling:
     cuda_graphs: str = "auto"
 
     @staticmethod
-    def of(args: Args, processor: Processor, device: torch.device) -> "Sampling":
+    def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
         """The sampling that the flags ask for."""
         rollout = args.rollout
         return Sampling(
@@ -863,7 +850,7 @@ class Policy(nn.Module):
     """Actor or reference: a pack in, log-probs of its response tokens out. The full logits
     are never materialized."""
 
-    def __init__(self, model: nn.Module, processor: Processor):
+    def __init__(self, model: nn.Module, processor: data.Processor):
         super().__init__()
         self.model, self.processor = model, processor
 
@@ -919,7 +906,7 @@ class Critic(nn.Module):
 
 
 def build_models(
-    args: Args, processor: Processor, device: torch.device
+    args: Args, processor: data.Processor, device: torch.device
 ) -> dict[str, nn.Module]:
     """Actor, critic (gae only) and reference (only if a KL is used) by role, on meta; they will
     compute on ``device``. With adapters the reference is the actor without them.
@@ -955,13 +942,13 @@ def build_models(
 
 
 def build_reward_models(
-    args: Args, reward: scoring.RewardMix, rows: Rows, actor: Policy
+    args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
 ) -> dict[str, nn.Module]:
     """The models among the sources of rewards by name, on meta. Raises UserError: see
     `reward_models.build`."""
     if args.run.export_only:
         return {}
-    script = reward_models.Script(
+    script = rewards.Script(
         actor,
         args.longest,
         args.data,
@@ -972,7 +959,7 @@ def build_reward_models(
         values=compute_values,
         write=functools.partial(write_critiques, args=args),
     )
-    return reward_models.build(reward, rows.train + rows.held_out, script)
+    return rewards.build_models(reward, rows.train + rows.held_out, script)
 
 
 def fit_memory(
@@ -1073,8 +1060,8 @@ def make_trainables(
 
 def collect(
     actor: Policy,
-    loader: PromptLoader,
-    reward: scoring.RewardMix,
+    loader: data.PromptLoader,
+    reward: rewards.RewardMix,
     sampling: Sampling,
     state: TrainState,
     args: Args,
@@ -1094,7 +1081,7 @@ def collect(
         part, tokens = sample_and_score(actor, loader, reward, sampling, args)
         parts.append(part)
         generated += tokens
-        useful += len(scoring.prompts_with_spread(part))
+        useful += len(rewards.prompts_with_spread(part))
         if dynamic and useful >= size:
             break
 
@@ -1106,7 +1093,7 @@ def collect(
     }
     if args.algorithm.reward_norm:
         state.moments.update(batch.rewards)
-    with_spread = scoring.prompts_with_spread(batch)
+    with_spread = rewards.prompts_with_spread(batch)
     metrics["rollout/groups_without_spread"] = len(batch.prompt_index.unique()) - len(with_spread)
     if dynamic:
         without = sorted(
@@ -1123,8 +1110,8 @@ def collect(
 
 def sample_and_score(
     actor: Policy,
-    loader: PromptLoader,
-    reward: scoring.RewardMix,
+    loader: data.PromptLoader,
+    reward: rewards.RewardMix,
     sampling: Sampling,
     args: Args,
 ) -> tuple[Batch, int]:
@@ -1157,7 +1144,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     actor.eval()
     mine, envs = batch.own_prompts(), None
     if sampling.environment is not None:
-        envs = EnvRollout(
+        envs = dialogue.EnvRollout(
             sampling.environment,
             actor.model,
             actor.processor,
@@ -1185,7 +1172,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     if envs is not None:
         envs.fill(local, samples)
     batch = local.gathered()
-    check_failures(batch.conversations)
+    environments.check_failures(batch.conversations)
     return batch
 
 
@@ -1265,19 +1252,19 @@ def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
     return hidden, reference.model.lm_head.weight
 
 
-def shape_rewards(rewards: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
+def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
     """(S,) rewards as the estimator sees them: normalised, clipped, less the length penalty."""
     algorithm = args.algorithm
     if algorithm.reward_norm:
-        rewards = state.moments.normalize(rewards)
+        reward = state.moments.normalize(reward)
     if algorithm.reward_clip:
-        rewards = rewards.clamp(-algorithm.reward_clip, algorithm.reward_clip)
+        reward = reward.clamp(-algorithm.reward_clip, algorithm.reward_clip)
     if algorithm.overlong_buffer:
         limit = args.rollout.max_new_tokens
-        rewards = rewards + losses.overlong_penalty(
+        reward = reward + losses.overlong_penalty(
             lengths, limit, algorithm.overlong_buffer, algorithm.overlong_factor
         )
-    return rewards
+    return reward
 
 
 def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.AdvantageInputs:
@@ -1361,7 +1348,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
     labels = [batch.prompts[index].label for index in batch.prompt_index.tolist()]
-    metrics |= transcripts.conversation_metrics(batch.conversations, labels, "rollout")
+    metrics |= rewards.conversation_metrics(batch.conversations, labels, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1410,7 +1397,7 @@ def update_models(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: TextLoss | None,
+    text: text_loss.TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
     """The updates of 1-based ``step``: of the critic, and of the actor once the critic has had its
@@ -1461,7 +1448,7 @@ def update_actor(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: TextLoss | None,
+    text: text_loss.TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
     """Policy-gradient updates: all epochs and minibatches of 1-based ``step``, or until --target_kl
@@ -1606,7 +1593,7 @@ def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
 
 def evaluate(
     trainables: dict[str, fsdp.Trainable],
-    reward: scoring.RewardMix,
+    reward: rewards.RewardMix,
     rows: Rows,
     sampling: Sampling,
     state: TrainState,
@@ -1617,13 +1604,13 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    order = InOrder(rows.held_out, args.data.prompts_per_step)
+    order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations, labels = [], []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
     gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
-    with trainables["actor"].averaged(), PromptLoader(rows.processor, args.data, order) as loader:
+    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
             batch = rollout(actor, prompts, sampling, count)
@@ -1633,7 +1620,7 @@ def evaluate(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
             gaps.append(vision_gaps(actor, batch))
-            answers = sample_records(batch, actor.processor)
+            answers = rewards.sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
             pictures += shown_samples(batch, answers, picks)
             records += answers
@@ -1641,8 +1628,8 @@ def evaluate(
             labels += [batch.prompts[index].label for index in batch.prompt_index.tolist()]
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
-    metrics = summarise(records, count)
-    metrics |= transcripts.conversation_metrics(conversations, labels, "eval")
+    metrics = rewards.summarise(records, count)
+    metrics |= rewards.conversation_metrics(conversations, labels, "eval")
     if gaps and len(torch.cat(gaps)):
         metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
     if judged:
@@ -1665,7 +1652,7 @@ def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
 
 
 def values_and_returns(
-    critic: Critic, batch: Batch, reward: scoring.RewardMix, state: TrainState, args: Args
+    critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
     """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
     what they earned from it on; without a KL, which evaluations do not compute, and without rows
@@ -1685,10 +1672,10 @@ def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
     """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
     any."""
-    images = transcripts.gather_pictures(batch, picks)
+    images = rewards.gather_pictures(batch, picks)
     if not distributed.is_main():
         return []
-    return sample_cards([records[i] for i in picks], images)
+    return rewards.sample_cards([records[i] for i in picks], images)
 
 
 # what the line of an evaluation shows, after accuracies
@@ -1748,7 +1735,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
     draws = args.optim.steps * prompts
-    for text in describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
+    for text in data.describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
         log.line(text)
     return log
 
@@ -1780,7 +1767,7 @@ def report(
         # images of different prompts
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
-            records = sample_records(batch, actor.processor)
+            records = rewards.sample_records(batch, actor.processor)
         log.samples(step, records, shown_samples(batch, records, picks))
     accuracies = [key for key in metrics if key.endswith("accuracy_reward")]
     names = {key.removeprefix("rollout/").removesuffix("_reward"): key for key in accuracies}
@@ -1790,7 +1777,7 @@ def report(
     for record in records[:1]:
         answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
         log.line(f"  {answer}  reward {record['reward']:.3f}")
-    failed = describe_failures(batch.conversations)
+    failed = environments.describe_failures(batch.conversations)
     if failed:
         log.line(f"warning: step {step}: {failed}")
     flat = metrics["rollout/groups_without_spread"]
@@ -1901,7 +1888,7 @@ class RolloutEngine:
         sampling: Sampling,
         indices: list[int],
         samples_per_prompt: int,
-        envs: EnvRollout | None = None,
+        envs: dialogue.EnvRollout | None = None,
     ):
         self.actor, self.batch, self.sampling = actor, batch, sampling
         self.indices, self.count, self.envs = indices, samples_per_prompt, envs
@@ -1958,14 +1945,14 @@ class RolloutEngine:
         slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
         return max(1, min(wanted, int(room // slot)))
 
-    def generate(self) -> dict[tuple[int, int], Response]:
+    def generate(self) -> dict[tuple[int, int], dialogue.Response]:
         """All samples, by (index of the prompt, sample number)."""
         # (prompt, sample numbers): at most as many as there are slots
         waiting: deque[tuple[int, range]] = deque()
         for index in self.indices:
             for first in range(0, self.count, self.cache.slots):
                 waiting.append((index, range(first, min(first + self.cache.slots, self.count))))
-        self.results: dict[tuple[int, int], Response] = {}
+        self.results: dict[tuple[int, int], dialogue.Response] = {}
         self.bar = logging.progress(range(len(self.indices) * self.count), "own samples")
         while waiting or any(self.slots):
             self.bar.update(len(self.results) - self.bar.n)
@@ -2105,10 +2092,10 @@ class RolloutEngine:
                 continue
             n = end or counts[k]
             truncated = end is None and int(tokens[k, n - 1]) not in stop_ids
-            response = Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
+            response = dialogue.Response(tokens[k, :n].clone(), logps[k, :n].clone(), truncated)
             self.end_turn(slot, response, by_string=end is not None)
 
-    def end_turn(self, slot: int, response: Response, by_string: bool) -> None:
+    def end_turn(self, slot: int, response: dialogue.Response, by_string: bool) -> None:
         """Free a slot, unless its sample goes on once its environment has answered."""
         sample = self.slots[slot]
         self.done[slot] = True
@@ -2117,7 +2104,7 @@ class RolloutEngine:
         if not sample.waits:
             self.release(slot, response)
 
-    def release(self, slot: int, response: Response) -> None:
+    def release(self, slot: int, response: dialogue.Response) -> None:
         """Take a finished sample out of its slot."""
         self.results[self.slots[slot].key] = response
         self.slots[slot] = None
@@ -2151,7 +2138,7 @@ class RolloutEngine:
         for part in fill_packs(unread, sizes, self.compute.max_tokens_per_pack):
             self.resume(part)
 
-    def resume(self, episodes: list[tuple[int, Episode]]) -> None:
+    def resume(self, episodes: list[tuple[int, dialogue.Episode]]) -> None:
         """Prefill the replies to the episodes of some slots after what these have cached, and sample
         the first token of their next turns."""
         features = replies.compute_features(self.actor.model, [e.reply for _, e in episodes])
@@ -2224,4 +2211,4 @@ def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    distributed.run_main(main)

@@ -1,8 +1,4 @@
-"""What transformers leaves to its users, by module.
-
-images -> families -> rows -> data         from files to prompts
-attention -> model -> weights              from prompts to hidden states; checkpoints in and out
-"""
+"""What both scripts share; README.md beside this file draws the rooms."""
 
 import platform
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import distributed
-from common.distributed import UserError, gather_ragged
+from common.distributed import gather_ragged
 
 
 
@@ -87,20 +87,6 @@ def gather_conversations(own: list[Conversation]) -> list[Conversation]:
     by_rank = distributed.gather_objects(shared)
     by_rank[dist.get_rank()] = own
     return [conversation for part in by_rank for conversation in part]
-
-
-def describe_failures(conversations: list[Conversation]) -> str:
-    """In how many samples the environment has failed, and how it did in the first; "": in none."""
-    errors = [conversation.error for conversation in conversations if conversation.error]
-    if not errors:
-        return ""
-    return f"--env: {len(errors)} of {len(conversations)} samples failed, the first: {errors[0]}"
-
-
-def check_failures(conversations: list[Conversation]) -> None:
-    """Raises UserError: the environment has failed in every sample, so there is nothing to learn."""
-    if conversations and all(conversation.error for conversation in conversations):
-        raise UserError(describe_failures(conversations))
 
 
 Block = tuple[int, tuple[int, ...]]  # (index of a prompt, indices of its samples)
@@ -285,10 +271,9 @@ class Batch:
     def _renumbered(self, place: dict[int, int]) -> "Batch":
         """The batch with other indices of its prompts, without what is known of prompts that get
         none."""
+        indices = [place[index] for index in self.prompt_index.tolist()]
         changes = {
-            "prompt_index": torch.tensor(
-                [place[index] for index in self.prompt_index.tolist()], dtype=torch.int64
-            ),
+            "prompt_index": torch.tensor(indices, dtype=torch.int64),
             "dropped": [place[g] for g in self.dropped if g in place],
         }
         for name in BY_PROMPT:
@@ -332,12 +317,8 @@ BY_PROMPT = ("patches", "features", "positions")  # of some prompts, by index
 
 def tensor_fields(record) -> dict[str, Tensor]:
     """The fields of a dataclass that hold tensors, by name."""
-    found = {}
-    for part in fields(record):
-        value = getattr(record, part.name)
-        if isinstance(value, Tensor):
-            found[part.name] = value
-    return found
+    values = {part.name: getattr(record, part.name) for part in fields(record)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
@@ -549,7 +530,7 @@ def build_pack(
     starts, ends, following = torch.tensor(samples, dtype=torch.int64).reshape(-1, 3).T  # (k,) each
     places = ragged_index(starts, counts)  # (R,)
     begins = places == starts.repeat_interleave(counts)  # (R,)
-    said, offsets, is_own = batch.in_pack(order)  # (R,), (R, 3), (R,)
+    tokens, offsets, is_own = batch.in_pack(order)  # (R,), (R, 3), (R,)
 
     length = max(size, 1)
     is_prompt = torch.ones(length).bool().index_fill_(0, places, False)  # (L,)
@@ -558,13 +539,13 @@ def build_pack(
     if blocks:
         input_ids[is_prompt] = torch.cat([batch.prompts[index].input_ids for index, _ in blocks])
         positions[:, is_prompt] = torch.cat([prompt_positions[index] for index, _ in blocks], dim=1)
-    input_ids[places] = said
+    input_ids[places] = tokens
     positions[:, places] = following.repeat_interleave(counts) + offsets.T
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
     is_image[places[is_own]] = False  # whatever the policy says
-    shown = [k for index, members in blocks for k in (index, *map(of_sample, members))]
-    pieces = [features[k] for k in shown if k in features]
+    sources = [k for index, members in blocks for k in (index, *map(of_sample, members))]
+    pieces = [features[k] for k in sources if k in features]
     flat = batch.flat_index(order)  # (T,)
     return Pack(
         input_ids=input_ids[None],

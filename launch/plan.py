@@ -51,10 +51,14 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
     """Lines of a table of the GiB of each part (rows) in each phase (columns)."""
     columns = [parts | {"total": budget.total(parts)} for parts in phases.values()]
     parts = dict.fromkeys(part for column in phases.values() for part in column)
-    lines = [f"{'GiB per GPU':20}" + "".join(f"{name:>15}" for name in phases)]
+    names = "".join(f"{name:>15}" for name in phases)
+    lines = [f"{'GiB per GPU':20}{names}"]
     for part in (*parts, "total"):
-        cells = [f"{column[part] / budget.GIB:.2f}" if part in column else "" for column in columns]
-        lines.append(f"{part:20}" + "".join(f"{cell:>15}" for cell in cells).rstrip())
+        line = f"{part:20}"
+        for column in columns:
+            size = f"{column[part] / budget.GIB:.2f}" if part in column else ""
+            line += f"{size:>15}"
+        lines.append(line.rstrip())
     return lines
 
 

@@ -1,0 +1,13 @@
+"""From files to batches of prompts: what the scripts use of this room."""
+
+from common.data.images import read_frames
+from common.data.loader import (
+    DrawOrder,
+    InOrder,
+    PromptLoader,
+    absolute_datasets,
+    describe_shares,
+    digest_data,
+)
+from common.data.processor import Processor
+from common.data.rows import Prompt, load_prompts, parse_columns, read_rows, user_text

@@ -14,7 +14,7 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 
-from common.buffers import ROLES
+from common.buffers import ROLES, Conversation
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError
@@ -100,3 +100,17 @@ def read_step(returned: Any) -> Step:
     if reply is None and not done:
         raise ValueError("step returned no reply, and is not done")
     return Step(reply, numbers["reward"], numbers.get("accuracy"), bool(done))
+
+
+def describe_failures(conversations: list[Conversation]) -> str:
+    """In how many samples the environment has failed, and how it did in the first; "": in none."""
+    errors = [conversation.error for conversation in conversations if conversation.error]
+    if not errors:
+        return ""
+    return f"--env: {len(errors)} of {len(conversations)} samples failed, the first: {errors[0]}"
+
+
+def check_failures(conversations: list[Conversation]) -> None:
+    """Raises UserError: the environment has failed in every sample, so there is nothing to learn."""
+    if conversations and all(conversation.error for conversation in conversations):
+        raise UserError(describe_failures(conversations))

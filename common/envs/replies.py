@@ -46,7 +46,9 @@ class Reply:
 def read_parts(parts: Any, processor: Processor) -> Reply:
     """A text, an image (Pillow's, or the path of one), or a list of these, not yet encoded."""
     reply, family = Reply(), processor.family
-    for part in parts if isinstance(parts, list | tuple) else [parts]:
+    if not isinstance(parts, list | tuple):
+        parts = [parts]
+    for part in parts:
         if isinstance(part, str):
             reply.content.append({"type": "text", "text": part})
         elif isinstance(part, Image.Image | Path):

@@ -77,9 +77,10 @@ def confusion(graded: list[dict]) -> dict[str, dict]:
     """Kind -> right verdict -> verdict -> how often."""
     table: dict[str, dict] = {}
     for record in graded:
-        row = table.setdefault(record["info"]["kind"], {}).setdefault(record["gt_answer"], {})
+        by_answer = table.setdefault(record["info"]["kind"], {})
+        counts = by_answer.setdefault(record["gt_answer"], {})
         verdict = record["predicted_answer"] or "unparsable"
-        row[verdict] = row.get(verdict, 0) + 1
+        counts[verdict] = counts.get(verdict, 0) + 1
     return table
 
 
@@ -98,11 +99,13 @@ def in_both_orders(graded: list[dict]) -> list[list[str | None]]:
 def calibration(likely: list[dict]) -> dict[str, float]:
     """Accuracy of the likeliest verdicts, and the expected calibration error of their probabilities
     in ten bins (Guo et al. 2017)."""
-    hits, sure = np.zeros(len(likely)), np.zeros(len(likely))
+    hits = np.zeros(len(likely))
+    sure = np.zeros(len(likely))
     for i, record in enumerate(likely):
         chances = record["probabilities"]
         best = max(chances, key=chances.get)
-        hits[i], sure[i] = best == record["gt_answer"], chances[best]
+        hits[i] = best == record["gt_answer"]
+        sure[i] = chances[best]
     bins = np.minimum((sure * 10).astype(int), 9)
     gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
     return {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
@@ -113,7 +116,7 @@ def held_out_record(summary: dict) -> dict:
     and chance: the share of the most frequent right verdict, which always saying it scores."""
     kinds = {}
     for kind, rows in summary["confusion"].items():
-        right = [sum(said.values()) for said in rows.values()]
+        right = [sum(counts.values()) for counts in rows.values()]
         kinds[kind] = {
             "accuracy": summary["accuracy_per_kind"][kind],
             "chance": max(right) / sum(right),
