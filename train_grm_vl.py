@@ -189,8 +189,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given, named = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
-    if "steps" in given or ("steps" in named and "max_epochs" not in named):
+    args, typed, named = flags.parse(Args, __doc__, argv, toy=("questions", "grm_args.json"))
+    if "steps" in typed or ("steps" in named and "max_epochs" not in named):
         args = replace(args, update=replace(args.update, max_epochs=0))
     check_args(args)
     return replace(args, judge=read_texts(args.judge))
@@ -198,11 +198,11 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def read_texts(args: JudgeArgs) -> JudgeArgs:
     """Templates and instruction, read where they name a file."""
-    found = {}
+    texts = {}
     for name, value in vars(args).items():
         if os.path.isfile(value):
-            found[name] = Path(value).read_text(encoding="utf-8-sig").strip("\n")
-    return replace(args, **found)
+            texts[name] = Path(value).read_text(encoding="utf-8-sig").strip("\n")
+    return replace(args, **texts)
 
 
 def check_args(args: Args) -> None:
@@ -614,13 +614,13 @@ def generate(
 ) -> dict[int, str]:
     """Judgements in words, by prompt: each rank's own prompts by Hugging Face's `generate`, in
     batches padded on the left, and then those of all ranks."""
-    model, own = judge.model, batch.own_prompts()
+    model, mine = judge.model, batch.own_prompts()
     options = generation_options(processor, args)
     texts: list[tuple[int, str]] = []
     judge.eval()
     with fsdp.unsharded(judge), plain_attention(model):
-        for start in range(0, len(own), args.eval_batch):
-            groups = own[start : start + args.eval_batch]
+        for start in range(0, len(mine), args.eval_batch):
+            groups = mine[start : start + args.eval_batch]
             inputs = generation_inputs(model, batch, groups, options["pad_token_id"])
             length = inputs["input_ids"].shape[1]
             tokens = model.generate(**inputs, **options)[:, length:]
@@ -692,10 +692,10 @@ def score_verdicts(
     totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
     scores = {}
     for index in set(batch.prompt_index.tolist()):
-        own = totals[batch.prompt_index == index]  # of the target, and of each verdict
-        chances = own[1:].softmax(dim=0).tolist()
+        logps = totals[batch.prompt_index == index]  # of the target, and of each verdict
+        chances = logps[1:].softmax(dim=0).tolist()
         probabilities = dict(zip(verdicts[examples[index].kind], chances))
-        scores[index] = {"loss": -float(own[0]), "probabilities": probabilities}
+        scores[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
     return scores
 
 
@@ -704,8 +704,8 @@ def judgement_record(
 ) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
     verdict = read_verdict(settings, example, text)
-    said = {"generated_text": text, "predicted_answer": verdict, "index": index}
-    return example_record(example) | said
+    answer = {"generated_text": text, "predicted_answer": verdict, "index": index}
+    return example_record(example) | answer
 
 
 def example_record(example: Example) -> dict:
@@ -738,10 +738,10 @@ def read_verdict(settings: judgements.JudgeSettings, example: Example, text: str
     which = settings.which_answer
     # Also the right verdict: a judge that was not trained on scores knows none of them.
     words = [*verdicts_of(settings, example.kind), example.verdict or ""]
-    said = rules.parse_verdict(text, which, words)
-    if not said and example.kind == "response":  # any text may be its verdict
-        said = rules.parse_verdict(text, which, None)
-    return said
+    verdict = rules.parse_verdict(text, which, words)
+    if not verdict and example.kind == "response":  # any text may be its verdict
+        verdict = rules.parse_verdict(text, which, None)
+    return verdict
 
 
 def newest_evaluation(out: Path, step: int) -> dict | None:
@@ -791,12 +791,12 @@ def report(
     """Record a step: metrics, one line, the bar, and every so often the targets with their
     likelihood."""
     step, metrics = state.step, state.metrics
-    shown = {
+    values = {
         "loss": f"{metrics.get('train/loss', math.nan):.4f}",
         "grad_norm": f"{metrics['train/grad_norm']:.3f}",
         "tokens/s": f"{metrics['perf/tokens_per_second']:.0f}",
     }
-    log.step(step, metrics, shown)
+    log.step(step, metrics, values)
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
         cards = draw_cards(
@@ -820,10 +820,10 @@ def draw_cards(records: list[dict], text: str, caption: str) -> list:
     cards = []
     if distributed.is_main():
         for record in records:
-            info, said = record["info"], caption.format(**record)
+            info, line = record["info"], caption.format(**record)
             frames = data.read_frames(info["images"], 6)
             spoken = f"PROMPT\n{info['question']}\n\nANSWER\n{record[text]}"
-            cards.append(sample_card(frames, spoken, said))
+            cards.append(sample_card(frames, spoken, line))
     return cards
 
 

@@ -498,10 +498,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
     """
-    args, given, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
-    if "reward" in given and args.reward.reward_recipe:
+    args, typed, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
+    if "reward" in typed and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
-    idle = sorted(OF_CRITIC & given)
+    idle = sorted(OF_CRITIC & typed)
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(
             f"--advantage {args.algorithm.advantage} has no critic: leave out --{', --'.join(idle)}"
@@ -1829,7 +1829,7 @@ def performance(
 ) -> dict[str, float]:
     """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates counted in
     ``metrics``."""
-    found = logging.timer.metrics()
+    perf = logging.timer.metrics()
     prompts = [
         length for index, length in enumerate(batch.prompt_lengths) if index not in batch.dropped
     ]
@@ -1838,17 +1838,17 @@ def performance(
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
     passes = actor_passes + (args.critic_epochs if critic is not None else 0)
-    update = found.get("perf/update_actor_seconds", 0.0)
-    update += found.get("perf/update_critic_seconds", 0.0)
-    found["perf/rollout_tokens_per_second"] = (
-        metrics["rollout/generated_tokens"] / found["perf/rollout_seconds"]
+    update = perf.get("perf/update_actor_seconds", 0.0)
+    update += perf.get("perf/update_critic_seconds", 0.0)
+    perf["perf/rollout_tokens_per_second"] = (
+        metrics["rollout/generated_tokens"] / perf["perf/rollout_seconds"]
     )
     if update:
-        found["perf/update_tokens_per_second"] = passes * both / update
+        perf["perf/update_tokens_per_second"] = passes * both / update
         operations = passes * both * memory.layer_flops(actor)
         operations += actor_passes * response * memory.head_flops(actor)
-        found |= memory.utilisation(operations, update)
-    return found | memory.peak()
+        perf |= memory.utilisation(operations, update)
+    return perf | memory.peak()
 
 
 # -------------------------------------------------------------------------------------------------
@@ -2013,11 +2013,11 @@ class RolloutEngine:
         return int(vlm.positions_of(self.actor.model, self.batch, index).max()) + 1
 
     def begin(
-        self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, own: Tensor
+        self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, spoken: Tensor
     ) -> None:
-        """Let slots (b,) sample their token number ``own`` from hidden states (b, H), after so many
+        """Let slots (b,) sample their token number ``spoken`` from hidden states (b, H), after so many
         cached tokens and at the ``following`` position."""
-        self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, own
+        self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, spoken
         self.done[slots] = False
         self.sample(hidden, slots)
 

@@ -79,13 +79,13 @@ class Conversation:
         return [tokens[start:end] for start, end in zip(bounds, bounds[1:])]
 
 
-def gather_conversations(own: list[Conversation]) -> list[Conversation]:
+def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
-    for conversation in own:
+    for conversation in mine:
         conversation.owner = dist.get_rank()
-    shared = [replace(conversation, images=[], patches=[], features=None) for conversation in own]
+    shared = [replace(conversation, images=[], patches=[], features=None) for conversation in mine]
     by_rank = distributed.gather_objects(shared)
-    by_rank[dist.get_rank()] = own
+    by_rank[dist.get_rank()] = mine
     return [conversation for part in by_rank for conversation in part]
 
 
@@ -222,7 +222,7 @@ class Batch:
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
         """The same prompts with other samples: for each prompt the token ids (n,) of each of its
         responses. Dropped prompts get none."""
-        targets = [[] if g in self.dropped else own for g, own in enumerate(targets)]
+        targets = [[] if g in self.dropped else part for g, part in enumerate(targets)]
         counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
         responses = list(itertools.chain(*targets))
         prompts = {name: getattr(self, name) for name in (*PER_PROMPT, *BY_PROMPT, "dropped")}
@@ -263,8 +263,8 @@ class Batch:
     def select_prompts(self, indices: list[int]) -> "Batch":
         """The prompts ``indices``, ascending, with their samples."""
         place = {index: k for k, index in enumerate(indices)}
-        kept = torch.isin(self.prompt_index, torch.tensor(indices, dtype=torch.int64))
-        part = self.select(kept.nonzero()[:, 0])._renumbered(place)
+        chosen = torch.isin(self.prompt_index, torch.tensor(indices, dtype=torch.int64))
+        part = self.select(chosen.nonzero()[:, 0])._renumbered(place)
         prompts = {name: [getattr(self, name)[g] for g in indices] for name in PER_PROMPT}
         return replace(part, **prompts)
 
@@ -277,8 +277,8 @@ class Batch:
             "dropped": [place[g] for g in self.dropped if g in place],
         }
         for name in BY_PROMPT:
-            own = getattr(self, name)
-            changes[name] = {place[g]: own[g] for g in own if g in place}
+            values = getattr(self, name)
+            changes[name] = {place[g]: values[g] for g in values if g in place}
         return replace(self, **changes)
 
     @staticmethod
@@ -297,7 +297,7 @@ class Batch:
         for name in BY_PROMPT:
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
         joined["components"] = {
-            name: torch.cat([own.component(name) for own in parts])
+            name: torch.cat([each.component(name) for each in parts])
             for part in parts
             for name in part.components
         }
@@ -360,11 +360,11 @@ def make_blocks(
 
     blocks = []
     for index in sorted(members if indices is None else map(int, indices)):
-        own = members.get(index, [])
+        samples = members.get(index, [])
         prompt = batch.prompt_lengths[index]
-        saved = (len(own) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
-        spent = score_cost * sum(lengths[i] ** 2 for i in own) / 2  # masked halves of the responses
-        blocks += _blocks_of_prompt(index, own, lengths, prompt, max_tokens if saved > spent else 0)
+        saved = (len(samples) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
+        spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # masked halves of the responses
+        blocks += _blocks_of_prompt(index, samples, lengths, prompt, max_tokens if saved > spent else 0)
     return blocks
 
 
@@ -415,13 +415,13 @@ def assign_blocks(
         for share in shares:
             parts = balanced_partition([sizes[i] for i in share], count)
             packs.append([[share[k] for k in part] for part in parts])
-        if max(_largest_of_several(own, sizes) for own in packs) <= max_tokens:
+        if max(_largest_of_several(rank_packs, sizes) for rank_packs in packs) <= max_tokens:
             break
         # in growing strides: one by one takes minutes with thousands of packs
         count = min(count + 1 + count // 32, max(map(len, shares)))
-    for own in packs:
-        own.sort(key=lambda pack: -sum(costs[i] for i in pack))
-    return [[[blocks[i] for i in pack] for pack in own] for own in packs]
+    for rank_packs in packs:
+        rank_packs.sort(key=lambda pack: -sum(costs[i] for i in pack))
+    return [[[blocks[i] for i in pack] for pack in rank_packs] for rank_packs in packs]
 
 
 def _sizes_and_costs(
@@ -433,9 +433,9 @@ def _sizes_and_costs(
     sizes, costs = [], []
     for index, members in blocks:
         prompt = batch.prompt_lengths[index]
-        own = [lengths[i] for i in members]
-        size = prompt + sum(own)
-        scores = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in own)
+        responses = [lengths[i] for i in members]
+        size = prompt + sum(responses)
+        scores = prompt**2 / 2 + sum(length * (prompt + length / 2) for length in responses)
         sizes.append(size)
         costs.append(size + scores / (6 * hidden_size))
     return sizes, costs

@@ -90,12 +90,12 @@ def parse(
         UserError: an unknown flag or a value of another type.
     """
     parser = build_parser(args_class, doc)
-    given = vars(parser.parse_args(argv))
-    config = given.pop("config", None)
-    if config is None and "model" not in given:
-        if given.get("export_only"):
-            config = own_config(args_class, given)
-        elif given.keys() & {"data", "eval_data"}:
+    typed = vars(parser.parse_args(argv))
+    config = typed.pop("config", None)
+    if config is None and "model" not in typed:
+        if typed.get("export_only"):
+            config = own_config(args_class, typed)
+        elif typed.keys() & {"data", "eval_data"}:
             raise UserError(
                 "--model and --data are needed together; without both, the built-in toy is trained "
                 "on its own rows"
@@ -103,16 +103,16 @@ def parse(
         else:
             config = embedded_toy(*toy)
     values = read_config(config, parser) if config else {}
-    if given.get("export_only"):
+    if typed.get("export_only"):
         values["resume"] = "must"  # whatever the interrupted run began with
-    values |= given
+    values |= typed
     groups = {}
     for group in dataclasses.fields(args_class):
         names = {field.name for field in dataclasses.fields(group.type)}
         groups[group.name] = group.type(
             **{name: value for name, value in values.items() if name in names}
         )
-    return args_class(**groups), set(given), set(values)
+    return args_class(**groups), set(typed), set(values)
 
 
 def build_parser(args_class: type, description: str) -> "Parser":
@@ -203,15 +203,15 @@ def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
         raise UserError(f"--config {path}: {error}") from error
 
 
-def own_config(args_class: type, given: dict[str, Any]) -> Path:
+def own_config(args_class: type, typed: dict[str, Any]) -> Path:
     """The args.json of the run in --out. Raises UserError: there is none."""
-    out = Path(given.get("out", list_fields(args_class)["out"].default))
+    out = Path(typed.get("out", list_fields(args_class)["out"].default))
     if not (out / "args.json").is_file():
         raise UserError(
             f"--export_only: {out} holds no run, there is no {out / 'args.json'}; name the run "
             "with --out"
         )
-    given.setdefault("out", out)  # the folder may have been moved since
+    typed.setdefault("out", out)  # the folder may have been moved since
     return out / "args.json"
 
 
@@ -334,10 +334,10 @@ FOREIGN_NAMES = {
 def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
     """The end of a message about unknown flags; empty if there is nothing to suggest."""
     known = list(known)
-    found = {f"--{ours}" for name in unknown for ours in suggestions(name, known)}
-    if not found:
+    names = {f"--{ours}" for name in unknown for ours in suggestions(name, known)}
+    if not names:
         return ""
-    return f"; did you mean {', '.join(sorted(found))}?"
+    return f"; did you mean {', '.join(sorted(names))}?"
 
 
 def suggestions(unknown: str, known: list[str]) -> list[str]:

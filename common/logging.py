@@ -256,14 +256,14 @@ class RunLogger:
 
     # What a run tells
 
-    def step(self, step: int, metrics: dict[str, float], shown: dict[str, str]) -> None:
-        """Record a step; print ``shown`` on one line and next to the bar. Raises UserError: see
+    def step(self, step: int, metrics: dict[str, float], values: dict[str, str]) -> None:
+        """Record a step; print ``values`` on one line and next to the bar. Raises UserError: see
         `_record`."""
         self._record(step, metrics)
         self.line(
-            f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in shown.items())
+            f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in values.items())
         )
-        self.bar.set_postfix(shown, refresh=False)
+        self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)
 
     def evaluation(self, step: int, metrics: dict[str, float], names: Iterable[str]) -> None:

@@ -257,8 +257,8 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         ordered, ids = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
         likelier = probs.cumsum(dim=-1) - probs  # probability of all likelier ids
-        kept = ordered.masked_fill(likelier >= top_p, -math.inf)
-        logits = torch.full_like(logits, -math.inf).scatter(1, ids, kept)
+        candidates = ordered.masked_fill(likelier >= top_p, -math.inf)
+        logits = torch.full_like(logits, -math.inf).scatter(1, ids, candidates)
     return logits
 
 

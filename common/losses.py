@@ -348,11 +348,11 @@ def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tens
 
     ``entropy`` (N,) holds the sequences one after the other, ``lengths`` (S,) their tokens.
     """
-    kept = []
+    masks = []
     for part in entropy.split(lengths.tolist()):
         rank = part.argsort(descending=True, stable=True).argsort()
-        kept.append(rank < max(1, int(fraction * len(rank))))
-    return torch.cat(kept)
+        masks.append(rank < max(1, int(fraction * len(rank))))
+    return torch.cat(masks)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class PolicyLossInputs:
         logp, old, adv: (T,) log-probs under the trained policy and at the start of the update;
             advantages.
         seq: (T,) int64 in [0, n_seq), the sequence of each token.
-        kept: (T,) bool, tokens that count in means over a sequence and in statistics; the others
+        in_loss: (T,) bool, tokens that count in means over a sequence and in statistics; the others
             get weight 0.
     """
 
@@ -378,10 +378,10 @@ class PolicyLossInputs:
         adv: Tensor,
         seq: Tensor,
         n_seq: int,
-        kept: Tensor | None = None,
+        in_loss: Tensor | None = None,
     ):
         self.logp, self.old, self.adv, self.seq, self.n_seq = logp, old, adv, seq, n_seq
-        self.kept = torch.ones_like(adv, dtype=torch.bool) if kept is None else kept.bool()
+        self.in_loss = torch.ones_like(adv, dtype=torch.bool) if in_loss is None else in_loss.bool()
         self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
         # What clips are counted by. Whitening leaves rounding, of either sign, where the samples of a
@@ -390,8 +390,8 @@ class PolicyLossInputs:
 
     def sequence_mean(self, x: Tensor) -> Tensor:
         """(T,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
-        total = x.new_zeros(self.n_seq).index_add(0, self.seq, x * self.kept)
-        count = x.new_zeros(self.n_seq).index_add(0, self.seq, self.kept.to(x.dtype))
+        total = x.new_zeros(self.n_seq).index_add(0, self.seq, x * self.in_loss)
+        count = x.new_zeros(self.n_seq).index_add(0, self.seq, self.in_loss.to(x.dtype))
         return (total / count.clamp(min=1))[self.seq]
 
 
@@ -486,19 +486,19 @@ def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
     by k3, not clamped, so that a policy that has run away shows."""
     log_ratio = (x.logp.detach() - x.old).double()
     moved = torch.expm1(log_ratio) - log_ratio
-    sums = {"ratio": (out.ratio.detach() * x.kept).sum(), "approx_kl": (moved * x.kept).sum()}
+    sums = {"ratio": (out.ratio.detach() * x.in_loss).sum(), "approx_kl": (moved * x.in_loss).sum()}
     for name, clipped in (
         ("clipped_high", out.high),
         ("clipped_low", out.low),
         ("clipped_dual", out.dual),
     ):
-        sums[name] = sums["ratio"].new_zeros(()) if clipped is None else (clipped & x.kept).sum()
+        sums[name] = sums["ratio"].new_zeros(()) if clipped is None else (clipped & x.in_loss).sum()
     return sums
 
 
 def largest_ratio(x: PolicyLossInputs, out: PolicyLossOutput) -> Tensor:
     """0-d, over the kept tokens; 0 without any."""
-    ratio = out.ratio.detach() * x.kept
+    ratio = out.ratio.detach() * x.in_loss
     return torch.cat([ratio, ratio.new_zeros(1)]).max()
 
 

@@ -359,7 +359,7 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
     metrics = ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--steps", "1", "--advantage", "grpo",
                         "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "4",
                         "--high_entropy_ratio", "0.4", "--save_every", "0", "--export_every", "0"])
-    assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["train/approx_kl"]) < 1e-6
+    assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["train/approx_kl"]) < rounding(16)
     assert metrics["train/entropy"] > 1                                                         # of all tokens
 
 

@@ -29,10 +29,10 @@ def blank(image: Image.Image) -> Image.Image:
 
 def has_images(batch: Batch) -> Tensor:
     """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
-    found = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
+    seeing = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
     for i, conversation in enumerate(batch.conversations):
-        found[i] = found[i] or bool(conversation.grids)
-    return torch.tensor(found, dtype=torch.bool)
+        seeing[i] = seeing[i] or bool(conversation.grids)
+    return torch.tensor(seeing, dtype=torch.bool)
 
 
 def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Callable) -> Batch:
@@ -57,10 +57,10 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
         pixels = [processor.family.patches(change(image)) for image in conversation.images]
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.number[i] == 0:
-            own, grids = zip(*pixels[:in_prompt])
+            patched, grids = zip(*pixels[:in_prompt])
             parts = [patches[index]] if index in patches else []
-            patches[index] = join_pixels([*parts, (torch.cat(own), torch.tensor(grids))])
-        later = [own for own, _ in pixels[in_prompt:]]
+            patches[index] = join_pixels([*parts, (torch.cat(patched), torch.tensor(grids))])
+        later = [patched for patched, _ in pixels[in_prompt:]]
         conversations[i] = with_patches(model, conversation, later)
     changed = replace(batch, patches=patches, features={}, conversations=conversations)
     if not model.trains_vision:
@@ -68,9 +68,9 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
     return changed
 
 
-def with_patches(model: nn.Module, said: Conversation, patches: list[Tensor]) -> Conversation:
+def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
     """A conversation with other images of the same grids after its prompt."""
     if not patches or model.trains_vision:
-        return replace(said, patches=patches)
-    features = image_features(model, torch.cat(patches), torch.tensor(said.grids)).cpu()
-    return replace(said, features=features)
+        return replace(conversation, patches=patches)
+    features = image_features(model, torch.cat(patches), torch.tensor(conversation.grids)).cpu()
+    return replace(conversation, features=features)

@@ -272,9 +272,9 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     # Where the places do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
         prompt = question_text(message_turns(prompt), len(images))
-    given = ask | _question_in_order(row, kind, prompt, settings, "given")
+    in_order = ask | _question_in_order(row, kind, prompt, settings, "given")
     if kind not in PAIRS or orders != "both":
-        return [given]
+        return [in_order]
     critique = row.get("critique") or ""
     if FIXED_NAMES.search(critique):
         raise ValueError(
@@ -283,7 +283,7 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     swapped = ask | _question_in_order(row, kind, prompt, settings, "swapped")
     if kind == "pictures":
         swapped["images"] = images[::-1]
-    return [given, swapped]
+    return [in_order, swapped]
 
 
 def _question_in_order(
@@ -393,7 +393,7 @@ def load_responses(
     def build(index: int, source: str, row: dict) -> tuple[Prompt, Tensor]:
         if check_judgement(row) != "response":
             raise ValueError("a judgement row; --ptx_data needs rows with prompt and response")
-        (ask,) = read_judgement(row, {"which_answer": "last"}, "given")
+        (ask,) = read_judgement(row, JudgeSettings(), "given")
         further = {"index": index, "source": source, "folder": folder, "row": row}
         prompt = make_prompt(processor, ask["question"], ask["images"], args, **further)
         target = encode_target(processor, frame, ask["text"])
@@ -426,8 +426,8 @@ def answer_frame(processor: Processor) -> AnswerFrame:
         content = message_parts(text) if processor.family.has_images else text
         chat.append({"role": role, "content": content})
     head = processor.render(chat[:1], add_generation_prompt=True)
-    before, found, tail = processor.render(chat).partition(answer)
-    if not found:
+    before, match, tail = processor.render(chat).partition(answer)
+    if not match:
         raise ValueError("the chat template leaves out what the assistant says")
     tokenizer = processor.tokenizer
     after = tokenizer.encode(tail, add_special_tokens=False)

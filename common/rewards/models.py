@@ -111,7 +111,7 @@ class Question(NamedTuple):
     """What a judge is asked about a response."""
 
     prompt_index: int
-    shown: int | None  # the sample whose images from an environment the question holds
+    sample: int | None  # the sample whose images from an environment the question holds
     text: str
     order: str
 
@@ -147,9 +147,9 @@ class RewardModel:
             first.setdefault(images, k)
         mine = set(questions.own_prompts())
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for (index, shown), k in first.items():
+            for (index, sample), k in first.items():
                 if k in mine:
-                    episode = Conversation() if shown is None else batch.conversations[shown]
+                    episode = Conversation() if sample is None else batch.conversations[sample]
                     self.fill_images(questions, k, batch, index, episode)
         compute_features(self.module.model, questions)
         for k, images in enumerate(about):
@@ -232,10 +232,10 @@ class JudgeModel(RewardModel):
         question_of: dict[Question, int] = {}
         asked_of: list[list[int]] = []  # questions of each sample
         for i, text in zip(used, texts):
-            index, shown = int(batch.prompt_index[i]), i if PICTURE in text else None
-            keys = [Question(index, shown, text, order) for order in self.worth]
+            index, sample = int(batch.prompt_index[i]), i if PICTURE in text else None
+            keys = [Question(index, sample, text, order) for order in self.worth]
             asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
-        about = [(key.prompt_index, key.shown) for key in question_of]
+        about = [(key.prompt_index, key.sample) for key in question_of]
         prompts = self.prompts(batch, list(question_of))
         with onloaded(self.module, self.script.offload):
             questions = self.with_images(batch, about, prompts)
@@ -258,13 +258,13 @@ class JudgeModel(RewardModel):
         prompts: list[Prompt] = []
         family = self.processor.family
         read_grid = functools.cache(lambda item: media_grid(family, item))  # headers are read once
-        for index, shown, text, order in questions:
+        for index, sample, text, order in questions:
             row = batch.prompts[index]
             with self.about(row):
                 ask = self.question(row, text, order)
                 grids = [read_grid(item) for item in row.images]
-                if shown is not None:
-                    sizes = picture_sizes(batch.conversations[shown])
+                if sample is not None:
+                    sizes = picture_sizes(batch.conversations[sample])
                     ask = place_replies(ask, row, len(sizes))
                     grids += [family.grid(*size) for size in sizes]
                 options = {"grids": tuple(grids), "index": row.index, "source": row.source}

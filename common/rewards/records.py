@@ -58,11 +58,11 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
     return record
 
 
-def sample_cards(records: list[dict], shown: list[list[Image.Image]]) -> list[Image.Image]:
-    """Pictures of samples: the images, frames of the videos and what environments have ``shown``,
+def sample_cards(records: list[dict], images_shown: list[list[Image.Image]]) -> list[Image.Image]:
+    """Pictures of samples: the images, frames of the videos and what environments have ``images_shown``,
     what was asked and answered, turn by turn, and what it earned."""
     cards = []
-    for record, images in zip(records, shown):
+    for record, images in zip(records, images_shown):
         frames = read_frames(record["images"], 6)
         caption = f"reward {record['reward']:.2f}"
         if "advantage" in record:

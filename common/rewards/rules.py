@@ -41,8 +41,8 @@ def extract_answer(response: str, rule: str) -> str | None:
     r"""Content of the last `\boxed{...}` (rule "boxed") or `<answer>...</answer>` (rule "answer");
     None without one."""
     if rule == "answer":
-        found = ANSWER.findall(response)
-        return found[-1].strip() if found else None
+        answers = ANSWER.findall(response)
+        return answers[-1].strip() if answers else None
     opened: list[tuple[int, bool]] = []  # where the content of each brace begins; whether of a box
     last = (-1, -1)
     for match in BRACES.finditer(response):
@@ -66,15 +66,15 @@ def format_score(response: str, rule: str) -> float:
     return float(bool(extract_answer(rest, rule)))
 
 
-def answers_equal(given: str, reference: str) -> bool:
+def answers_equal(response: str, reference: str) -> bool:
     """Whether two answers agree as text, choice letter, number or ordered list; never raises.
 
     Case, spaces and LaTeX spelling do not count. A percentage equals its hundredth and its bare
     number. An empty answer equals nothing.
     """
-    if max(len(given), len(reference)) > MAX_ANSWER:
-        return same_words(given, reference)
-    a, b = _spelled(given), _spelled(reference)
+    if max(len(response), len(reference)) > MAX_ANSWER:
+        return same_words(response, reference)
+    a, b = _spelled(response), _spelled(reference)
     if not a or not b:
         return False
     if _equal(a, b):
@@ -122,10 +122,10 @@ def rule_reward(
         accuracy = [float(same_words(response, reference)) for response, reference in pairs]
         return {"reward": accuracy, "accuracy": accuracy}
     if rule == "verdict":
-        said = [parse_verdict(response, "last", None) for response in responses]
+        verdicts = [parse_verdict(response, "last", None) for response in responses]
         right = [parse_verdict(response, "last", [verdict]) for response, verdict in pairs]
         accuracy = [float(verdict is not None) for verdict in right]
-        formats = [float(verdict is not None) for verdict in said]
+        formats = [float(verdict is not None) for verdict in verdicts]
         return {"reward": accuracy, "accuracy": accuracy, "format": formats}
     answers = [extract_answer(response, rule) for response in responses]
     accuracy = [float(answers_equal(a or "", b)) for a, b in zip(answers, references)]
@@ -138,16 +138,16 @@ def rule_reward(
 def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:
     """The verdict of a judgement: one of ``verdicts`` (None: any text), numbers by their value;
     None if there is none."""
-    found = ANSWER.findall(text)
-    said = found[0 if which == "first" else -1].strip() if found else ""
+    answers = ANSWER.findall(text)
+    word = answers[0 if which == "first" else -1].strip() if answers else ""
     if verdicts is None:
-        return said or None
-    return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(said))
+        return word or None
+    return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(word))
 
 
-def same_words(given: str, reference: str) -> bool:
+def same_words(response: str, reference: str) -> bool:
     """Equality up to case and white space."""
-    return " ".join(given.lower().split()) == " ".join(reference.lower().split())
+    return " ".join(response.lower().split()) == " ".join(reference.lower().split())
 
 
 def _spelling(verdict: str) -> str:

@@ -99,9 +99,9 @@ def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     """What environments have shown in each of the samples ``picks``; every rank calls."""
     if not batch.conversations:
         return [[] for _ in picks]
-    own = {}
+    mine = {}
     for i in picks:
         if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
-            own[i] = batch.conversations[i].images
-    by_sample = ChainMap(*distributed.gather_objects(own))
+            mine[i] = batch.conversations[i].images
+    by_sample = ChainMap(*distributed.gather_objects(mine))
     return [by_sample[i] for i in picks]

@@ -171,7 +171,7 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
             continue
         compared += "visual" in name
         grad = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
-        assert (grad - theirs[name].grad).norm() <= 2e-4 * theirs[name].grad.norm() + 1e-7, name
+        assert (grad - theirs[name].grad).norm() <= 2e-4 * theirs[name].grad.norm() + rounding(1), name
     assert bool(compared) == ("vision" in flags)
 
 

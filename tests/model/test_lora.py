@@ -220,7 +220,7 @@ def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
     whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
     assert [{k: v for k, v in step.items() if not k.startswith("perf/")} for step in whole] == [
         {k: v for k, v in step.items() if not k.startswith("perf/")} for step in parts]
-    assert whole[0]["train/kl"] < 1e-6 < 1e-3 < whole[-1]["train/kl"] and whole[0]["train/sampler_gap"] < ROUNDING
+    assert whole[0]["train/kl"] < rounding(16) < 1e-3 < whole[-1]["train/kl"] and whole[0]["train/sampler_gap"] < ROUNDING
     for part in ("", "adapter"):
         one, two = (tensors(tmp_path / name / "export" / "step-4" / part) for name in ("whole", "parts"))
         assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
@@ -259,7 +259,7 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
         for part in ("", "adapter"):
             ours, theirs = (tensors(out / "export" / step / part) for out in (one, two))
             assert ours.keys() == theirs.keys()
-            assert all((ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6 for key in ours)
+            assert all((ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16) for key in ours)
 
 
 OF_FAMILY = {"qwen3_vl_moe": TARGETS - {"gate_proj", "up_proj", "down_proj"},

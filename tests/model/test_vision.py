@@ -9,7 +9,7 @@ import ranks
 import test_grm
 import test_training
 import torch
-from conftest import ROUNDING, computing, our_name, start, take, with_flags, write_checkpoint
+from conftest import ROUNDING, computing, our_name, rounding, start, take, with_flags, write_checkpoint
 from test_families import write_family
 from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, score, tensors
 from transformers import AutoModelForImageTextToText
@@ -82,7 +82,7 @@ def test_gradients_equal_one_backward_per_sample(env):
             assert distance(found, expected) < ROUNDING, changes
             assert distance({n: found[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
             for name in tower:
-                assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + 1e-6, (name, changes)
+                assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + rounding(16), (name, changes)
         for part in vlm.trained_parts(module.model):
             part.gradient_checkpointing_disable()
 
@@ -139,7 +139,7 @@ def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
     ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN))
     whole, parts = ([{name: value for name, value in step.items() if not name.startswith("perf/")}
                      for step in records(tmp_path / name)] for name in ("whole", "parts"))
-    assert whole == parts and whole[0]["train/kl"] < 1e-6 < whole[-1]["train/kl"]
+    assert whole == parts and whole[0]["train/kl"] < rounding(16) < whole[-1]["train/kl"]
     assert all(step["train/sampler_gap"] < ROUNDING for step in whole)
     before, one, two = tensors(qwen25), *(tensors(tmp_path / name / "export" / "step-4") for name in ("whole", "parts"))
     assert before.keys() == one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
@@ -196,7 +196,7 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
         ours, theirs = (tensors(out / "export" / f"step-{step}") for out in (one, two))
         before = tensors(other if name == "full" else qwen25)
         for key in ours:
-            assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + 1e-6, key
+            assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16), key
         assert sum("visual" in key and not torch.equal(before[key], ours[key]) for key in ours) > 10
 
 
