@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import re
 import socket
 import subprocess
@@ -233,7 +232,9 @@ def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp
 
 
 def test_the_server_runs_from_the_command_line():
-    port = random.SystemRandom().randint(20000, 60000)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     running = subprocess.Popen([sys.executable, str(ROOT / "tests" / "reward_server.py"), "--port", str(port)],
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
     try:
