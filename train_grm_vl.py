@@ -230,12 +230,7 @@ def count_steps(args: Args, rows: int) -> Args:
 
 # What makes a run another run: --resume auto does not go on with other values of these.
 IDENTITY = {
-    "model",
-    "lora_rank",
-    "lora_alpha",
-    "train_vision",
-    "data",
-    "data (rows)",
+    *flags.IDENTITY,
     *JudgeArgs.__annotations__,
 }
 

@@ -544,9 +544,10 @@ def check_args(args: Args) -> None:
 def check_algorithm_args(refuse: flags.Refusals) -> None:
     values = refuse.values
     if ESTIMATORS[values.advantage].compares == "prompt" or values.dynamic_sampling:
+        comparing = "dynamic_sampling" if values.dynamic_sampling else f"advantage {values.advantage}"
         refuse(
             values.samples_per_prompt < 2,
-            f"--advantage {values.advantage} or --dynamic_sampling compares the samples of a prompt: "
+            f"--{comparing} compares the samples of a prompt: "
             f"--samples_per_prompt {values.samples_per_prompt} must be at least 2",
         )
     refuse(
@@ -751,12 +752,7 @@ def advance(
 
 # What makes a run another run: --resume auto does not go on with other values of these.
 IDENTITY = {
-    "model",
-    "lora_rank",
-    "lora_alpha",
-    "train_vision",
-    "data",
-    "data (rows)",
+    *flags.IDENTITY,
     "ptx_data (rows)",
     "reward",
     "reward_recipe",
@@ -945,7 +941,7 @@ def build_reward_models(
     args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
 ) -> dict[str, nn.Module]:
     """The models among the sources of rewards by name, on meta. Raises UserError: see
-    `reward_models.build`."""
+    `rewards.models.build`."""
     if args.run.export_only:
         return {}
     script = rewards.Script(
@@ -2015,8 +2011,8 @@ class RolloutEngine:
     def begin(
         self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, spoken: Tensor
     ) -> None:
-        """Let slots (b,) sample their token number ``spoken`` from hidden states (b, H), after so many
-        cached tokens and at the ``following`` position."""
+        """Let slots (b,) sample their next token from hidden states (b, H), after ``spoken`` tokens of
+        their own and ``length`` cached ones, at the ``following`` position."""
         self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, spoken
         self.done[slots] = False
         self.sample(hidden, slots)

@@ -27,6 +27,8 @@ from common.distributed import Exit, UserError, describe
 LARGEST_INT = 2**31 - 1  # of a whole number, unless its flag names another bound
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
+# what makes a run another run, in both scripts; "data (rows)" stands for a digest of the files
+IDENTITY = ("model", "lora_rank", "lora_alpha", "train_vision", "data", "data (rows)")
 # where launch/toy.py puts the toy of each task
 TOY_FOLDERS = {"questions": "toy", "describe": "toy_describe"}
 

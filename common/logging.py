@@ -185,7 +185,8 @@ def progress(items: Iterable, name: str) -> tqdm:
 # The run folder
 # -------------------------------------------------------------------------------------------------
 
-SAMPLES_EVERY = 5  # steps between samples of training; those of the first and the last step are written, too
+# steps between samples of training; those of the first and the last step are written, too
+SAMPLES_EVERY = 5
 PRODUCTS = {
     "metrics": "metrics.jsonl",
     "TensorBoard": "tensorboard",
@@ -336,8 +337,10 @@ class RunLogger:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
         elif not self.eval_only:
             done = "done before this start" if self.first_step >= last else "done"
-            products = [f"{name} in {self.out / path}" for name, path in PRODUCTS.items()
-                        if (self.out / path).exists()]
+            products = []
+            for name, path in PRODUCTS.items():
+                if (self.out / path).exists():
+                    products.append(f"{name} in {self.out / path}")
             self.line(f"{done}: " + ", ".join(products))
         self.bar.close()
         if distributed.is_main():
