@@ -237,17 +237,7 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run is compared by: flags, and a digest of the data."""
-    return recorded_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
-
-
-def recorded_flags(args: Args) -> dict[str, Any]:
-    """The flags, with absolute paths: what --config reads back from any folder."""
-    return flags.as_flags(args) | {
-        "model": weights.absolute_model(args.model.model),
-        "data": data.absolute_datasets(args.data.data),
-        "eval_data": data.absolute_datasets(args.data.eval_data),
-        "image_root": flags.absolute(args.data.image_root),
-    }
+    return flags.as_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -757,7 +747,7 @@ def newest_evaluation(out: Path, step: int) -> dict | None:
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record; say what the run will do."""
-    log = logging.RunLogger(args.run, recorded_flags(args), args.optim.steps, first_step)
+    log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
     prompts, count = args.data.prompts_per_step, len(rows.train)
     passes = args.optim.steps * prompts / max(1, count)
     log.line(

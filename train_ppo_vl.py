@@ -201,6 +201,7 @@ class RowArgs:
     ptx_data: str = flag(
         "",
         "JSONL of prompt, images, response for a next-token loss beside the RL loss; empty: none",
+        paths=True,
     )
     ptx_coef: float = flag(
         0.0, "weight of the --ptx_data loss in the actor's loss (PPO-ptx); 0: off", low=0
@@ -308,10 +309,14 @@ class AlgorithmArgs:
         low=0,
     )
     critic_model: str = flag(
-        "", "checkpoint of the critic; empty: the actor's (a value head is read if it has one)"
+        "",
+        "checkpoint of the critic; empty: the actor's (a value head is read if it has one)",
+        paths=True,
     )
     reference_model: str = flag(
-        "", "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's"
+        "",
+        "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's",
+        paths=True,
     )
     reference_every: int = flag(
         0, "steps between copies of the actor's weights into the reference; 0: never", low=0
@@ -765,24 +770,11 @@ IDENTITY = {
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """What a resumed run is compared by: flags, and digests of the data files."""
-    listed = recorded_flags(args)
+    listed = flags.as_flags(args)
     listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
     if rows.text is not None:
         listed["ptx_data (rows)"] = data.digest_data(args.rows.ptx_data, len(rows.text.rows))
     return listed
-
-
-def recorded_flags(args: Args) -> dict[str, Any]:
-    """The flags, with absolute paths: what --config reads back from any folder."""
-    listed = flags.as_flags(args)
-    for name in ("model", "critic_model", "reference_model"):
-        listed[name] = weights.absolute_model(listed[name])
-    listed["data"] = data.absolute_datasets(args.data.data)
-    listed["eval_data"] = data.absolute_datasets(args.data.eval_data)
-    listed["env"] = environments.absolute_env(args.env.env)
-    for name in ("ptx_data", "image_root"):
-        listed[name] = flags.absolute(listed[name])
-    return listed | rewards.absolute_sources(args.reward)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1718,7 +1710,7 @@ def report_evaluation(
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     """Write args.json and the first record; say what the run will do."""
-    log = logging.RunLogger(args.run, recorded_flags(args), args.optim.steps, first_step)
+    log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
     if args.run.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
         return log

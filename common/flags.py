@@ -43,12 +43,13 @@ def flag(
     choices: tuple = (),
     low: float = -math.inf,
     high: float = math.inf,
+    paths: bool = False,
 ) -> Any:
     """A field of an argument class: its default, its help with the unit, the values or bounds it
-    must respect."""
+    must respect, and whether paths in it become absolute."""
     if type(default) is int and high == math.inf:
         high = LARGEST_INT
-    metadata = {"help": help, "choices": choices, "low": low, "high": high}
+    metadata = {"help": help, "choices": choices, "low": low, "high": high, "paths": paths}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -68,9 +69,27 @@ def as_flags(groups: Any) -> dict[str, Any]:
     }
 
 
-def absolute(path: str) -> str:
-    """Make an existing path absolute; return anything else (empty, a hub name) unchanged."""
-    return str(Path(path).resolve()) if path and Path(path).exists() else path
+def absolute_paths(text: str) -> str:
+    """A flag's value with the paths in it absolute, so that args.json can be read from any folder:
+    one path, or several as in a.jsonl:0.7,b.jsonl:0.3 or grm:FOLDER,file.py:function. What does not
+    exist (a hub name, a rule) stays."""
+    if "/" not in text and "." not in text:
+        return text  # a word, even where a file of this name exists
+    if os.path.exists(text):
+        return str(follow_pointer(text).resolve())
+    if "," in text:
+        return ",".join(map(absolute_paths, text.split(",")))
+    if ":" in text and "://" not in text:
+        return ":".join(map(absolute_paths, text.split(":")))
+    return text
+
+
+def follow_pointer(name: str) -> Path:
+    """The folder that <out>/export/latest names now; any other path as it is."""
+    path = Path(name)
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text().strip()
+    return path
 
 
 # -------------------------------------------------------------------------------------------------
@@ -137,6 +156,8 @@ def build_parser(args_class: type, description: str) -> "Parser":
             text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
             choices = field.metadata["choices"]
             options: dict[str, Any] = {"type": finite_float if field.type is float else field.type}
+            if field.metadata["paths"]:
+                options["type"] = absolute_paths
             if field.type is bool:
                 options = {"action": argparse.BooleanOptionalAction}
             elif choices:
@@ -472,7 +493,9 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
 class ModelArgs:
     """model"""
 
-    model: str = flag("", "checkpoint to train: folder in Hugging Face format, or hub name")
+    model: str = flag(
+        "", "checkpoint to train: folder in Hugging Face format, or hub name", paths=True
+    )
     dtype: str = flag(
         "auto",
         "compute type; weights and optimizer stay float32. auto: bfloat16 on GPU, float32 on CPU",
@@ -522,8 +545,9 @@ class DataArgs:
         "",
         "training rows: JSONL files, as a.jsonl,b.jsonl or with probabilities: "
         "a.jsonl:0.7,b.jsonl:0.3",
+        paths=True,
     )
-    eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation")
+    eval_data: str = flag("", "held-out rows: JSONL files; empty: no evaluation", paths=True)
     prompts_per_step: int = flag(32, "prompts per step, over all ranks", low=1)
     max_prompt_tokens: int = flag(
         4096,
@@ -544,6 +568,7 @@ class DataArgs:
     image_root: str = flag(
         "",
         "refuse pictures and videos outside of this folder, links resolved; empty: any file",
+        paths=True,
     )
     on_bad_row: str = flag(
         "error",
@@ -561,14 +586,18 @@ class RewardArgs:
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
         "verdict), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), or a server: http://host:port/path",
+        paths=True,
     )
     reward_recipe: str = flag(
         "",
         'JSON, or a .json file, in place of --reward: {label: [[source, weight], ...]}, "*" for '
         "every other label; weight 0: only measured",
+        paths=True,
     )
     reward_combiner: str = flag(
-        "", "file.py:function of {source: rewards} to rewards, for several sources without a recipe"
+        "",
+        "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
+        paths=True,
     )
     grm_question: str = flag(
         "auto",
@@ -605,6 +634,7 @@ class EnvArgs:
         "",
         "file.py:Class of an environment that answers the policy's turns (launch/README.md); empty: "
         "responses have one turn",
+        paths=True,
     )
     max_turns: int = flag(8, "turns of the policy in a sample with an environment", low=1)
     max_reply_tokens: int = flag(

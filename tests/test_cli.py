@@ -57,6 +57,29 @@ def test_every_flag_is_read(script):
     assert not unread
 
 
+def test_paths_become_absolute(tmp_path, monkeypatch):
+    """args.json can then be read from any folder, and names one export where `latest` moves on."""
+    for name in ("judge/config.json", "a.jsonl", "b.jsonl", "my.py", "exact", "out/export/step-7/config.json"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    (tmp_path / "out" / "export" / "latest").write_text("step-7\n")
+    monkeypatch.chdir(tmp_path)
+    expected = {
+        "./judge": f"{tmp_path}/judge",
+        "out/export/latest": f"{tmp_path}/out/export/step-7",
+        "Qwen/Qwen2.5-VL-7B-Instruct": "Qwen/Qwen2.5-VL-7B-Instruct",
+        "a.jsonl:0.7,b.jsonl:0.3": f"{tmp_path}/a.jsonl:0.7,{tmp_path}/b.jsonl:0.3",
+        "exact,grm:./judge,my.py:score": f"exact,grm:{tmp_path}/judge,{tmp_path}/my.py:score",
+        "http://127.0.0.1:8000/score": "http://127.0.0.1:8000/score",
+        "exact": "exact",
+        "": "",
+    }
+    assert {text: common_flags.absolute_paths(text) for text in expected} == expected
+    args = ppo.parse_args(["--model", "./judge", "--data", "a.jsonl", "--advantage", "grpo"])
+    assert (args.model.model, args.data.data) == (f"{tmp_path}/judge", f"{tmp_path}/a.jsonl")
+
+
 def test_flag_names_are_unique_and_have_help():
     names = [field.name for _, field in FIELDS]
     assert len(set(names)) == len(names) and "config" not in names

@@ -5,7 +5,6 @@ from common.data.loader import (
     DrawOrder,
     InOrder,
     PromptLoader,
-    absolute_datasets,
     describe_shares,
     digest_data,
 )

@@ -23,7 +23,7 @@ from common.data.images import read_clip, read_image
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError, printable
-from common.flags import DataArgs, absolute, parse_datasets
+from common.flags import DataArgs, parse_datasets
 
 DECODERS = 2  # threads that decode images while the model works
 Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids
@@ -97,14 +97,6 @@ def data_order(draws: range, rows: int, seed: int) -> list[int]:
     passes = [np.random.default_rng([seed, k]).permutation(rows) for k in range(first, end)]
     order = np.concatenate([np.arange(0), *passes])[draws.start - first * rows :]
     return order[: len(draws)].tolist()
-
-
-def absolute_datasets(spec: str) -> str:
-    """The value of --data or --eval_data with absolute paths."""
-    parts = []
-    for path, weight in parse_datasets(spec):
-        parts.append(absolute(path) + (f":{weight!r}" if weight else ""))
-    return ",".join(parts)
 
 
 def describe_shares(spec: str, sets: list[list], shares: list[float], draws: int) -> list[str]:

@@ -19,7 +19,7 @@ from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError
 from common.envs.replies import check_template
-from common.flags import EnvArgs, absolute, load_object
+from common.flags import EnvArgs, load_object
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,6 @@ def load(args: EnvArgs, max_prompt_tokens: int) -> Environment | None:
         raise UserError(f"--env {args.env}: role is {role!r}, not one of {', '.join(ROLES)}")
     shared, shows_images = getattr(made, "shared", False), getattr(made, "pictures", True)
     return Environment(made, role, bool(shared), bool(shows_images), args, max_prompt_tokens)
-
-
-def absolute_env(spec: str) -> str:
-    """--env as it can be read from any folder."""
-    path, _, name = spec.rpartition(":")
-    return f"{absolute(path)}:{name}" if spec else ""
 
 
 def env_row(row: Prompt, seed: tuple[int, ...], number: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from common import distributed
 from common.data.families import Qwen, family_of
 from common.data.folder import read_json, read_model_config
 from common.data.processor import Processor
-from common.flags import ModelArgs, absolute
+from common.flags import ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
 from common.model.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
@@ -113,20 +113,6 @@ def resolve_folder(name: str, weights: bool = True) -> Path:
         reason = str(error).splitlines()[0]
         message = f"checkpoint {name}: no such folder, and the hub says: {reason}"
         raise ValueError(message) from error
-
-
-def follow_pointer(name: str) -> Path:
-    """The folder that <out>/export/latest names now; any other path as it is."""
-    path = Path(name)
-    if path.name == "latest" and path.is_file():
-        return path.parent / path.read_text().strip()
-    return path
-
-
-def absolute_model(name: str) -> str:
-    """Make the path of a checkpoint absolute, behind its pointer, so that a resumed run uses the
-    same one. A hub name stays."""
-    return absolute(str(follow_pointer(name))) if name else ""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -256,7 +242,7 @@ class Builder:
         if frozen:
             return model.requires_grad_(False)
         if args.lora_rank:
-            add_adapters(model, absolute_model(args.model), args.lora_rank, args.lora_alpha)
+            add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
         if args.gradient_checkpointing == "on":
             recompute_layers(model)
         if args.compile == "layers":

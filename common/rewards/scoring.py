@@ -23,8 +23,7 @@ from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError, describe
-from common.flags import RewardArgs, absolute
-from common.model.weights import absolute_model
+from common.flags import RewardArgs
 from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
 from common.rewards.transcripts import messages, turn_texts, whole_texts
 
@@ -95,25 +94,6 @@ def bad_recipe(text: str, problem: Any) -> UserError:
         ' it, each source once for a label; "*" for all other labels; weight 0: only measured'
         f" ({problem})"
     )
-
-
-def absolute_sources(args: RewardArgs) -> dict[str, str]:
-    """The flags that name sources, as they can be read from any folder."""
-    if not args.reward_recipe:
-        specs = ",".join(map(absolute_source, split_specs(args.reward)))
-        return {"reward": specs, "reward_combiner": absolute_source(args.reward_combiner)}
-    recipe = {}
-    for label, weights in read_recipe(args.reward_recipe).items():
-        recipe[label] = [[absolute_source(spec), weight] for spec, weight in weights.items()]
-    return {"reward": "", "reward_recipe": json.dumps(recipe)}
-
-
-def absolute_source(spec: str) -> str:
-    kind, _, folder = spec.partition(":")
-    if kind in ("grm", "rm"):
-        return f"{kind}:{absolute_model(folder)}"
-    program, colon, function = spec.rpartition(":")
-    return f"{absolute(program)}:{function}" if colon else spec
 
 
 # --------------------------------------------------------------------------------------------------

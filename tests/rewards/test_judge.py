@@ -343,15 +343,6 @@ def test_bad_recipes_are_refused(tmp_path):
     assert reward.recipe == {"*": {"exact": 0.5, "grm:a": 1, "grm:b": 1}}
 
 
-def test_a_recorded_recipe_can_be_read_from_any_folder(tmp_path, monkeypatch):
-    (tmp_path / "judge").mkdir()
-    monkeypatch.chdir(tmp_path)
-    recipe = '{"math": [["grm:judge", 1], ["exact", 0]], "*": [["http://127.0.0.1:8000/x", 1]]}'
-    flags = scoring.absolute_sources(RewardArgs(reward_recipe=recipe))
-    assert json.loads(flags["reward_recipe"]) == {"math": [[f"grm:{tmp_path}/judge", 1], ["exact", 0]],
-                                                  "*": [["http://127.0.0.1:8000/x", 1]]}
-
-
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
     env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
     reward = scoring.load(env.args.reward)
