@@ -508,14 +508,20 @@ def compute_features(judge: Judge, batch: Batch) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-# what the line of an evaluation shows
-SHOWN_OF_EVALUATION = (
-    "eval/accuracy",
-    "eval/parse_rate",
-    "eval/position_consistency",
-    "eval/exact_match",
-    "eval/loss",
-)
+# what the console shows of an evaluation: word -> metric
+EVALUATION_COLUMNS = {
+    "accuracy": "eval/accuracy",
+    "parse_rate": "eval/parse_rate",
+    "position_consistency": "eval/position_consistency",
+    "exact_match": "eval/exact_match",
+    "loss": "eval/loss",
+}
+# ... and of a step
+STEP_COLUMNS = {
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "tokens/s": "perf/tokens_per_second",
+}
 
 
 def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
@@ -559,7 +565,7 @@ def evaluate(
     cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
     # last: a resumed run repeats what has no record
-    log.evaluation(state.step, metrics, SHOWN_OF_EVALUATION)
+    log.evaluation(state.step, metrics, EVALUATION_COLUMNS)
     return metrics
 
 
@@ -776,12 +782,7 @@ def report(
     """Record a step: metrics, one line, the bar, and every so often the targets with their
     likelihood."""
     step, metrics = state.step, state.metrics
-    values = {
-        "loss": f"{metrics.get('train/loss', math.nan):.4f}",
-        "grad_norm": f"{metrics['train/grad_norm']:.3f}",
-        "tokens/s": f"{metrics['perf/tokens_per_second']:.0f}",
-    }
-    log.step(step, metrics, values)
+    log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.optim.steps):
         records = target_records(questions, batch, target_logprobs)
         cards = draw_cards(

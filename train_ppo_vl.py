@@ -1335,8 +1335,7 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
         metrics["train/kl"] = batch.kl.mean()
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
-    labels = [batch.prompts[index].label for index in batch.prompt_index.tolist()]
-    metrics |= rewards.conversation_metrics(batch.conversations, labels, "rollout")
+    metrics |= rewards.conversation_metrics(batch.conversations, "rollout")
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -1595,7 +1594,7 @@ def evaluate(
     order = data.InOrder(rows.held_out, args.data.prompts_per_step)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations, labels = [], []
+    conversations = []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
     gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
@@ -1613,12 +1612,11 @@ def evaluate(
             pictures += shown_samples(batch, answers, picks)
             records += answers
             conversations += batch.conversations
-            labels += [batch.prompts[index].label for index in batch.prompt_index.tolist()]
     if not records:
         raise UserError("evaluation: no held-out prompt is left, no picture decodes")
     metrics = rewards.summarise(records, count)
-    metrics |= rewards.conversation_metrics(conversations, labels, "eval")
-    if gaps and len(torch.cat(gaps)):
+    metrics |= rewards.conversation_metrics(conversations, "eval")
+    if len(torch.cat(gaps)):
         metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
     if judged:
         explained = losses.explained_variance(*torch.cat(judged, dim=1))
@@ -1666,13 +1664,23 @@ def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[I
     return rewards.sample_cards([records[i] for i in picks], images)
 
 
-# what the line of an evaluation shows, after accuracies
-SHOWN_OF_EVALUATION = (
-    "eval/reward_mean",
-    "eval/response_length_mean",
-    "eval/truncated_mean",
-    "eval/vision_gap_logprob",
-)
+# what the console shows after the accuracies of an evaluation: word -> metric
+EVALUATION_COLUMNS = {
+    "reward": "eval/reward_mean",
+    "length": "eval/response_length_mean",
+    "truncated": "eval/truncated_mean",
+    "vision_gap": "eval/vision_gap_logprob",
+}
+# ... and of a step
+STEP_COLUMNS = {
+    "reward": "rollout/reward",
+    "length": "rollout/response_length",
+    "kl": "train/kl",
+    "entropy": "train/entropy",
+    "clip": "train/clipped_high",
+    "ev": "train/explained_variance",
+    "s": "perf/step_seconds",
+}
 # nats per answer; a model that does not see has a gap of 0, or of rounding
 BLIND = 1e-3
 
@@ -1692,10 +1700,12 @@ def report_evaluation(
     }
     state.metrics |= metrics
     log.samples(state.step, records, pictures, stem="eval")
-    for name, value in metrics.items():
-        if name.endswith("accuracy_reward_mean"):
-            text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
-            warn(log, state, name, value == 0, text)
+    accuracies = accuracy_columns(metrics)
+    for word, name in accuracies.items():
+        # before the first step there may be everything to learn
+        never_right = metrics[name] == 0 and state.step > 0
+        text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
+        warn(log, state, name, never_right, text)
     gap = metrics.get("eval/vision_gap_logprob")
     if gap is not None:
         text = (
@@ -1703,9 +1713,18 @@ def report_evaluation(
             f"with their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
         )
         warn(log, state, "vision", abs(gap) < BLIND, text)
-    accuracies = [name for name in metrics if name.endswith("accuracy_reward_mean")]
     # last: without this record a resumed run evaluates again
-    log.evaluation(state.step, metrics, [*accuracies, *SHOWN_OF_EVALUATION])
+    log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
+
+
+def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
+    """word -> metric of each component named accuracy; of several sources "source/accuracy"."""
+    columns = {}
+    for name in metrics:
+        if name.endswith(("accuracy_reward", "accuracy_reward_mean")):
+            word = name.partition("/")[2].rpartition("_reward")[0]
+            columns[word] = name
+    return columns
 
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
@@ -1728,17 +1747,6 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
     return log
 
 
-# what a step's line on the console shows after reward and accuracy: name -> metric
-SHOWN = {
-    "length": "rollout/response_length",
-    "kl": "train/kl",
-    "entropy": "train/entropy",
-    "clip": "train/clipped_high",
-    "ev": "train/explained_variance",
-    "s": "perf/step_seconds",
-}
-
-
 def report(
     log: logging.RunLogger,
     batch: Batch,
@@ -1757,11 +1765,7 @@ def report(
         if distributed.is_main():
             records = rewards.sample_records(batch, actor.processor)
         log.samples(step, records, shown_samples(batch, records, picks))
-    accuracies = [key for key in metrics if key.endswith("accuracy_reward")]
-    names = {key.removeprefix("rollout/").removesuffix("_reward"): key for key in accuracies}
-    names = {"reward": "rollout/reward"} | names | SHOWN
-    values = {name: f"{metrics[key]:.3f}" for name, key in names.items() if key in metrics}
-    log.step(step, metrics | checkpoints.metrics(), values)
+    log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
     for record in records[:1]:
         answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
         log.line(f"  {answer}  reward {record['reward']:.3f}")

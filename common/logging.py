@@ -257,27 +257,21 @@ class RunLogger:
 
     # What a run tells
 
-    def step(self, step: int, metrics: dict[str, float], values: dict[str, str]) -> None:
-        """Record a step; print ``values`` on one line and next to the bar. Raises UserError: see
-        `_record`."""
+    def step(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
+        """Record a step; print those of ``columns`` (word -> metric) that it has on one line and next
+        to the bar. Raises UserError: see `_record`."""
         self._record(step, metrics)
-        self.line(
-            f"step {step:5d}  " + "  ".join(f"{name} {value}" for name, value in values.items())
-        )
+        values = format_columns(metrics, columns)
+        self.line(f"step {step:5d}  " + as_line(values))
         self.bar.set_postfix(values, refresh=False)
         self.bar.update(step - self.bar.n)
 
-    def evaluation(self, step: int, metrics: dict[str, float], names: Iterable[str]) -> None:
-        """Record an evaluation after ``step`` steps, and print those metrics ``names`` that it has.
+    def evaluation(self, step: int, metrics: dict[str, float], columns: dict[str, str]) -> None:
+        """Record an evaluation after ``step`` steps, and print those of ``columns`` that it has.
         Raises UserError: see `_record`."""
         self._record(step, metrics)
         self._evaluated.add(step)
-        text = f"eval  step {step:5d}"
-        for name in names:
-            if name in metrics:
-                short = name.removeprefix("eval/").removesuffix("_mean")
-                text += f"  {short} {metrics[name]:.3f}"
-        self.line(text)
+        self.line(f"eval  step {step:5d}  " + as_line(format_columns(metrics, columns)))
 
     def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation after ``step`` steps is recorded: the same on every rank."""
@@ -371,6 +365,16 @@ class RunLogger:
                 for name, value in record.items():
                     self._writer.add_scalar(name, value, step)
                 self._writer.flush()
+
+
+def format_columns(metrics: dict[str, float], columns: dict[str, str]) -> dict[str, str]:
+    """word -> value of its metric, for those words whose metric there is."""
+    values = {word: metrics[name] for word, name in columns.items() if name in metrics}
+    return {word: f"{v:.3f}" if abs(v) < 1000 else f"{v:.0f}" for word, v in values.items()}
+
+
+def as_line(values: dict[str, str]) -> str:
+    return "  ".join(f"{word} {value}" for word, value in values.items())
 
 
 def is_evaluation(record: dict) -> bool:

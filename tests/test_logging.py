@@ -131,8 +131,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 def test_files_of_a_run(tmp_path, capsys):
     log = open_log(tmp_path)
-    log.evaluation(0, {"eval/accuracy": 0.25}, ["eval/accuracy"])
-    log.step(1, {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)}, {"reward": "0.500"})
+    log.evaluation(0, {"eval/accuracy": 0.25}, {"accuracy": "eval/accuracy"})
+    log.step(1, {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)}, {"reward": "rollout/reward"})
     assert steps(tmp_path) == [0, 1]  # readable while the run goes on
     card = sample_card([Image.new("RGB", (8, 8), "red")], "said", "earned")
     log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])
@@ -199,7 +199,7 @@ def test_how_a_run_ended(tmp_path, capsys):
 def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     log = open_log(tmp_path, first_step=4, eval_only=True)
     assert not log.has_evaluation(4)
-    log.evaluation(4, {"eval/accuracy": 0.5}, ["eval/accuracy"])
+    log.evaluation(4, {"eval/accuracy": 0.5}, {"accuracy": "eval/accuracy"})
     log.close(4, 6, {})
     assert steps(tmp_path / "evaluation-step-4") == [4] and not (tmp_path / "metrics.jsonl").exists()
     assert capsys.readouterr().out == "eval  step     4  accuracy 0.500\n"
@@ -211,7 +211,7 @@ def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
     for step in (1, 2):
         log.step(step, {"x": 1.0}, {})
         assert not log.has_evaluation(step)
-    log.evaluation(2, {"eval/accuracy": 0.5}, [])
+    log.evaluation(2, {"eval/accuracy": 0.5}, {})
     assert log.has_evaluation(2)
     log.close(6, 6, {})
     resumed = open_log(tmp_path, first_step=2)
@@ -316,7 +316,7 @@ def test_a_number_in_a_sample_that_is_not_finite(tmp_path):
 def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
     log = open_log(tmp_path)
     metrics = {"eval/num_samples": 9, "eval/source/a.jsonl": 0.5, "eval/seconds": 2.0, "eval/loss": 0.25}
-    log.evaluation(7, metrics, ["eval/loss", "eval/accuracy"])
+    log.evaluation(7, metrics, {"loss": "eval/loss", "accuracy": "eval/accuracy"})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
     assert line == "eval  step     7  loss 0.250"
     log.close(6, 6, {})

@@ -703,11 +703,11 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until
         ppo.report_evaluation(log, metrics, [{"response": "x"}] * 3, [], state)
         text = capsys.readouterr().out
         if state.step == 0:
-            assert "eval  step     0  accuracy_reward 0.000  reward 0.500  vision_gap_logprob 0.300\n" in text
+            assert "eval  step     0  accuracy 0.000  reward 0.500  vision_gap 0.300\n" in text
         assert state.step != 1 or "4.8e-04 nats" in text
         blind = "warning: the model does not use what it sees" in text
         warned.append((blind, "warning: no held-out answer is right" in text))
-    assert warned == [(False, True), (True, False), (False, False), (False, True), (True, False)]
+    assert warned == [(False, False), (True, True), (False, False), (False, True), (True, False)]
     log.close(5, 5, {})
 
 

@@ -72,15 +72,14 @@ def picture_sizes(conversation: Conversation) -> list[tuple[int, int]]:
     return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]
 
 
-def conversation_metrics(
-    conversations: list[Conversation], labels: list[str | None], section: str
-) -> dict[str, float]:
+def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:
     """Means over samples, as ``section/...``; of several labels also one by one."""
-    parts: dict[str, list[Conversation]] = {"": conversations} if conversations else {}
-    if len(set(labels) - {None}) > 1:
-        for conversation, label in zip(conversations, labels):
-            if label is not None:
-                parts.setdefault(f"/{label}", []).append(conversation)
+    parts = {"": conversations} if conversations else {}
+    labels = dict.fromkeys(conversation.label for conversation in conversations)
+    labels.pop(None, None)
+    if len(labels) > 1:
+        for label in labels:
+            parts[f"/{label}"] = [one for one in conversations if one.label == label]
     metrics = {}
     for label, part in parts.items():
         columns = {

@@ -127,7 +127,7 @@ def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
     metrics = ppo.main(line)
     assert metrics["eval/vision_gap_logprob"] == pytest.approx(0, abs=ROUNDING)
     told = capsys.readouterr().out
-    assert "the model does not use what it sees" in told and "vision_gap_logprob 0.000" in told.replace("-", "")
+    assert "the model does not use what it sees" in told and "vision_gap 0.000" in told.replace("-", "")
     text = rows.with_name("text.jsonl")
     text.write_text(rows.read_text().splitlines()[3])
     assert "eval/vision_gap_logprob" not in ppo.main([*line, "--eval_data", str(text), "--out", str(tmp_path / "text")])
