@@ -92,7 +92,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.save_if_due(step, last, state, roles, now=stopping)
             if stopping and step < last:
                 break
-            if evaluates_after(step, args, rows) and not log.has_evaluation(step):
+            if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
                 evaluate(judge, rows, state, log, args)
             checkpoints.export_if_due(step, last, trained, rows.processor)
             if step == last or args.run.eval_only:
@@ -305,7 +305,7 @@ def load_rows(args: Args) -> Rows:
         examples = itertools.chain(*loaded)
         settings.note_training((example.kind, example.verdict) for example in examples)
     train_sets = [group_by_prompt(examples) for examples in loaded]
-    shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
+    shares = data.shares_of(sets, train_sets)
     return Rows(processor, settings, train_sets, shares, list(itertools.chain(*held_out)))
 
 
@@ -379,7 +379,6 @@ class TrainState:
     step: int = 0  # steps done
     dropped_prompts: int = 0  # whose pictures did not decode
     loss_mean: float | None = None  # running average
-    last_evaluation: dict | None = None  # what judge.json says of it
     skipped_steps: int = 0  # in a row, without an update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
@@ -439,10 +438,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     if not args.run.export_only and budget.check(plan, args.model, ranks):
         weights.recompute_layers(judge.model)
     with distributed.raise_on_all_ranks():
-        fsdp.shard(judge, ranks.mesh)
-        weights.materialize(judge, ranks.device)
-        weights.init_adapters(judge.model, args.run.seed)
-        weights.load(judge.model, builder.folder)
+        weights.shard_and_load(judge, ranks, args.run.seed)
     return judge
 
 
@@ -522,13 +518,6 @@ STEP_COLUMNS = {
     "grad_norm": "train/grad_norm",
     "tokens/s": "perf/tokens_per_second",
 }
-
-
-def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
-    """Whether to evaluate after ``step`` steps."""
-    return bool(rows.held_out) and logging.evaluation_due(
-        step, args.run, args.optim.steps, args.data.prompts_per_step, len(rows.train)
-    )
 
 
 def evaluate(
@@ -737,13 +726,11 @@ def read_verdict(settings: judgements.JudgeSettings, example: Example, text: str
 
 def newest_evaluation(out: Path, step: int) -> dict | None:
     """`held_out_record` of the newest evaluation up to the ``step`` resumed from."""
-    paths = [out / "eval" / f"eval_result_{earlier}.json" for earlier in range(1, step + 1)]
-    newest = None
-    if distributed.is_main():
-        written = [path for path in paths if path.exists()]
-        if written:
-            newest = accuracy.held_out_record(json.loads(written[-1].read_text())["summary"])
-    return distributed.from_main(newest)
+    for earlier in range(step, 0, -1):
+        path = out / "eval" / f"eval_result_{earlier}.json"
+        if path.exists():
+            return accuracy.held_out_record(json.loads(path.read_text())["summary"])
+    return None
 
 
 # -------------------------------------------------------------------------------------------------
@@ -766,8 +753,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
 def performance(batch: Batch) -> dict[str, float]:
     """Seconds per stage, throughput and memory."""
     metrics = logging.timer.metrics()
-    tokens = len(batch.tokens) + sum(batch.prompt_lengths)
-    metrics["perf/tokens_per_second"] = tokens / metrics["perf/update_seconds"]
+    metrics["perf/tokens_per_second"] = batch.total_tokens / metrics["perf/update_seconds"]
     return metrics | memory.peak()
 
 

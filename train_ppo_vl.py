@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.save_if_due(step, last, state, trainables, now=stopping)
             if stopping and step < last:
                 break
-            if evaluates_after(step, args, rows) and not log.has_evaluation(step):
+            if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
                 report_evaluation(log, metrics, records, pictures, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
@@ -644,7 +644,7 @@ def load_rows(args: Args) -> Rows:
             for path, _ in flags.parse_datasets(args.data.eval_data):
                 held_out += data.load_prompts(path, processor, args.data, **options)
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
-    shares = [weight or float(len(rows)) for rows, (_, weight) in zip(train_sets, sets)]
+    shares = data.shares_of(sets, train_sets)
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
 
 
@@ -745,7 +745,7 @@ def advance(
     state.step += 1
     state.batches_taken, state.dropped_prompts = loader.taken, loader.dropped
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
-    state.evaluations += evaluates_after(state.step, args, rows)
+    state.evaluations += logging.evaluation_due(state.step, args, rows)
     for role in ("actor", "critic"):
         skipped = metrics.get(f"train/{role}_skipped")  # share of its updates; None: it had none
         if skipped is not None:
@@ -994,30 +994,13 @@ def load_models(
     """Shard and load all models. Returns actor, critic and reference."""
     with distributed.raise_on_all_ranks():
         for role, module in models.items():
-            shard_and_load(module, args, ranks)
+            weights.shard_and_load(module, ranks, args.run.seed)
             if role not in ("actor", "critic"):
                 fsdp.offload(module, args.update.offload)
     actor, reference = models["actor"], models.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
     return actor, models.get("critic"), reference
-
-
-def shard_and_load(module: nn.Module, args: Args, ranks: distributed.Ranks) -> None:
-    """Shard a module that is on meta, allocate the shards and stream the weights into them. Raises
-    ValueError: a scalar reward model without a value head."""
-    fsdp.shard(module, ranks.mesh)
-    weights.materialize(module, ranks.device)
-    weights.init_adapters(module.model, args.run.seed)
-    head, folder = getattr(module, "value_head", None), module.model.folder
-    if head is not None:
-        nn.init.zeros_(head.weight)
-    loaded = weights.load(module.model, folder, value_head=head)
-    is_reward_model = head is not None and not head.weight.requires_grad
-    if is_reward_model and "value_head.weight" not in loaded:
-        raise ValueError(
-            f"--reward rm:{folder}: no value head: none of the weights value_head.weight, score.weight"
-        )
 
 
 def make_trainables(
@@ -1571,13 +1554,6 @@ def move_reference(step: int, actor: Policy, reference: Policy | None, args: Arg
 # -------------------------------------------------------------------------------------------------
 
 
-def evaluates_after(step: int, args: Args, rows: Rows) -> bool:
-    """Whether to evaluate after ``step`` steps."""
-    return bool(rows.held_out) and logging.evaluation_due(
-        step, args.run, args.optim.steps, args.data.prompts_per_step, len(rows.train)
-    )
-
-
 def evaluate(
     trainables: dict[str, fsdp.Trainable],
     reward: rewards.RewardMix,
@@ -1822,11 +1798,6 @@ def performance(
     """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates counted in
     ``metrics``."""
     perf = logging.timer.metrics()
-    prompts = [
-        length for index, length in enumerate(batch.prompt_lengths) if index not in batch.dropped
-    ]
-    response = len(batch.tokens)
-    both = int(batch.sizes.sum()) + sum(prompts)
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
     passes = actor_passes + (args.critic_epochs if critic is not None else 0)
@@ -1836,9 +1807,10 @@ def performance(
         metrics["rollout/generated_tokens"] / perf["perf/rollout_seconds"]
     )
     if update:
-        perf["perf/update_tokens_per_second"] = passes * both / update
-        operations = passes * both * memory.layer_flops(actor)
-        operations += actor_passes * response * memory.head_flops(actor)
+        tokens = passes * batch.total_tokens
+        perf["perf/update_tokens_per_second"] = tokens / update
+        operations = tokens * memory.layer_flops(actor)
+        operations += actor_passes * len(batch.tokens) * memory.head_flops(actor)
         perf |= memory.utilisation(operations, update)
     return perf | memory.peak()
 

@@ -203,6 +203,12 @@ class Batch:
         """(G,) prompt tokens."""
         return [len(prompt.input_ids) for prompt in self.prompts]
 
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of the samples and, once each, of their prompts."""
+        prompts = torch.tensor(self.prompt_lengths)[self.prompt_index.unique()]
+        return int(self.sizes.sum() + prompts.sum())
+
     def own_prompts(self) -> list[int]:
         """The prompts that this rank answers."""
         rank = dist.get_rank()

@@ -163,15 +163,19 @@ def due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def evaluation_due(step: int, run: RunArgs, last: int, prompts_per_step: int, rows: int) -> bool:
-    """Whether to evaluate after ``step`` steps: at the start, every --eval_every (-1: as often as
-    the ``rows`` rows were gone through) and at the end; with --eval_only, at once."""
-    if run.eval_only or run.eval_every == 0:
-        return run.eval_only
-    if step == 0 or due(step, run.eval_every, last):
+def evaluation_due(step: int, args: Any, rows: Any) -> bool:
+    """Whether to evaluate after ``step`` steps of a script with these `Args` and `Rows`: at the
+    start, every --eval_every (-1: after each pass over the data) and at the end; with --eval_only,
+    at once."""
+    every = args.run.eval_every
+    if not rows.held_out or args.run.eval_only or every == 0:
+        return bool(rows.held_out) and args.run.eval_only
+    if step == 0 or due(step, every, args.optim.steps):
         return True
-    passes, passes_before = (done * prompts_per_step // rows for done in (step, step - 1))
-    return run.eval_every == -1 and passes > passes_before
+    passes, before = (
+        done * args.data.prompts_per_step // len(rows.train) for done in (step, step - 1)
+    )
+    return every == -1 and passes > before
 
 
 def progress(items: Iterable, name: str) -> tqdm:

@@ -129,11 +129,12 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
     """Build and load the reward models of a run, as its start does."""
     import train_ppo_vl as ppo
     from common import distributed
+    from common.model import weights
 
     models = ppo.build_reward_models(args, reward, rows, actor)
     with distributed.raise_on_all_ranks():
         for module in models.values():
-            ppo.shard_and_load(module, args, ranks)
+            weights.shard_and_load(module, ranks, args.run.seed)
 
 
 def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **given):

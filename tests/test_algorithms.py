@@ -367,7 +367,7 @@ def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
     builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
-    ppo.shard_and_load(reference, env.args, env.ranks)
+    vlm_weights.shard_and_load(reference, env.ranks, env.args.run.seed)
     model, other = (AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager") for _ in range(2))
     theirs = {f"model.{name}": parameter for name, parameter in other.named_parameters()}
     with torch.no_grad():

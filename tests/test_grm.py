@@ -26,7 +26,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
+from common import distributed, logging
 from common.model import fsdp
 from common.rewards import accuracy, judge as judgements, rules
 from common.buffers import Batch
@@ -353,10 +353,10 @@ def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
     """--eval_every -1, 4 prompts a step: of 10 rows, steps 3, 5 and 8 complete a pass; 9 is the last."""
     rows = grm.replace(env.rows, train_sets=[env.rows.train[:5] * 2])
-    due = lambda every: [step for step in range(10) if grm.evaluates_after(  # noqa: E731
+    due = lambda every: [step for step in range(10) if logging.evaluation_due(  # noqa: E731
         step, with_flags(env.args, eval_every=every, steps=9), rows)]
     assert (due(-1), due(4), due(0)) == ([0, 3, 5, 8, 9], [0, 4, 8, 9], [])
-    assert not grm.evaluates_after(9, env.args, grm.replace(rows, held_out=[]))
+    assert not logging.evaluation_due(9, env.args, grm.replace(rows, held_out=[]))
 
 
 # ------------------------------------------------------------------------------------------------ rows

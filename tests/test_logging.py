@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -72,9 +73,12 @@ def test_statistics_of_updates():
 def test_what_is_due(every, at, evaluated):
     """Of 7 steps of 4 prompts, with 10 rows: passes end after 10, 20 and 30 prompts."""
     assert [step for step in range(8) if due(step, every, 7)] == list(at)
-    run, alone = RunArgs(eval_every=every), RunArgs(eval_every=every, eval_only=True)
-    assert [step for step in range(8) if evaluation_due(step, run, 7, 4, 10)] == list(evaluated)
-    assert all(evaluation_due(step, alone, 7, 4, 0) for step in range(8))
+    args = SimpleNamespace(optim=SimpleNamespace(steps=7), data=SimpleNamespace(prompts_per_step=4))
+    rows = SimpleNamespace(train=range(10), held_out=["one"])
+    args.run = RunArgs(eval_every=every)
+    assert [step for step in range(8) if evaluation_due(step, args, rows)] == list(evaluated)
+    args.run, rows.train = RunArgs(eval_every=every, eval_only=True), []
+    assert all(evaluation_due(step, args, rows) for step in range(8))
 
 
 def add_as_a_rank() -> None:

@@ -729,9 +729,13 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     told = {"rollout/generated_tokens": 123}
     if updates:
         told["train/actor_updates"] = updates
-    batch = dataclasses.replace(env.batch, dropped=[2])
+    targets = [[] for _ in env.prompts]
+    for tokens, index in zip(env.batch.split(env.batch.tokens), env.batch.prompt_index.tolist()):
+        if index != 2:
+            targets[index].append(tokens)
+    batch = env.batch.with_targets(targets)
     metrics = ppo.performance(batch, env.actor, env.critic if with_critic else None, told, args)
-    response = len(env.batch.tokens)
+    response = len(batch.tokens)
     tokens = response + sum(len(prompt.input_ids) for i, prompt in enumerate(env.prompts) if i != 2)
     layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)
     head = env.actor.model.lm_head.weight.numel()

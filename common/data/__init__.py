@@ -7,6 +7,7 @@ from common.data.loader import (
     PromptLoader,
     describe_shares,
     digest_data,
+    shares_of,
 )
 from common.data.processor import Processor
 from common.data.rows import Prompt, load_prompts, parse_columns, read_rows, user_text

@@ -99,6 +99,11 @@ def data_order(draws: range, rows: int, seed: int) -> list[int]:
     return order[: len(draws)].tolist()
 
 
+def shares_of(named: list[tuple[str, float | None]], sets: list[list]) -> list[float]:
+    """How often each set of rows is drawn, in proportion: its weight in --data, or its size."""
+    return [weight or float(len(rows)) for (_, weight), rows in zip(named, sets)]
+
+
 def describe_shares(spec: str, sets: list[list], shares: list[float], draws: int) -> list[str]:
     """One line for each of several sets of rows: how often it is drawn."""
     if len(sets) < 2:

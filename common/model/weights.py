@@ -52,7 +52,7 @@ from common.model.forward import (
     use_mixers,
     vision_parts,
 )
-from common.model.fsdp import copy_shard, shard_of
+from common.model.fsdp import copy_shard, shard, shard_of
 from common.model.layers import use_fewer_kernels
 from common.model.linear_attention import announce_rule
 
@@ -488,6 +488,24 @@ class StoredWeight:
     name: str | None
     path: Path
     like: Tensor
+
+
+def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> None:
+    """Shard a module that is on meta, allocate the shards and stream its checkpoint into them.
+    Fresh adapters depend on ``seed``; a critic's value head that the files lack is zero. Raises
+    ValueError: see `load`; a scalar reward model without a value head."""
+    shard(module, ranks.mesh)
+    materialize(module, ranks.device)
+    init_adapters(module.model, seed)
+    head, folder = getattr(module, "value_head", None), module.model.folder
+    if head is not None:
+        nn.init.zeros_(head.weight)
+    loaded = load(module.model, folder, value_head=head)
+    is_reward_model = head is not None and not head.weight.requires_grad
+    if is_reward_model and "value_head.weight" not in loaded:
+        raise ValueError(
+            f"--reward rm:{folder}: no value head: none of the weights value_head.weight, score.weight"
+        )
 
 
 def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> set[str]:
