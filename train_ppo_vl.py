@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from PIL import Image
 from torch import Tensor
@@ -711,8 +710,6 @@ class TrainState:
     # role -> consecutive steps without an applied update
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
-    # name -> whether it held when it was looked at last
-    warnings: dict[str, bool] = field(default_factory=dict)
 
     @staticmethod
     def fresh(args: Args) -> "TrainState":
@@ -1149,15 +1146,13 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 
 def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
     """The likeliest critique of every question."""
-    sampling = Sampling(
+    sampling = replace(
+        Sampling.of(args, judge.processor, judge.model.compute.device),
         max_new_tokens=args.reward.grm_max_new_tokens,
-        banned=judge.processor.banned_mask().to(judge.model.compute.device),
-        stop_ids=torch.tensor(judge.processor.stop_ids, device=judge.model.compute.device),
-        seed=args.run.seed,
+        min_new_tokens=0,
+        stop_strings=(),
         stream=JUDGE,
         greedy=True,
-        slots=args.rollout.slots,
-        cuda_graphs=args.rollout.cuda_graphs,
     )
     return rollout(judge, questions, sampling, samples_per_prompt=1)
 
@@ -1534,12 +1529,9 @@ def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
 
 def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
     """Whether KL(old, new) per token of a minibatch, over all ranks, is above the target."""
-    moved = [part["approx_kl"] for part in stats]
-    totals = torch.tensor(
-        [sum(float(kl.total) for kl in moved), sum(kl.count for kl in moved)], dtype=torch.float64
-    )
-    dist.all_reduce(totals)
-    return bool(totals[0] > target_kl * totals[1])
+    sums = logging.MetricSums()
+    sums.record([{"approx_kl": part["approx_kl"]} for part in stats])
+    return sums.reduce()["train/approx_kl"] > target_kl
 
 
 def move_reference(step: int, actor: Policy, reference: Policy | None, args: Args) -> None:
@@ -1681,14 +1673,14 @@ def report_evaluation(
         # before the first step there may be everything to learn
         never_right = metrics[name] == 0 and state.step > 0
         text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
-        warn(log, state, name, never_right, text)
+        log.warn(name, never_right, text)
     gap = metrics.get("eval/vision_gap_logprob")
     if gap is not None:
         text = (
             "the model does not use what it sees: with blank images its answers are as likely as "
             f"with their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
         )
-        warn(log, state, "vision", abs(gap) < BLIND, text)
+        log.warn("vision", abs(gap) < BLIND, text)
     # last: without this record a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
 
@@ -1755,14 +1747,7 @@ def report(
         f"{metrics['rollout/reward']:.3f}: nothing tells better answers from worse; see "
         f"{log.out}/samples"
     )
-    warn(log, state, "spread", flat > 0.9 * prompts, text)
-
-
-def warn(log: logging.RunLogger, state: TrainState, name: str, holds: bool, text: str) -> None:
-    """Say a warning once it holds, and again only after it did not."""
-    if holds and not state.warnings.get(name):
-        log.line(f"warning: {text}")
-    state.warnings[name] = holds
+    log.warn("spread", flat > 0.9 * prompts, text)
 
 
 def check_sampler(

@@ -222,6 +222,7 @@ class RunLogger:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
         self._evaluated: set[int] = set()
+        self._warned: dict[str, bool] = {}  # name -> whether it held when it was looked at last
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,
@@ -316,6 +317,12 @@ class RunLogger:
         advice = "on a full disk, free space and start again from the newest checkpoint"
         with distributed.raise_on_all_ranks(f"--out {self.out}: {what} cannot be written ({advice}): "):
             yield
+
+    def warn(self, name: str, holds: bool, text: str) -> None:
+        """Print a warning once it holds, and again only after it did not."""
+        if holds and not self._warned.get(name):
+            self.line(f"warning: {text}")
+        self._warned[name] = holds
 
     def line(self, text: str) -> None:
         """Print one line above the bar."""
