@@ -181,8 +181,12 @@ def evaluation_due(step: int, args: Any, rows: Any) -> bool:
 def progress(items: Iterable, name: str) -> tqdm:
     """``items``, with a bar on rank 0's terminal for what takes more than two seconds; it is gone
     when all are done."""
-    hidden = True if int(os.environ.get("RANK", 0)) else None  # None: where there is no terminal
-    return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=hidden)
+    return tqdm(items, desc=name, leave=False, delay=2, dynamic_ncols=True, disable=hides_bars())
+
+
+def hides_bars() -> bool | None:
+    """tqdm's ``disable``: None hides a bar only where the output is no terminal."""
+    return None if distributed.is_main() else True
 
 
 # -------------------------------------------------------------------------------------------------
@@ -191,13 +195,7 @@ def progress(items: Iterable, name: str) -> tqdm:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
-PRODUCTS = {
-    "metrics": "metrics.jsonl",
-    "TensorBoard": "tensorboard",
-    "samples": "samples",
-    "judgements": "eval",
-    "weights": "export",
-}
+CARD_GAP = 14  # pixels between the pictures of samples
 
 
 class RunLogger:
@@ -221,26 +219,26 @@ class RunLogger:
         if self.eval_only:
             self.out, first_step = self.out / f"evaluation-step-{first_step}", 0
         self.first_step = first_step
-        self._evaluated: set[int] = set()
         self._warned: dict[str, bool] = {}  # name -> whether it held when it was looked at last
+        evaluated: set[int] = set()
         self.bar = tqdm(
             total=total_steps,
             initial=first_step,
             unit="step",
             dynamic_ncols=True,
-            # None: where the output is no terminal
-            disable=None if distributed.is_main() else True,
+            disable=hides_bars(),
         )
         with distributed.raise_on_all_ranks(f"--out {self.out}: "):
             if distributed.is_main():
-                self.out.mkdir(parents=True, exist_ok=True)
                 replace_durably(self.out / "args.json", json.dumps(recorded, indent=2) + "\n")
-                self._open_records(recorded)
+                evaluated = self._open_records(recorded)
                 purge = first_step + 1 if first_step else 0
                 self._writer = SummaryWriter(self.out / "tensorboard", purge_step=purge)
-        self._evaluated = set(distributed.from_main(sorted(self._evaluated)))
+        self._evaluated = distributed.from_main(evaluated)
 
-    def _open_records(self, recorded: dict[str, Any]) -> None:
+    def _open_records(self, recorded: dict[str, Any]) -> set[int]:
+        """Open metrics.jsonl with the records up to the first step; the steps of its
+        evaluations."""
         path = self.out / "metrics.jsonl"
         records: list[dict] = []
         if path.exists() and self.first_step == 0:  # a run without a checkpoint starts over
@@ -251,14 +249,12 @@ class RunLogger:
             records = [
                 record for record in read_records(path) if record.get("step", -1) <= self.first_step
             ]
-        self._evaluated = {record["step"] for record in records if is_evaluation(record)}
+        evaluated = {record["step"] for record in records if is_evaluation(record)}
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
         records.append(header | {"arguments": recorded})
-        aside = path.with_suffix(".tmp")
-        write_text(aside, as_lines(records))
-        sync_folder(aside)  # or a power cut would leave an empty file in the place of all records
-        os.replace(aside, path)
+        replace_durably(path, as_lines(records))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
+        return evaluated
 
     # What a run tells
 
@@ -275,11 +271,11 @@ class RunLogger:
         """Record an evaluation after ``step`` steps, and print those of ``columns`` that it has.
         Raises UserError: see `_record`."""
         self._record(step, metrics)
-        self._evaluated.add(step)
         self.line(f"eval  step {step:5d}  " + as_line(format_columns(metrics, columns)))
 
     def has_evaluation(self, step: int) -> bool:
-        """Whether an evaluation after ``step`` steps is recorded: the same on every rank."""
+        """Whether an earlier process has recorded an evaluation after ``step`` steps: the same on
+        every rank."""
         return step in self._evaluated
 
     def shows_samples(self, step: int, last: int) -> bool:
@@ -294,7 +290,7 @@ class RunLogger:
         with self.writing(f"samples of step {step}"):
             if distributed.is_main():
                 name = f"samples/{stem}-{step:06d}"
-                write_text(self.out / f"{name}.jsonl", as_lines(records))
+                write_durably(self.out / f"{name}.jsonl", as_lines(records))
                 if pictures:
                     sheet = contact_sheet(pictures)
                     sheet.save(self.out / f"{name}.png")
@@ -306,9 +302,8 @@ class RunLogger:
         the process is killed meanwhile, nothing. Raises UserError: see `writing`."""
         with self.writing(name):
             if distributed.is_main():
-                path = self.out / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                replace_durably(path, json.dumps(value, indent=1, allow_nan=False))
+                text = json.dumps(value, indent=1, allow_nan=False)
+                replace_durably(self.out / name, text)
 
     @contextmanager
     def writing(self, what: str):
@@ -342,11 +337,7 @@ class RunLogger:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
         elif not self.eval_only:
             done = "done before this start" if self.first_step >= last else "done"
-            products = []
-            for name, path in PRODUCTS.items():
-                if (self.out / path).exists():
-                    products.append(f"{name} in {self.out / path}")
-            self.line(f"{done}: " + ", ".join(products))
+            self.line(f"{done}: all results are in {self.out}")
         self.bar.close()
         if distributed.is_main():
             self._file.close()
@@ -361,10 +352,7 @@ class RunLogger:
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         # One JSON object and one TensorBoard point per metric. All ranks check: reduced metrics are
         # equal, so that all of them raise a UserError together.
-        record = {
-            name: value if isinstance(value, int) else float(value)
-            for name, value in metrics.items()
-        }
+        record = {name: float(value) for name, value in metrics.items()}
         for name, value in record.items():
             if not math.isfinite(value):
                 raise UserError(
@@ -396,14 +384,11 @@ def environment() -> dict[str, Any]:
     """Versions, device and git commit ("-dirty" after it: tracked files were changed; "unknown": no
     checkout)."""
     root = Path(__file__).resolve().parents[1]
-    command = ["git", "--no-optional-locks", "-C", str(root), "describe", "--always", "--abbrev=40"]
+    command = "git --no-optional-locks describe --always --abbrev=40 --exclude=* --dirty"
     try:
-        described = subprocess.run(
-            [*command, "--exclude=*", "--dirty"], capture_output=True, text=True, timeout=10
-        )
+        described = subprocess.run(command.split(), cwd=root, capture_output=True, text=True)
         commit = described.stdout.strip()
-    # git is not installed, or its file system does not answer
-    except (OSError, subprocess.TimeoutExpired):
+    except OSError:  # git is not installed
         commit = ""
     versions = {
         package: next((part.version for part in metadata.distributions(name=package)), None)
@@ -421,16 +406,14 @@ def environment() -> dict[str, Any]:
 def read_records(path: Path) -> list[dict]:
     """The objects of a JSONL file, without what a kill or a power cut leaves at its end: half a
     line, or NUL bytes where a block was never written. Raises ValueError: a line that is no
-    record."""
+    JSON."""
     written, _, _ = path.read_bytes().partition(b"\0")  # no JSON text has a NUL byte
     records = []
     for number, line in enumerate(written.split(b"\n")[:-1], start=1):  # a string may hold U+2028
         try:
-            record = json.loads(line)
-            record.get("step")
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is no JSON object, repair or remove it") from error
-        records.append(record)
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}:{number} is no JSON, repair or remove it") from error
     return records
 
 
@@ -440,25 +423,16 @@ def as_lines(records: list[dict]) -> str:
     )
 
 
-def write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
-    # the escape again.
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(text)
-
-
 def contact_sheet(cards: list[Image.Image], columns: int = 4) -> Image.Image:
     """The cards in rows of ``columns``, in cells as large as the largest one. ValueError without
     cards."""
-    gap, columns = 14, min(columns, len(cards))
-    rows = -(-len(cards) // columns)
-    width = gap + max(card.width for card in cards)
-    height = gap + max(card.height for card in cards)
-    sheet = Image.new("RGB", (gap + width * columns, gap + height * rows), "#e4e8ee")
+    columns = min(columns, len(cards))
+    width = CARD_GAP + max(card.width for card in cards)
+    height = CARD_GAP + max(card.height for card in cards)
+    sheet = Image.new("RGB", (width * columns, height * -(-len(cards) // columns)), "#e4e8ee")
     for i, card in enumerate(cards):
         row, column = divmod(i, columns)
-        sheet.paste(card, (gap + width * column, gap + height * row))
+        sheet.paste(card, (width * column, height * row))
     return sheet
 
 
@@ -468,8 +442,11 @@ def contact_sheet(cards: list[Image.Image], columns: int = 4) -> Image.Image:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a text file whose content is on the disk when this returns."""
-    with open(path, "w") as file:
+    """Write a text file, with its folder, whose content is on the disk when this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A lone surrogate, legal as an escape in a data row, has no encoding: backslashreplace writes
+    # the escape again.
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -155,7 +155,7 @@ def test_files_of_a_run(tmp_path, capsys):
     assert (tmp_path / "notes/a.json").read_text() == '"text"' and not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
         "eval  step     0  accuracy 0.250", "step     1  reward 0.500", "hello",
-        f"done: metrics in {tmp_path}/metrics.jsonl, TensorBoard in {tmp_path}/tensorboard, samples in {tmp_path}/samples"]
+        f"done: all results are in {tmp_path}"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {"eval/accuracy", "rollout/reward", "train/count", "train/loss"}
     assert events.Tags()["images"] == ["samples/step"] and events.Images("samples/step")[0].step == 1
@@ -192,12 +192,8 @@ def test_how_a_run_ended(tmp_path, capsys):
         log.close(2, 6, {})
     assert stop.value.code == 75 and steps(tmp_path) == [2]
     assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
-    for folder in ("export", "eval"):
-        (tmp_path / folder).mkdir()
     open_log(tmp_path, first_step=6).close(6, 6, {})
-    told = capsys.readouterr().out
-    assert "done before this start: metrics in " in told and told.endswith(
-        f"judgements in {tmp_path}/eval, weights in {tmp_path}/export\n")
+    assert capsys.readouterr().out.endswith(f"done before this start: all results are in {tmp_path}\n")
 
 
 def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
@@ -216,7 +212,6 @@ def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
         log.step(step, {"x": 1.0}, {})
         assert not log.has_evaluation(step)
     log.evaluation(2, {"eval/accuracy": 0.5}, {})
-    assert log.has_evaluation(2)
     log.close(6, 6, {})
     resumed = open_log(tmp_path, first_step=2)
     assert resumed.has_evaluation(2) and not resumed.has_evaluation(1)
@@ -248,8 +243,8 @@ def test_a_bar_inside_a_step(monkeypatch, capsys):
     screen = io.StringIO()
     screen.isatty = lambda: True
     monkeypatch.setattr(logging, "tqdm", functools.partial(tqdm, file=screen, mininterval=0))
-    for rank, late, visible in (("0", 3, True), ("0", 0, False), ("1", 3, False)):
-        monkeypatch.setenv("RANK", rank)
+    for is_main, late, visible in ((True, 3, True), (True, 0, False), (False, 3, False)):
+        monkeypatch.setattr(distributed, "is_main", lambda: is_main)
         bar = logging.progress(range(5), "packed rows")
         bar.start_t = getattr(bar, "start_t", 0) - late
         assert list(bar) == [0, 1, 2, 3, 4] and ("packed rows:" in screen.getvalue()) == visible
@@ -277,10 +272,9 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
     assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
     points = {e.step: e.value for e in EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("x")}
     assert points == {step: step if step in earlier else 10 * step for step in range(7)}
-    for damaged in ('{"step": 2', "[1]"):
-        (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
-        with pytest.raises(ValueError, match="metrics.jsonl:2 is no JSON object, repair or remove it"):
-            open_log(tmp_path, first_step=2)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
+    with pytest.raises(ValueError, match="metrics.jsonl:2 is no JSON, repair or remove it"):
+        open_log(tmp_path, first_step=2)
     open_log(tmp_path).close(6, 6, {})                                                            # set aside unread
 
 
@@ -299,7 +293,7 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
     colours = {c for _, c in sample_card([image], "", "").crop((0, 0, 480, 240)).getcolors(10_000)}
     assert {(255, 0, 0), (0, 255, 0)} <= colours and len(colours) <= 5  # no colours mixed by smoothing
     sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i)) for i in range(5)], 2)
-    assert sheet.size == (14 + 2 * 114, 14 + 3 * (90 + 14))
+    assert sheet.size == (2 * (100 + 14), 3 * (90 + 14))
 
 
 @pytest.mark.parametrize("text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90])
