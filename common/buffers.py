@@ -30,9 +30,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import distributed
-from common.distributed import gather_ragged
-
-
 
 ROLES = ("user", "tool")  # in whose name an environment may speak
 # How a sample ends: by its environment, after --max_turns, by --max_new_tokens or
@@ -244,9 +241,8 @@ class Batch:
     def gathered(self) -> "Batch":
         """The samples of all ranks, not yet scored, by (prompt, sample number): the same at any
         number of ranks."""
-        samples = {
-            name: torch.cat(gather_ragged(value)) for name, value in tensor_fields(self).items()
-        }
+        ranks = distributed.gather_objects(tensor_fields(self))
+        samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
         joined = replace(self, **samples)
         if self.spans is not None:
             joined.conversations = gather_conversations(self.conversations)

@@ -5,7 +5,7 @@ gathering, failing and stopping together.
     catch_signals                  a request to stop is remembered for the end of the step
     Workers                        a user's programs side by side in threads, each with a time limit
     start                          join the process group -> Ranks: where this process stands in it
-    gather_ragged, gather_objects  what every rank has, on every rank
+    gather_objects                 what every rank has, on every rank
     raise_on_all_ranks             one message from rank 0, raised on all ranks
     stop_requested                 a signal to one rank stops all of them after the step in progress
 
@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import traceback
-import unicodedata
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
@@ -32,22 +31,13 @@ from typing import Any, Callable, Iterable, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-
-# Unicode categories: control, format, surrogate, line separator, paragraph separator.
-INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def printable(text: str, keep: str = "") -> str:
     """The text with every invisible character written as an escape, except those in ``keep``. A
     message could otherwise recolour the terminal, or forge a line of its own."""
-    characters = []
-    for character in text:
-        invisible = character not in keep and unicodedata.category(character) in INVISIBLE
-        characters.append(ascii(character)[1:-1] if invisible else character)
-    return "".join(characters)
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 EXIT_USER_ERROR = 2
@@ -81,10 +71,7 @@ def die_with_torchrun() -> None:
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    parent = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # torchrun died before the kernel knew: no signal will come
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def default_interrupt() -> None:
@@ -211,8 +198,7 @@ def describe(error: BaseException) -> str:
         for frame in frames
         if not frame.filename.startswith(("<", os.path.dirname(__file__)))
     ]
-    once = dict.fromkeys(lines)  # an error that is raised again at its own line has it twice
-    where = f" ({' < '.join(once)})" if lines else ""
+    where = f" ({' < '.join(lines)})" if lines else ""
     return f"{type(error).__name__}: {error}{where}"
 
 
@@ -354,13 +340,10 @@ def refuse_idle_gpus() -> None:
     present = torch.cuda.device_count() > 0 or Path("/dev/nvidia0").exists()
     if not present or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
-    version = Path("/proc/driver/nvidia/version")
-    words = version.read_text().split() if version.exists() else []
-    driver = next((word for word in words if word.replace(".", "").isdigit()), "unknown")
     raise UserError(
         f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, cannot use this machine's "
-        f"GPUs (driver {driver}): install a newer driver, or a build of torch for an older CUDA, as "
-        "pytorch.org lists them; CUDA_VISIBLE_DEVICES= (empty) runs on CPUs"
+        "GPUs: install a newer driver, or a build of torch for an older CUDA, as pytorch.org lists "
+        "them; CUDA_VISIBLE_DEVICES= (empty) runs on CPUs"
     )
 
 
@@ -390,22 +373,8 @@ def is_main() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gather_ragged(tensor: Tensor) -> list[Tensor]:
-    """Gather tensors whose first dimension differs between ranks: (n_r, ...) from every rank r."""
-    if world_size() == 1:
-        return [tensor]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
-    dist.all_gather(sizes, torch.tensor([len(tensor)]))
-    longest = max(int(size) for size in sizes)
-    padded = tensor.new_zeros((longest, *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    gathered = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(gathered, padded)
-    return [part[: int(size)] for part, size in zip(gathered, sizes)]
-
-
 def gather_objects(value: Any) -> list:
-    """Gather one small value from every rank."""
+    """Gather one value from every rank: numbers, text, tensors on the CPU."""
     if world_size() == 1:
         return [value]
     gathered = [None] * world_size()

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -19,12 +20,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Iterable
+from typing import Any
 
 from common.distributed import Exit, UserError, describe
 
 
-LARGEST_INT = 2**31 - 1  # of a whole number, unless its flag names another bound
+NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
 # what makes a run another run, in both scripts; "data (rows)" stands for a digest of the files
@@ -47,8 +48,6 @@ def flag(
 ) -> Any:
     """A field of an argument class: its default, its help with the unit, the values or bounds it
     must respect, and whether paths in it become absolute."""
-    if type(default) is int and high == math.inf:
-        high = LARGEST_INT
     metadata = {"help": help, "choices": choices, "low": low, "high": high, "paths": paths}
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -186,7 +185,9 @@ class Parser(argparse.ArgumentParser):
         words = [word for word in rest if word.startswith("--") or "=" in word]
         names = [word.removeprefix("--").partition("=")[0] for word in words]
         known = [option.removeprefix("--") for option in self._option_string_actions]
-        raise UserError(f"unrecognized arguments: {' '.join(rest)}{did_you_mean(names, known)}")
+        meant = sorted({f"--{ours}" for name in names for ours in suggestions(name, known)})
+        hint = f"; did you mean {', '.join(meant)}?" if meant else ""
+        raise UserError(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
 def finite_float(text: str) -> float:
@@ -205,10 +206,8 @@ def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
     """
     try:
         config = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(f"--config {path}: no valid JSON: {error}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {path}: {error}") from error
     if not isinstance(config, dict):
         raise UserError(f"--config {path}: no JSON object")
     if "config" in config:
@@ -243,10 +242,6 @@ def embedded_toy(task: str, name: str) -> Path:
     writes the toy if it is not there yet."""
     root = Path(__file__).resolve().parents[1]
     config, program = root / TOY_FOLDERS[task] / name, root / "launch" / "toy.py"
-    if not config.exists() and not program.exists():
-        raise UserError(
-            f"no --model given, and the embedded toy is not there: {program} is missing"
-        )
     if not config.exists() and int(os.environ.get("LOCAL_RANK", 0)) == 0:
         failed = subprocess.run(
             [sys.executable, str(program), "--task", task, "--out", str(config.parent)]
@@ -354,15 +349,6 @@ FOREIGN_NAMES = {
 }
 
 
-def did_you_mean(unknown: Iterable[str], known: Iterable[str]) -> str:
-    """The end of a message about unknown flags; empty if there is nothing to suggest."""
-    known = list(known)
-    names = {f"--{ours}" for name in unknown for ours in suggestions(name, known)}
-    if not names:
-        return ""
-    return f"; did you mean {', '.join(sorted(names))}?"
-
-
 def suggestions(unknown: str, known: list[str]) -> list[str]:
     """The ``known`` names that an unknown one may stand for: it is another system's, the beginning
     of one, or misspelled."""
@@ -462,30 +448,20 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; without weights: None.
 
     Raises:
-        ValueError: no file, a weight that is no number above 0, or weights for some of the files
-            only.
+        ValueError: a weight that is not above 0, or weights for some of the files only.
     """
-    expected = (
-        "expected files separated by commas, all of them or none with a weight above 0, as in "
-        "a.jsonl:0.7,b.jsonl:0.3"
-    )
     sets: list[tuple[str, float | None]] = []
     for part in filter(None, map(str.strip, spec.split(","))):
-        path, colon, text = part.rpartition(":")
-        if not colon or "/" in text:  # the colon belongs to the name of a folder
-            sets.append((part, None))
-            continue
-        try:
-            sets.append((path, float(text)))
-        except ValueError as error:
-            raise ValueError(f"{spec}: {text!r} is no number; {expected}") from error
+        path, _, weight = part.rpartition(":")
+        # another colon belongs to the name of a file or folder
+        is_weight = re.fullmatch(NUMBER, weight)
+        sets.append((path, float(weight)) if path and is_weight else (part, None))
     weights = [weight for _, weight in sets if weight is not None]
-    some_weights = len(weights) not in (0, len(sets))
-    bad_weights = not all(0 < weight < math.inf for weight in weights)
-    no_file = bool(spec) and not sets
-    no_name = not all(path for path, _ in sets)
-    if some_weights or bad_weights or no_file or no_name:
-        raise ValueError(f"{spec}: {expected}")
+    if len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights):
+        raise ValueError(
+            f"{spec}: expected files separated by commas, all of them or none with a weight above "
+            "0, as in a.jsonl:0.7,b.jsonl:0.3"
+        )
     return sets
 
 

@@ -147,7 +147,7 @@ def test_gpus_that_torch_cannot_use_are_not_left_idle(monkeypatch, visible, refu
     if not refused:
         assert distributed.choose_device().type == "cpu"
         return
-    with pytest.raises(distributed.UserError, match=r"torch .*, built for CUDA .*driver unknown.*: install a newer driver"):
+    with pytest.raises(distributed.UserError, match=r"torch .*, built for CUDA .*GPUs: install a newer driver"):
         distributed.choose_device()
 
 
@@ -192,14 +192,3 @@ def test_a_worker_ends_when_its_torchrun_is_killed(environment, dies):
     launcher.stdout.close()
     assert alive == (not dies)
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal at a parent's death is Linux's")
-def test_a_launcher_that_died_before_the_kernel_was_asked(monkeypatch):
-    parents, killed = iter([4711, 1]), []
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    libc = SimpleNamespace(prctl=lambda *_: 0)
-    monkeypatch.setattr(distributed.ctypes, "CDLL", lambda *_, **__: libc)
-    monkeypatch.setattr(distributed.os, "getppid", lambda: next(parents))
-    monkeypatch.setattr(distributed.os, "kill", lambda *call: killed.append(call))
-    distributed.die_with_torchrun()
-    assert killed == [(os.getpid(), signal.SIGKILL)]

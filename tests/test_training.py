@@ -34,7 +34,7 @@ from common.rewards import judge as judgements
 from common.buffers import Batch
 from common.model.forward import exchange_features
 from common.rewards.cards import sample_card
-from common.distributed import gather_objects, gather_ragged, raise_on_all_ranks
+from common.distributed import gather_objects, raise_on_all_ranks
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model import forward as vlm
@@ -1175,7 +1175,7 @@ def check_exchange() -> None:
             arrived = exchange_features(local, owners, needed, shapes, dtype)
             assert arrived.keys() == needed[rank] & shapes.keys()
             assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
-    parts = gather_ragged(torch.full((rank, 3), rank))
+    parts = gather_objects(torch.full((rank, 3), rank))
     assert [part.tolist() for part in parts] == [[[r] * 3] * r for r in range(world)]
     assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
     for text, message in (("alike", "what: alike"), (f"of {rank}", "\n".join(f"what: of {r}" for r in range(world)))):
