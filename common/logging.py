@@ -352,7 +352,10 @@ class RunLogger:
     def _record(self, step: int, metrics: dict[str, float]) -> None:
         # One JSON object and one TensorBoard point per metric. All ranks check: reduced metrics are
         # equal, so that all of them raise a UserError together.
-        record = {name: float(value) for name, value in metrics.items()}
+        record = {
+            name: value if isinstance(value, int) else float(value)
+            for name, value in metrics.items()
+        }
         for name, value in record.items():
             if not math.isfinite(value):
                 raise UserError(
