@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import rounding
 
 from common import logprobs
 from common.logprobs import Fused
@@ -14,7 +15,8 @@ needs_compiler = pytest.mark.skipif(not (shutil.which("g++") or shutil.which("cl
 @pytest.mark.slow
 @needs_compiler
 def test_the_compiled_race_draws_the_same_ids():
-    """From the same noise, bit for bit; of other batches and vocabularies without compiling anew, banned ids among them."""
+    """From the same noise, but for the last bits of a logarithm, in which libraries differ; of other batches and
+    vocabularies without compiling anew, banned ids among them."""
 
     def both(logits, keys, hashes):
         return logprobs._eager_race(logits, keys, hashes), logprobs._exponentials(keys, hashes)
@@ -26,7 +28,7 @@ def test_the_compiled_race_draws_the_same_ids():
         keys = torch.randint(-2**62, 2**62, (batch,), generator=generator)
         with torch.inference_mode():
             ids, noise = fused(logits, keys, logprobs._id_hashes(vocabulary, logits.device))
-            assert torch.equal(noise, logprobs.exponential_noise(vocabulary, keys))
+            torch.testing.assert_close(noise, logprobs.exponential_noise(vocabulary, keys), rtol=rounding(2), atol=0)
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
     assert not fused.failed and fused.compiled is not None
 

@@ -816,7 +816,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
             distributed.STOP_SIGNALS.append(signal.SIGTERM)
         return update(*args)
 
-    monkeypatch.setattr(ppo.dist, "destroy_process_group", lambda: None)            # this process has more tests to run
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)            # this process has more tests to run
     monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(ppo, "update_actor", interrupted)
