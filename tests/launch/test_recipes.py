@@ -121,7 +121,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         rules.append((args.reward.reward, args.algorithm.advantage, args.optim.steps == 2))
         scoring.load(args.reward)
         assert args.model.model == str(project / "real/smollm2")
-    naive, strict = (f"launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict"))
+    naive, strict = (f"{project}/launch/real_rewards.py:{rule}_count" for rule in ("naive", "strict"))
     assert rules == [(naive, "gae", True), (strict, "gae", True), (naive, "grpo", False)]
 
 
