@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import (ROUNDING, computing, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
                       write_rows)
+from test_buffers import random_batch
 from test_losses import loss_oracle
 from test_training import gradient, hand_batch, write_samples  # noqa: F401
 from transformers import AutoModelForImageTextToText
@@ -46,9 +47,9 @@ def state_of(env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = 
     return state
 
 
-def advantages(env, moments: losses.RunningMoments | None = None, **changes) -> list[list[float]]:
-    """By sample, of a copy of the samples."""
-    batch = env.batch.select(torch.arange(16))
+def advantages(env, moments: losses.RunningMoments | None = None, count: int = 16, **changes) -> list[list[float]]:
+    """By sample, of a copy of the first samples."""
+    batch = env.batch.select(torch.arange(count))
     ppo.compute_advantages(batch, state_of(env, moments=moments), with_flags(env.args, **changes))
     return [part.tolist() for part in batch.split(batch.advantages)]
 
@@ -97,13 +98,14 @@ def expected(name: str, scores: list[float], kl: list[list[float]], lengths: lis
         elif alone:
             advantage = (value - mean) / (np.std(group, ddof=1) + 1e-6)
         elif name == "rloo":
-            advantage = value - (sum(group) - value) / 3
+            advantage = value - (sum(group) - value) / (len(group) - 1)
         elif name == "opo":
-            n = lengths[first:first + 4]
+            n = lengths[first:first + len(group)]
             advantage = value - sum(a * b for a, b in zip(n, group)) / sum(n)
         elif name == "gpg":
-            alive = sum(4 for g in range(0, 16, 4) if max(scores[g:g + 4]) - min(scores[g:g + 4]) >= 1e-6)
-            advantage = 16 / alive * (value - mean)
+            groups = [scores[g:g + 4] for g in range(0, len(scores), 4)]
+            alive = sum(len(scores) for scores in groups if max(scores) - min(scores) >= 1e-6)
+            advantage = len(values) / alive * (value - mean)
         else:
             advantage = value - mean
         rows.append([advantage - beta * sum(kl[i][t:]) if alone else advantage for t in range(lengths[i])])
@@ -116,9 +118,10 @@ ESTIMATORS = ["reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_n
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators(env, name, kl_in):
-    actual = advantages(env, advantage=name, kl_in=kl_in, gamma=0.9)
-    kl = [part.tolist() for part in env.batch.split(env.batch.kl)]
-    wanted = expected(name, SCORES, kl, env.batch.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
+    """Of three prompts with four samples and one with three."""
+    actual = advantages(env, count=15, advantage=name, kl_in=kl_in, gamma=0.9)
+    kl = [part.tolist() for part in env.batch.split(env.batch.kl)][:15]
+    wanted = expected(name, SCORES[:15], kl, env.batch.lengths.tolist(), 0.1 if kl_in == "reward" else 0.0, 0.9,
                       env.batch.greedy_rewards.tolist())
     for ours, theirs in zip(actual, wanted, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)
@@ -406,71 +409,20 @@ def letters(prompts, responses, references, labels, images):
 """
 
 
-def hand_part(generator, prompts: int, dropped: list[int]) -> Batch:
-    """A rollout of so many prompts with two or three samples each, as `sample_and_score` returns it."""
-    counts = [0 if p in dropped else int(torch.randint(2, 4, (), generator=generator)) for p in range(prompts)]
-    prompt_index = torch.arange(prompts).repeat_interleave(torch.tensor(counts))
-    samples = len(prompt_index)
-    lengths = torch.randint(0, 5, (samples,), generator=generator)
-    noise = torch.rand(5, samples, generator=generator)
-    tokens = int(lengths.sum())
-    return Batch(
-        [f"prompt {x}" for x in torch.rand(prompts, generator=generator).tolist()],
-        torch.randperm(99, generator=generator)[:prompts].tolist(), [p % 3 for p in range(prompts)], dropped,
-        patches={p: object() for p in range(1, prompts, 2)}, features={p: object() for p in range(0, prompts, 2)},
-        positions={p: object() for p in range(0, prompts, 2)}, prompt_index=prompt_index,
-        number=torch.cat([torch.arange(n) for n in counts]), lengths=lengths, truncated=noise[0] > 0.5,
-        tokens=torch.randint(0, 99, (tokens,), generator=generator), logprobs=torch.rand(tokens, generator=generator),
-        rewards=noise[1].round(), greedy_rewards=noise[2], components={"style": noise[3]},
-        judgements=[f"verdict {x}" for x in noise[4].tolist()])
-
-
-def test_merged_steps_equal_a_loop():
-    """Everything of the chosen prompts and of their samples, in the order chosen, and nothing of the others."""
-    generator = torch.Generator().manual_seed(0)
-    for chosen in ([[1, 3], [], [0, 1, 4]], [[0, 2, 4], [], []], [[2], [0, 5], [1]]):
-        parts = [hand_part(generator, 6, dropped) for dropped in ([4], [0], [])]
-        picks = [(part, prompt) for part, prompts in zip(parts, chosen) for prompt in prompts]
-        merged = Batch.concatenate(parts).select_prompts([6 * i + p for i, prompts in enumerate(chosen) for p in prompts])
-        assert len(merged.prompts) == len(picks)
-        k = 0                                                        # the sample of the merged ones that comes next
-        for place, (part, prompt) in enumerate(picks):
-            for column in ("prompts", "prompt_ids", "owners"):
-                assert getattr(merged, column)[place] == getattr(part, column)[prompt]
-            for column in ("positions", "patches", "features"):
-                assert getattr(merged, column).get(place) is getattr(part, column).get(prompt)
-            assert (place in merged.dropped) == (prompt in part.dropped)
-            for i in (part.prompt_index == prompt).nonzero()[:, 0].tolist():
-                assert merged.prompt_index[k] == place and merged.judgements[k] == part.judgements[i]
-                for column in ("number", "lengths", "truncated", "rewards", "greedy_rewards"):
-                    assert getattr(merged, column)[k] == getattr(part, column)[i], column
-                assert merged.components["style"][k] == part.components["style"][i]
-                for column in ("tokens", "logprobs"):
-                    ours, theirs = merged.split(getattr(merged, column)), part.split(getattr(part, column))
-                    assert torch.equal(ours[k], theirs[i]), column
-                k += 1
-        assert len(merged) == k
-
-
 def test_groups_without_spread_are_counted():
     """By the samples of each prompt; prompts with one sample each are compared over the whole step."""
-    generator = torch.Generator().manual_seed(1)
-    part = hand_part(generator, 9, [2])
-
-    def lively(batch: Batch) -> list[int]:
-        return scoring.prompts_with_spread(batch)
-
-    wanted = []
+    part, wanted = random_batch(np.random.default_rng(1), prompts=9, most=3), []
+    part.rewards = part.rewards.sign()
     for prompt in range(9):
         rewards = part.rewards[part.prompt_index == prompt].tolist()
         if len(set(rewards)) > 1:
             wanted.append(prompt)
-    assert lively(part) == wanted and 0 < len(wanted) < 8
+    assert scoring.prompts_with_spread(part) == wanted and 0 < len(wanted) < 8
     single = part.select((part.number == 0).nonzero()[:, 0])
-    assert lively(single) == single.prompt_index.tolist()
+    assert scoring.prompts_with_spread(single) == single.prompt_index.tolist()
     for batch in (part, single):
         batch.rewards = torch.full((len(batch),), 0.1) + torch.arange(len(batch)) * 1e-8           # equal up to rounding
-        assert lively(batch) == []
+        assert scoring.prompts_with_spread(batch) == []
 
 
 @pytest.fixture(scope="module")

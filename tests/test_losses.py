@@ -65,25 +65,6 @@ def test_gae_golden():
     assert advantages.dtype == returns.dtype == torch.float32
 
 
-def test_gae_and_rewards_to_go_equal_loops():
-    g = generator(0)
-    lengths = [0, 3, 9, 1, 0, 9, 4]
-    rewards, values = torch.randn(2, sum(lengths), generator=g)
-    advantages, returns = losses.gae(rewards, values, torch.tensor(lengths), 0.9, 0.8)
-    to_go = losses.rewards_to_go(rewards, torch.tensor(lengths), 0.9)
-    expected = torch.zeros(3, sum(lengths), dtype=torch.float64)
-    start = 0
-    for length in lengths:
-        following = carry = total = 0.0
-        for t in reversed(range(start, start + length)):
-            carry = float(rewards[t]) + 0.9 * following - float(values[t]) + 0.72 * carry
-            following = float(values[t])
-            total = float(rewards[t]) + 0.9 * total
-            expected[:, t] = torch.tensor([carry, carry + following, total])
-        start += length
-    close(torch.stack([advantages, returns, to_go]), expected)
-
-
 def test_whiten():
     std = math.sqrt(7 / 3 + 1e-8)
     close(losses.whiten(torch.tensor([1.0, 2, 4])), [(1 - 7 / 3) / std, (2 - 7 / 3) / std, (4 - 7 / 3) / std])
@@ -105,28 +86,6 @@ def test_group_scores_golden(names):
     for name in names.split():
         close(estimate(name, scores, group, lengths), expected, 3e-6)
         close(estimate(name, scores[shuffle], group[shuffle] * 5 + 2, lengths), expected[shuffle], 3e-6)
-
-
-def test_group_scores_equal_loops():
-    scores = torch.rand(12, generator=generator(0))
-    group = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 0, 0, 1, 2])
-    scores[group == 2] = 0.1
-    lengths = torch.randint(0, 9, (12,), generator=generator(1))
-    alive = int((group != 2).sum())
-    for estimator in ("grpo", "cpgd", "dr_grpo", "rloo", "gpg", "opo"):
-        expected = []
-        for i, x in enumerate(scores.tolist()):
-            members = [j for j in range(12) if estimator == "cpgd" or group[j] == group[i]]
-            s = [float(scores[j]) for j in members]
-            n = [int(lengths[j]) for j in members]
-            mean = sum(s) / len(s)
-            std = math.sqrt(sum((y - mean) ** 2 for y in s) / (len(s) - 1))
-            normalized = (x - mean) / (std + 1e-6)
-            value = {"grpo": normalized, "cpgd": normalized, "dr_grpo": x - mean,
-                     "rloo": x - (sum(s) - x) / (len(s) - 1), "gpg": (x - mean) * 12 / alive,
-                     "opo": x - sum(a * b for a, b in zip(n, s)) / sum(n)}[estimator]
-            expected += [value] * int(lengths[i])
-        close(estimate(estimator, scores, group, lengths), expected, ROUNDING)
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
@@ -425,13 +384,6 @@ def test_linear_logprobs_equal_naive_values_and_gradients(options, chunk):
             close(a, b, 1e-11)
 
 
-def test_linear_logprobs_gradcheck():
-    hidden, weight, targets, banned, row_banned = head_case(n=4, vocab=12, dim=3)
-    assert torch.autograd.gradcheck(lambda h, w: logprobs.linear_logprobs(
-        h, w, targets, temperature=0.7, banned=banned, row_banned=row_banned, row_banned_ids=torch.tensor([1]),
-        entropy=True, chunk=3), (hidden, weight))
-
-
 def test_linear_logprobs_of_banned_targets_and_of_nothing():
     hidden, weight, targets, banned, _ = head_case(dtype=torch.float32)
     targets[2] = 8
@@ -495,14 +447,7 @@ def test_full_kl_equals_naive(chunk):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_log_probs_and_draws_on_a_gpu():
-    hidden, weight, targets, banned, row_banned = head_case(200, 300, 32, torch.bfloat16)
-    on_gpu = [x.detach().cuda().requires_grad_() for x in (hidden, weight)]
-    expected, _ = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, chunk=64)
-    actual, _ = logprobs.linear_logprobs(*on_gpu, targets.cuda(), banned=banned.cuda(), chunk=64)
-    close(actual.cpu(), expected, 2e-5)
-    for a, b in zip(torch.autograd.grad(actual.sum(), on_gpu), torch.autograd.grad(expected.sum(), (hidden, weight))):
-        assert relative_norm(a.cpu() - b, b) < 2 * torch.finfo(torch.bfloat16).eps         # two roundings on either side
+def test_draws_on_a_gpu():
     index = torch.arange(2000)
     keys = noise_keys(1, 2, index, index % 4, index % 7)
     assert torch.equal(keys, noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
@@ -554,10 +499,11 @@ def test_a_draw_depends_on_its_key_only():
     assert torch.equal(logprobs.gumbel_race(logits[order], keys[order]), ids[order])
     assert torch.equal(logprobs.exponential_noise(77, keys[17:18])[0], noise[17])
     torch.testing.assert_close(logprobs.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
-    five, six = torch.tensor([5]), torch.tensor([6])
-    keys = [noise_keys(1, 2, five, five, five), noise_keys(2, 2, five, five, five), noise_keys(1, 3, five, five, five),
-            noise_keys(1, 2, six, five, five), noise_keys(1, 2, five, six, five), noise_keys(1, 2, five, five, six)]
-    assert len({int(key) for key in keys}) == 6
+    distinct = set()
+    for change in torch.eye(6, dtype=torch.int64)[:, :5]:                                 # each part by itself, and none
+        seed, stream, *index = change + 5
+        distinct.add(int(noise_keys(int(seed), int(stream), *(part[None] for part in index))))
+    assert len(distinct) == 6
     assert keys_of(200_000).unique().numel() == 200_000
     assert logprobs._id_hashes(200_000, torch.device("cpu")).unique().numel() == 200_000
 
