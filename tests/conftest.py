@@ -98,16 +98,23 @@ def qwen25(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("qwen25"), "qwen2_5_vl")
 
 
-def start(checkpoint: Path, data: str | None = None, *flags: str):
+def words(*parts: str | Path) -> list[str]:
+    """The words of a command line. A part that begins with -- may hold several flags, and values without spaces."""
+    line = []
+    for part in map(str, parts):
+        line += part.split() if part.startswith("--") else [part]
+    return line
+
+
+def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     """The script's own start-up in this process, as one rank: flags, rows, processor, models."""
     from types import SimpleNamespace
 
     import train_ppo_vl as ppo
     from common import distributed
 
-    line = ["--model", str(checkpoint), "--data", str(data), "--max_prompt_tokens", "512"]
-    line += ["--max_new_tokens", "12", "--prompts_per_step", "4", *flags]
-    args = ppo.parse_args(line)
+    own = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
+    args = ppo.parse_args(words("--model", checkpoint, "--data", data, own, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)

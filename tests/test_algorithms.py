@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (ROUNDING, computing, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
-                      write_rows)
+                      words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
 from test_training import gradient, hand_batch, write_samples  # noqa: F401
@@ -32,7 +32,7 @@ SCORES = [1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 2.0, 2.0, -1.0, 3.0, 0.0, 0.25, 0.1, 0.1
 
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--samples_per_prompt", "4")
+    env = start(qwen25, picture_rows, "--kl_coef 0.1 --samples_per_prompt 4")
     env.batch = hand_batch(env)
     env.batch.rewards = torch.tensor(SCORES)
     env.batch.greedy_rewards = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
@@ -52,10 +52,6 @@ def advantages(env, moments: losses.RunningMoments | None = None, count: int = 1
     batch = env.batch.select(torch.arange(count))
     ppo.compute_advantages(batch, state_of(env, moments=moments), with_flags(env.args, **changes))
     return [part.tolist() for part in batch.split(batch.advantages)]
-
-
-def spread(per_sample: list[float], lengths: list[int]) -> list[list[float]]:
-    return [[value] * n for value, n in zip(per_sample, lengths)]
 
 
 def to_go(rewards: list[list[float]], gamma: float) -> list[list[float]]:
@@ -359,9 +355,9 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
 
 def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_rows, tmp_path):
     """Before any update the ratio is 1 and KL(old, new) is 0 on average, also where only some of the tokens take part."""
-    metrics = ppo.main(["--model", str(qwen25), "--data", picture_rows, "--out", str(tmp_path), "--steps", "1", "--advantage", "grpo",
-                        "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "4",
-                        "--high_entropy_ratio", "0.4", "--save_every", "0", "--export_every", "0"])
+    metrics = ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,
+                             "--steps 1 --advantage grpo --reward exact --max_prompt_tokens 512 --max_new_tokens 8 "
+                             "--prompts_per_step 4 --high_entropy_ratio 0.4 --save_every 0 --export_every 0"))
     assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["train/approx_kl"]) < rounding(16)
     assert metrics["train/entropy"] > 1                                                         # of all tokens
 
@@ -438,17 +434,17 @@ def ruled(tmp_path_factory, picture_rows):
 
 def dynamic(qwen25, ruled, out, *more: str) -> list[dict]:
     """Records of a run of 4 prompts x 2 samples per step, of at most 3 rollouts."""
-    ppo.main(["--model", str(qwen25), "--data", str(ruled / "rows.jsonl"), "--reward", f"{ruled / 'rules.py'}:flat",
-              "--out", str(out), "--max_prompt_tokens", "256", "--max_new_tokens", "4", "--max_tokens_per_pack", "400",
-              "--prompts_per_step", "4", "--samples_per_prompt", "2", "--advantage", "dr_grpo", "--reward_norm",
-              "--actor_lr", "1e-3", "--dynamic_sampling", "3", "--log_samples", "1", *more])
+    ppo.main(words("--model", qwen25, "--data", ruled / "rows.jsonl", "--reward", f"{ruled / 'rules.py'}:flat", "--out", out,
+                   "--max_prompt_tokens 256 --max_new_tokens 4 --max_tokens_per_pack 400 --prompts_per_step 4 "
+                   "--samples_per_prompt 2 --advantage dr_grpo --reward_norm --actor_lr 1e-3 --dynamic_sampling 3 "
+                   "--log_samples 1", *more))
     return records(out)
 
 
 def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     """Which prompts a step trains on, by a loop over the draws; and a resume between steps of unequal appetite is exact,
     the moments of --reward_norm with it."""
-    whole = dynamic(qwen25, ruled, tmp_path / "whole", "--steps", "4", "--save_every", "2")
+    whole = dynamic(qwen25, ruled, tmp_path / "whole", "--steps 4 --save_every 2")
     order = [row for epoch in range(6) for row in np.random.default_rng([0, epoch]).permutation(8).tolist()]
     flat, taken, appetites, scored = {0, 2, 3, 5, 6}, 0, set(), []
     for step, record in enumerate(whole, start=1):
@@ -469,8 +465,8 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
         for row in rolled:
             scored += [0.5, 0.5] if row in flat else [0.0, 1.0]
     assert {2, 3} == {n for n, _ in appetites} and {True, False} == {short for _, short in appetites}
-    dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "2")
-    parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps", "4")
+    dynamic(qwen25, ruled, tmp_path / "parts", "--steps 2")
+    parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps 4")
     assert list(map(reproducible, parts)) == list(map(reproducible, whole))
     for step in range(1, 5):
         first, second = (tmp_path / name / "samples" / f"step-{step:06d}.jsonl" for name in ("whole", "parts"))
@@ -487,11 +483,11 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
 @pytest.mark.parametrize("advantage", ["dr_grpo", "remax"])
 def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     """Two rollouts of two prompts give what one of four gives, to rounding; resumed between two steps, every bit."""
-    more = ["--dynamic_sampling", "0", "--advantage", advantage, "--minibatches", "2", "--max_new_tokens", "3", "--steps"]
-    one = dynamic(qwen25, ruled, tmp_path / "one", *more, "4")
-    whole = dynamic(qwen25, ruled, tmp_path / "whole", *more, "4", "--rollouts_per_step", "2")
-    dynamic(qwen25, ruled, tmp_path / "parts", *more, "2", "--rollouts_per_step", "2")
-    parts = dynamic(qwen25, ruled, tmp_path / "parts", *more, "4", "--rollouts_per_step", "2")
+    more = f"--dynamic_sampling 0 --advantage {advantage} --minibatches 2 --max_new_tokens 3"
+    one = dynamic(qwen25, ruled, tmp_path / "one", more, "--steps 4")
+    whole = dynamic(qwen25, ruled, tmp_path / "whole", more, "--steps 4 --rollouts_per_step 2")
+    dynamic(qwen25, ruled, tmp_path / "parts", more, "--steps 2 --rollouts_per_step 2")
+    parts = dynamic(qwen25, ruled, tmp_path / "parts", more, "--steps 4 --rollouts_per_step 2")
     assert list(map(reproducible, parts)) == list(map(reproducible, whole))
     for first, second in zip(map(reproducible, one), map(reproducible, whole), strict=True):
         assert (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
@@ -510,8 +506,8 @@ def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ru
     for i in (3, 5):
         rows[i]["images"] = ["damaged.png"]
     bad = write_rows(ruled / "bad.jsonl", rows)
-    lines = dynamic(qwen25, ruled, tmp_path, "--data", bad, "--on_bad_row", "skip", "--dynamic_sampling", "2", "--steps", "3",
-                    "--minibatches", "4", "--eval_data", str(ruled / "rows.jsonl"), "--eval_every", "3")
+    lines = dynamic(qwen25, ruled, tmp_path, "--data", bad, "--on_bad_row skip --dynamic_sampling 2 --steps 3 "
+                    "--minibatches 4 --eval_data", ruled / "rows.jsonl", "--eval_every 3")
     steps = [line for line in lines if "rollout/samples" in line]
     for step in steps:
         counts = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])

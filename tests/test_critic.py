@@ -31,7 +31,7 @@ class Scorer:
 
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--eval_data", str(picture_rows), "--prompts_per_step", "3")
+    env = start(qwen25, picture_rows, "--eval_data", picture_rows, "--prompts_per_step 3")
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         weight = env.critic.value_head.weight.to_local()

@@ -51,8 +51,8 @@ def run(qwen25, task, tmp_path):  # noqa: F811
             return advance(state, batch, *others)
 
         script.advance = see
-        script.main(flags(qwen25, task, tmp_path / "run", "--steps", "2", "--save_every", "0", "--export_every", "0",
-                          "--advantage", "grpo", "--samples_per_prompt", "4", *more))
+        script.main(flags(qwen25, task, tmp_path / "run", "--steps 2 --save_every 0 --export_every 0 "
+                          "--advantage grpo --samples_per_prompt 4", *more))
         records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         steps = [record for record in records if "rollout/reward" in record]
         assert len(steps) == len(batches) == 2
@@ -73,7 +73,7 @@ def test_there_are_four_and_each_is_small():
 
 def test_an_estimator_of_ones_own(run):
     """Of every sample the score less the median of its prompt's."""
-    script, steps, batches = run("estimator", "--advantage", "median")
+    script, steps, batches = run("estimator", "--advantage median")
     for batch in batches:
         for i, advantages in enumerate(batch.split(batch.advantages)):
             rewards = [float(score) for score, group in zip(batch.rewards, batch.prompt_index) if group == batch.prompt_index[i]]
@@ -87,7 +87,7 @@ def test_an_estimator_of_ones_own(run):
 
 def test_a_loss_term_with_a_metric_of_its_own(run):
     """Before the first update of a step the term is the mean surprise of the tokens of responses that earned something."""
-    script, steps, batches = run("loss_term", "--imitation_coef", "0.1")
+    script, steps, batches = run("loss_term", "--imitation_coef 0.1")
     source = Path(script.__file__).read_text()
     assert source.count("imitation_loss") == 1
     for step, batch in zip(steps, batches):
@@ -98,7 +98,7 @@ def test_a_loss_term_with_a_metric_of_its_own(run):
 
 def test_a_filter_of_samples_after_the_reward(run):
     """All are scored, and half of them are learned from: of each prompt the best and the worst."""
-    script, steps, batches = run("filter", "--keep_samples", "2")
+    script, steps, batches = run("filter", "--keep_samples 2")
     assert [step["rollout/samples"] for step in steps] == [8, 8]
     for step, batch in zip(steps, batches):
         assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(batch.tokens) < step["rollout/generated_tokens"]
@@ -110,7 +110,7 @@ def test_a_filter_of_samples_after_the_reward(run):
 
 def test_a_changed_sampling_rule(run):
     """With --min_p 1 only the likeliest token is left: all samples of a prompt are alike."""
-    _, steps, batches = run("sampling", "--min_p", "1")
+    _, steps, batches = run("sampling", "--min_p 1")
     assert [step["rollout/groups_without_spread"] for step in steps] == [4, 4]
     for batch in batches:
         responses = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens)]

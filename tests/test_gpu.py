@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, read_rows, start, take
+from conftest import ROOT, ROUNDING, read_rows, start, take, words
 from ranks import TORCHRUN
 from test_training import score
 
@@ -207,7 +207,7 @@ def test_graphs_decode_the_same_tokens(checkpoint, picture_rows):
     """In float32, where rounding by other batch sizes does not reach a token."""
     tokens = {}
     for graphs in ("off", "on"):
-        env = start(checkpoint, picture_rows, "--dtype", "float32", "--cuda_graphs", graphs, "--slots", "7")
+        env = start(checkpoint, picture_rows, "--dtype float32 --cuda_graphs", graphs, "--slots 7")
         tokens[graphs] = ppo.rollout(env.actor, take(env), env.sampling, 5).tokens.tolist()
     assert tokens["on"] == tokens["off"]
 
@@ -218,7 +218,7 @@ def test_graphs_decode_the_same_tokens(checkpoint, picture_rows):
 def test_sampled_logprobs_are_those_of_training_on_a_gpu(checkpoint, picture_rows, backend, graphs):
     if not usable(backend):
         pytest.skip(f"{backend} is not installed")
-    env = start(checkpoint, picture_rows, "--attention", backend, "--cuda_graphs", graphs, "--slots", "7")
+    env = start(checkpoint, picture_rows, "--attention", backend, "--cuda_graphs", graphs, "--slots 7")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 5)
     assert (score(env.actor, batch) - batch.logprobs).abs().mean() < explained_gap(layers_of(env))
 
@@ -238,8 +238,8 @@ def layers_of(env) -> int:
 
 def assert_float32_says_the_same(checkpoint, picture_rows, backend: str) -> None:
     """Log-probs in bfloat16 with a back-end, and those sampled in float32 with sdpa."""
-    exact, env = (start(checkpoint, picture_rows, *flags) for flags in (
-        ("--dtype", "float32"), ("--dtype", "bfloat16", "--attention", backend)))
+    exact = start(checkpoint, picture_rows, "--dtype float32")
+    env = start(checkpoint, picture_rows, "--dtype bfloat16 --attention", backend)
     batch = ppo.rollout(exact.actor, take(exact), exact.sampling, 5)
     tokens = [[] for _ in batch.prompts]
     for index, response in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
@@ -263,7 +263,7 @@ def test_the_kernels_compute_what_they_should(capsys):
 @needs_gpu
 def test_the_compiled_draw_is_used(checkpoint, picture_rows):
     """It was not given up in the rollouts above or in this one."""
-    env = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7")
+    env = start(checkpoint, picture_rows, "--cuda_graphs on --slots 7")
     ppo.rollout(env.actor, take(env), env.sampling, 5)
     assert not logprobs._race.failed and logprobs._race.compiled is not None
 
@@ -271,7 +271,7 @@ def test_the_compiled_draw_is_used(checkpoint, picture_rows):
 @needs_gpu
 def test_graphs_are_freed_with_their_rollout(checkpoint, picture_rows):
     """The first leaves workspaces behind, later ones nothing."""
-    env, reserved = start(checkpoint, picture_rows, "--cuda_graphs", "on", "--slots", "7"), []
+    env, reserved = start(checkpoint, picture_rows, "--cuda_graphs on --slots 7"), []
     for _ in range(3):
         ppo.rollout(env.actor, take(env), env.sampling, 5)
         torch.cuda.empty_cache()
@@ -298,7 +298,7 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
 @needs_gpu
 def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
     """The host prepares the next row meanwhile."""
-    env = start(checkpoint, picture_rows, "--advantage", "grpo")
+    env = start(checkpoint, picture_rows, "--advantage grpo")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
     weights = torch.ones(len(batch.tokens))
@@ -319,7 +319,7 @@ def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
     """Run a script in as many processes; its records."""
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-               str(ROOT / script), "--out", str(out), "--log_samples", "0", *flags]
+               *words(ROOT / script, "--out", out, "--log_samples 0", *flags)]
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
     return read_rows(out / "metrics.jsonl")
@@ -332,11 +332,9 @@ def toy_task(tmp_path_factory) -> Path:
     return folder
 
 
-WHOLE = {"everything": ("--kl_coef", "0.05", "--ema_beta", "0.9", "--offload", "all", "--gradient_checkpointing",
-                        "--save_every", "1"),
-         "train_vision": ("--train_vision", "--advantage", "grpo", "--save_every", "0"),
-         "lora": ("--lora_rank", "4", "--advantage", "grpo", "--kl_coef", "0.05", "--kl_in", "loss", "--kl_estimator", "full",
-                  "--save_every", "0")}
+WHOLE = {"everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_checkpointing --save_every 1",
+         "train_vision": "--train_vision --advantage grpo --save_every 0",
+         "lora": "--lora_rank 4 --advantage grpo --kl_coef 0.05 --kl_in loss --kl_estimator full --save_every 0"}
 
 
 @needs_gpu
@@ -344,9 +342,9 @@ WHOLE = {"everything": ("--kl_coef", "0.05", "--ema_beta", "0.9", "--offload", "
 def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
     """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
     flags = ("train_ppo_vl.py", "--config", str(toy_task / "args.json"), "--dtype", "bfloat16", "--cuda_graphs", graphs,
-             "--max_new_tokens", "24", "--eval_every", "1", *WHOLE[kind])
+             "--max_new_tokens 24 --eval_every 1", WHOLE[kind])
     for steps in (2, 3) if kind == "everything" else (2,):
-        records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", str(steps))
+        records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", steps)
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
     assert sorted(done) == list(range(1, steps + 1)) and (tmp_path / "export" / f"step-{steps}").is_dir()
     layers = json.loads((tmp_path / "export" / f"step-{steps}" / "config.json").read_text())["text_config"]["num_hidden_layers"]
@@ -358,7 +356,7 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
 @needs_gpu
 def test_whole_run_of_the_judge_on_all_gpus(toy_task, tmp_path, ranks=0):
     records = torchrun(ranks or torch.cuda.device_count(), tmp_path, "train_grm_vl.py", "--config",
-                       str(toy_task / "grm_args.json"), "--dtype", "bfloat16", "--steps", "2", "--save_every", "1")
+                       toy_task / "grm_args.json", "--dtype bfloat16 --steps 2 --save_every 1")
     last, = (record for record in records if record.get("step") == 2 and "train/skipped" in record)
     assert last["train/skipped"] == 0
     assert any(record.get("step") == 2 and record.get("eval/parse_rate", -1) >= 0 for record in records)

@@ -17,7 +17,7 @@ import pytest
 import ranks
 import tokenizers
 import torch
-from conftest import (ROUNDING, inputs_of, judge_settings, read_rows, records, reproducible, rounding, with_flags, write_image,
+from conftest import (ROUNDING, inputs_of, judge_settings, read_rows, records, reproducible, rounding, with_flags, words, write_image,
                       write_rows)
 from safetensors.torch import load_file, save_file
 from test_checkpoint import die_at
@@ -69,13 +69,13 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(checkpoint), "--data", str(task / "rows.jsonl"), "--eval_data", str(task / "eval.jsonl"),
-            "--out", str(out), "--max_prompt_tokens", "600", "--max_tokens_per_pack", "700", "--prompts_per_step", "4", "--lr", "1e-3",
-            "--eval_max_new_tokens", "5", "--eval_batch", "2", *more]
+def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
+    return words("--model", checkpoint, "--data", task / "rows.jsonl", "--eval_data", task / "eval.jsonl", "--out", out,
+                 "--max_prompt_tokens 600 --max_tokens_per_pack 700 --prompts_per_step 4 --lr 1e-3 --eval_max_new_tokens 5 "
+                 "--eval_batch 2", *more)
 
 
-def start(checkpoint: Path, task: Path, out: Path, *more: str) -> SimpleNamespace:
+def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleNamespace:
     """The script's own start-up in this process, as one rank."""
     args = grm.parse_args(flags(checkpoint, task, out, *more))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
@@ -232,7 +232,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
     name = next(key for key in weights if key.endswith("layers.0.mlp.up_proj.weight"))
     weights[name][0, 0] = torch.nan
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    argv = flags(model, task, tmp_path / "run", "--steps", "9", "--save_every", "9", "--eval_data", "")
+    argv = flags(model, task, tmp_path / "run", "--steps 9 --save_every 9 --eval_data", "")
     message = "step 3: the gradient of the judge was not finite and all its updates were skipped, 3 steps in a row"
     with pytest.raises(distributed.UserError, match=message):
         grm.main(argv)
@@ -447,7 +447,7 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
 
 def test_templates_and_instruction(qwen25, task, tmp_path):
     (tmp_path / "instruction.txt").write_text("judge: {prompt} {other}\n")
-    env = start(qwen25, task, tmp_path, "--system_instruction", str(tmp_path / "instruction.txt"),
+    env = start(qwen25, task, tmp_path, "--system_instruction", tmp_path / "instruction.txt",
                 "--correct_template", "{response}? {prompt}")
     example = next(example for example in env.held_out if example.kind == "correct")
     assert example.prompt.messages[0] == {
@@ -466,7 +466,7 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
 
 
 def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
-    env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs", "1")
+    env = start(qwen25, task, tmp_path, "--data", f"{task / 'rows.jsonl'},{task / 'more.jsonl'}", "--max_epochs 1")
     total, steps = len(env.rows.train), env.args.optim.steps
     assert steps == -(-total // 4)
     with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
@@ -557,7 +557,7 @@ def test_kinds_at_chance_are_named():
 def one_rank(qwen25, task, tmp_path_factory) -> Path:
     """A run of four steps with an evaluation at start, after step 2 and at the end."""
     out = tmp_path_factory.mktemp("one") / "run"
-    grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
+    grm.main(flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
     return out
 
 
@@ -588,9 +588,9 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     shapes = ("circles", "squares", "stars", "rings")
     rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(shapes)]
     path, out = write_rows(tmp_path / "sft.jsonl", rows), tmp_path / "run"
-    grm.main(["--model", str(qwen25), "--data", path, "--eval_data", path, "--out", str(out), "--steps", "40", "--lr", "3e-3",
-              "--max_prompt_tokens", "128", "--prompts_per_step", "4", "--eval_max_new_tokens", "4", "--eval_every", "20",
-              "--save_every", "20"])
+    grm.main(words("--model", qwen25, "--data", path, "--eval_data", path, "--out", out,
+                   "--steps 40 --lr 3e-3 --max_prompt_tokens 128 --prompts_per_step 4 --eval_max_new_tokens 4 "
+                   "--eval_every 20 --save_every 20"))
     evaluations = [record for record in records(out) if "eval/loss" in record]
     assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)
@@ -599,15 +599,14 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     assert (out / "export" / "step-40" / "model.safetensors").exists()
     assert not (out / "export" / "step-40" / "judge.json").exists()
     with pytest.raises(distributed.UserError, match="no reference answer, which verdict compares with"):
-        ppo.main(["--model", str(qwen25), "--data", path, "--row_kind", "judgements", "--reward", "verdict",
-                  "--out", str(tmp_path / "rl")])
+        ppo.main(words("--model", qwen25, "--data", path, "--out", tmp_path / "rl", "--row_kind judgements --reward verdict"))
 
 
 @pytest.fixture(scope="module")
 def two_ranks(qwen25, task, tmp_path_factory) -> Path:
     """The run of ``one_rank`` on two."""
     out = tmp_path_factory.mktemp("two") / "run"
-    ranks.run(grm.main, flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "0"), world=2)
+    ranks.run(grm.main, flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 0"), world=2)
     return out
 
 
@@ -622,7 +621,7 @@ def test_two_ranks_are_one_rank(one_rank, two_ranks):
 @pytest.mark.slow
 def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
     """Dies in step 4, goes on from step 2: records, evaluations and weights are those of the undisturbed run."""
-    argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
+    argv = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
     with monkeypatch.context() as patch:
         update = grm.update
         patch.setattr(grm, "update", lambda *args: update(*args) if args[-1] < 4 else 1 / 0)
@@ -641,7 +640,7 @@ def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
 
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     """Rank 0 is killed right after the commit of step 2 while step 3 runs; the rest is that of an undisturbed run."""
-    argv = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--save_blocking")
+    argv = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
     life = ranks.start(grm.main, argv, world=2, patches=[(die_at, "before-rotation", 0)])
     assert life.wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
@@ -653,7 +652,7 @@ def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp_path, monkeypatch):
-    argv, update = flags(qwen25, task, tmp_path, "--steps", "4", "--eval_every", "2"), grm.update
+    argv, update = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2"), grm.update
 
     def interrupted(*args):
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -675,7 +674,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
 def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path):
     """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
-    argv = flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2", "--export_every", "1")
+    argv = flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1")
     grm.main([*argv, "--eval_data", str(task / "more.jsonl"), "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
     assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
     files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
@@ -723,8 +722,8 @@ def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
     with pytest.raises(distributed.UserError, match="step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"):
-        ppo.main(["--model", str(qwen25), "--data", picture_rows, "--advantage", "grpo", "--max_prompt_tokens", "512", "--steps", "9",
-                  "--prompts_per_step", "4", "--out", str(tmp_path), "--resume", str(one_rank / "checkpoints" / "step-4")])
+        ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path, "--resume", one_rank / "checkpoints" / "step-4",
+                       "--advantage grpo --max_prompt_tokens 512 --steps 9 --prompts_per_step 4"))
 
 
 def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25, task, tmp_path):
@@ -734,7 +733,7 @@ def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25,
         shutil.rmtree(out / "export")
         if name == "without":
             (out / "eval" / "eval_result_4.json").unlink()
-        grm.main(flags(qwen25, task, out, "--steps", "4", "--eval_every", "2", "--save_every", "2"))
+        grm.main(flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
         judge = json.loads((out / "export" / "step-4" / "judge.json").read_text())
         assert judge["held_out"]["step"] == step
 
@@ -782,10 +781,10 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     """args.json has the steps counted out, the toy's own a number of its own."""
     path = tmp_path / "args.json"
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "steps": 2500}))
-    steps = lambda *more: grm.count_steps(grm.parse_args(["--config", str(path), *more]), 128).optim.steps  # noqa: E731
-    assert (steps(), steps("--max_epochs", "1"), steps("--max_epochs", "1", "--steps", "7")) == (2500, 4, 7)
+    steps = lambda *more: grm.count_steps(grm.parse_args(words("--config", path, *more)), 128).optim.steps  # noqa: E731
+    assert (steps(), steps("--max_epochs 1"), steps("--max_epochs 1 --steps 7")) == (2500, 4, 7)
     path.write_text(json.dumps({"model": "m", "data": "d.jsonl", "prompts_per_step": 64}))
-    assert (steps(), steps("--max_epochs", "1"), steps("--steps", "7")) == (4, 2, 7)
+    assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
 
 
 def test_flags():

@@ -28,13 +28,13 @@ def rows(task) -> Path:
 
 
 def ptx(rows: Path, *more: str) -> list[str]:
-    return ["--ptx_data", str(rows), "--ptx_coef", "0.5", "--ptx_batch", "5", *more]
+    return ["--ptx_data", str(rows), "--ptx_coef 0.5 --ptx_batch 5", *more]
 
 
 def start_text(*where, more: tuple[str, ...] = ()):
     """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
     checkpoint, data, rows = where
-    env = start(checkpoint, data, *ptx(rows), "--advantage", "grpo", "--temperature", "0.7", "--min_new_tokens", "2", *more)
+    env = start(checkpoint, data, *ptx(rows), "--advantage grpo --temperature 0.7 --min_new_tokens 2", *more)
     env.text = ppo.load_text(env.args, env.processor)
     return env
 
@@ -104,7 +104,7 @@ def test_text_labels_are_all_text(env):
 
 def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     """One optimizer step; a skipped minibatch has no ptx_loss; --target_kl stops before the text is seen."""
-    env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs", "1", "--minibatches", "1", "--target_kl", "1e9")
+    env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs 1 --minibatches 1 --target_kl 1e9")
     env.text = ppo.load_text(env.args, env.processor)
     policy, _ = gradient(env.args, env.actor, env.batch)
     loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
@@ -133,24 +133,23 @@ def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
 
 @pytest.mark.slow
 def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_path):
-    more = ptx(rows, "--ptx_batch", "2", "--minibatches", "2", "--critic_warmup_steps", "1", "--save_every", "2",
-               "--critic_lr", "1e-3")
-    whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
-    train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
-    parts = train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
+    more = ptx(rows, "--ptx_batch 2 --minibatches 2 --critic_warmup_steps 1 --save_every 2 --critic_lr 1e-3")
+    whole = train(qwen25, task, tmp_path / "whole", *more, "--steps 4")
+    train(qwen25, task, tmp_path / "parts", *more, "--steps 2")
+    parts = train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
     assert "train/ptx_loss" not in whole[0] and len({step["train/ptx_loss"] for step in whole[1:]}) == 3
     assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
     ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
     with pytest.raises(distributed.UserError, match="it is of another run: .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
-        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
+        train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
 
 
 def test_the_loss_falls(qwen25, rows, task, tmp_path):
     """With no reward to follow, the text is learned."""
-    steps = train(qwen25, task, tmp_path, *ptx(rows), "--steps", "12", "--reward", "exact", "--advantage", "grpo",
-                  "--actor_lr", "1e-2", "--export_every", "0", "--save_every", "0", "--max_new_tokens", "2")
+    steps = train(qwen25, task, tmp_path, *ptx(rows), "--steps 12 --reward exact --advantage grpo "
+                  "--actor_lr 1e-2 --export_every 0 --save_every 0 --max_new_tokens 2")
     losses = [step["train/ptx_loss"] for step in steps]
     assert losses[-1] < 0.5 * losses[0] and all(step["train/ptx_dropped"] == 0 for step in steps)
 
@@ -171,8 +170,8 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
     for extra, loss in (([{"prompt": "b", "response": "c"}], True), ([], False)):
         lines = [{"prompt": "a", "images": [str(task / "damaged.png")], "response": "b"}, *extra]
         write_rows(tmp_path / "ptx.jsonl", lines)
-        step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", str(len(lines))),
-                      "--on_bad_row", "skip")
+        step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
+                      "--on_bad_row skip")
         assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
     with pytest.raises(distributed.UserError, match="ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

@@ -11,7 +11,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, start, take
+from conftest import ROOT, ROUNDING, read_rows, start, take, words, write_rows
 from safetensors.torch import load_file
 from test_checkpoint import reproducible
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -61,9 +61,8 @@ def oracle(real):
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("real")
-    (folder / "rows.jsonl").write_text("".join(json.dumps({"prompt": prompt, "answer": "?"}) + "\n" for prompt in PROMPTS))
     (folder / "reward.py").write_text(REWARD)
-    return str(folder / "rows.jsonl")
+    return write_rows(folder / "rows.jsonl", [{"prompt": prompt, "answer": "?"} for prompt in PROMPTS])
 
 
 def forced(model, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -86,7 +85,7 @@ def test_texts_come_back_from_their_tokens(real):
 
 def test_prompts_are_those_of_the_chat_template(real, rows):
     tokenizer = AutoTokenizer.from_pretrained(real)
-    env = start(real, rows, "--advantage", "grpo")
+    env = start(real, rows, "--advantage grpo")
     for prompt, asked in zip(env.prompts, PROMPTS, strict=True):
         turns = asked if isinstance(asked, list) else [{"role": "user", "content": asked}]
         expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
@@ -95,7 +94,7 @@ def test_prompts_are_those_of_the_chat_template(real, rows):
 
 def test_rollouts_are_those_of_transformers(real, oracle, rows):
     """64 greedy tokens = `generate`'s. Log-probs of samples, from the sampler and from packs, are those of one forward each."""
-    env = start(real, rows, "--advantage", "grpo", "--max_new_tokens", "64", "--temperature", "0.8")
+    env = start(real, rows, "--advantage grpo --max_new_tokens 64 --temperature 0.8")
     greedy = ppo.rollout(env.actor, take(env), ppo.replace(env.sampling, greedy=True), 1)
     for prompt, tokens in zip(greedy.prompts, greedy.split(greedy.tokens)):
         ids = prompt.input_ids[None]
@@ -122,7 +121,7 @@ def scores(model, samples) -> torch.Tensor:
 
 def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
     """Fresh adapters change nothing; moved ones compute W + (alpha / r) B A, and the export is that, rounded once."""
-    env = start(real, rows, "--advantage", "grpo", "--lora_rank", "4")
+    env = start(real, rows, "--advantage grpo --lora_rank 4")
     samples = ppo.rollout(env.actor, take(env), env.sampling, 1)
     prompt, tokens = samples.prompts[0], samples.split(samples.tokens)[0]
 
@@ -152,19 +151,19 @@ def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
 
 def run_flags(real, rows, out, *more: str) -> list[str]:
     reward = rows.replace("rows.jsonl", "reward.py") + ":score"
-    return ["--model", str(real), "--data", rows, "--eval_data", rows, "--reward", reward, "--prompts_per_step", "4", "--steps", "2",
-            "--samples_per_prompt", "2", "--max_new_tokens", "16", "--max_prompt_tokens", "128", "--max_tokens_per_pack", "1024",
-            "--eval_every", "2", "--out", str(out), *more]
+    return words("--model", real, "--data", rows, "--eval_data", rows, "--reward", reward, "--out", out,
+                 "--prompts_per_step 4 --steps 2 --samples_per_prompt 2 --max_new_tokens 16 --max_prompt_tokens 128 "
+                 "--max_tokens_per_pack 1024 --eval_every 2", *more)
 
 
 def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path):
     """With a critic and adapters: step 2 after a resume is step 2 without, bit for bit, and so is its export."""
-    flags = ["--eval_every", "0", "--lora_rank", "4", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--save_every", "1"]
-    ppo.main(run_flags(real, rows, tmp_path / "whole", *flags))
-    ppo.main(run_flags(real, rows, tmp_path / "resumed", *flags, "--resume", str(tmp_path / "whole" / "checkpoints" / "step-1")))
+    flags = "--eval_every 0 --lora_rank 4 --actor_lr 1e-3 --critic_lr 1e-3 --save_every 1"
+    ppo.main(run_flags(real, rows, tmp_path / "whole", flags))
+    ppo.main(run_flags(real, rows, tmp_path / "resumed", flags, "--resume", tmp_path / "whole" / "checkpoints" / "step-1"))
     steps = {}
     for name in ("whole", "resumed"):
-        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        records = read_rows(tmp_path / name / "metrics.jsonl")
         steps[name] = [reproducible(record) for record in records if record.get("step") == 2]
     assert steps["whole"] == steps["resumed"] and len(steps["whole"]) == 1
     assert steps["whole"][0]["train/actor_grad_norm"] > 0 and steps["whole"][0]["train/critic_grad_norm"] > 0
@@ -174,12 +173,12 @@ def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path):
 
 def test_a_step_of_all_weights(real, rows, tmp_path):
     """In float32, by GRPO: what transformers answers from the export is what the run's last evaluation answered."""
-    ppo.main(run_flags(real, rows, tmp_path, "--advantage", "grpo", "--actor_lr", "1e-6", "--steps", "1", "--save_every", "0"))
+    ppo.main(run_flags(real, rows, tmp_path, "--advantage grpo --actor_lr 1e-6 --steps 1 --save_every 0"))
     before, after = (load_file(folder / "model.safetensors") for folder in (real, tmp_path / "export" / "step-1"))
     assert before.keys() == after.keys() and sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "step-1", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export" / "step-1")
-    answers = [json.loads(line) for line in (tmp_path / "samples/eval-000001.jsonl").read_text().splitlines()]
+    answers = read_rows(tmp_path / "samples/eval-000001.jsonl")
     same = 0
     for answer in answers:
         ids = torch.tensor([tokenizer.encode(answer["prompt"])])

@@ -10,8 +10,7 @@ from test_training import task, tensors, train  # noqa: F401
 
 from common import distributed
 
-KL = ("--kl_coef", "0.1", "--actor_lr", "1e-2", "--save_every", "1", "--keep_last", "9", "--export_every",
-      "0")
+KL = "--kl_coef 0.1 --actor_lr 1e-2 --save_every 1 --keep_last 9 --export_every 0"
 
 
 def role(folder, name: str) -> dict[str, torch.Tensor]:
@@ -29,7 +28,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def whole(qwen25, task, tmp_path_factory):  # noqa: F811
     """Folder and records of five steps; the reference becomes the actor after the second and the fourth."""
     out = tmp_path_factory.mktemp("whole")
-    return out, train(qwen25, task, out, *KL, "--steps", "5", "--reference_every", "2")
+    return out, train(qwen25, task, out, KL, "--steps 5 --reference_every 2")
 
 
 @pytest.mark.slow
@@ -52,15 +51,15 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
 def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # noqa: F811
     """Between two copies and right after one; with its weights in host memory, too."""
     out, steps = whole
-    train(qwen25, task, tmp_path, *KL, "--steps", str(before), "--reference_every", "2")
-    again = train(qwen25, task, tmp_path, *KL, "--steps", "5", "--reference_every", "2", "--offload", "all")
+    train(qwen25, task, tmp_path, KL, "--steps", before, "--reference_every 2")
+    again = train(qwen25, task, tmp_path, KL, "--steps 5 --reference_every 2 --offload all")
     assert list(map(reproducible, again)) == list(map(reproducible, steps))
     first, second = (tensors(folder / "checkpoints" / "step-5") for folder in (out, tmp_path))
     assert same(first, second) and any(name.startswith("reference.") for name in first)
 
 
 def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):  # noqa: F811
-    train(qwen25, task, tmp_path, *KL, "--steps", "1")
+    train(qwen25, task, tmp_path, KL, "--steps 1")
     names = set(tensors(tmp_path / "checkpoints" / "step-1"))
     assert {name.split(".")[0] for name in names} == {"actor", "critic"}
     written = json.loads((tmp_path / "checkpoints" / "step-1" / "COMMITTED.json").read_text())["sha256"]
@@ -77,5 +76,5 @@ def test_a_reference_of_another_size_is_refused(qwen25, picture_rows, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     message = "--reference_every: the reference .*other and the actor .* have weights of different names or shapes"
     with pytest.raises(distributed.UserError, match=message):
-        start(qwen25, picture_rows, *KL, "--reference_every", "2", "--reference_model", str(other))
-    start(qwen25, picture_rows, *KL, "--reference_model", str(other))
+        start(qwen25, picture_rows, KL, "--reference_every 2 --reference_model", other)
+    start(qwen25, picture_rows, KL, "--reference_model", other)

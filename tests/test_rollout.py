@@ -36,7 +36,7 @@ def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
 
 @pytest.mark.parametrize("temperature", ["1.0", "0.7"])
 def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temperature):
-    env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens", "3")
+    env = start(checkpoint, picture_rows, "--temperature", temperature, "--min_new_tokens 3")
     prompts = take(env)
     samples, _ = generate(env, prompts, 3)
     trained = ppo.compute_logprobs(env.actor, samples)
@@ -119,7 +119,7 @@ def test_streams_draws_and_seeds_give_other_samples(qwen25, picture_rows):
 
 def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
     """Chi-square of 6,000 sampled first tokens against the model's own distribution, per prompt."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "1", "--temperature", "0.7")
+    env = start(qwen25, picture_rows, "--max_new_tokens 1 --temperature 0.7")
     samples, _ = generate(env, take(env, 2), 6000)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25).eval()
     for index, prompt in enumerate(env.prompts[:2]):
@@ -136,7 +136,7 @@ def test_first_token_frequencies_match_the_model(qwen25, picture_rows):
 
 def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
     """One slot serves a long prompt, then a short one: the second is as if the first had never been there."""
-    env = start(qwen25, picture_rows, "--slots", "1")
+    env = start(qwen25, picture_rows, "--slots 1")
     both, alone = take(env).select_prompts([3, 0]), take(env).select_prompts([0])
     first, tokens = generate(env, both, 1)
     second, expected = generate(env, alone, 1)
@@ -147,7 +147,7 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
 @pytest.mark.slow
 def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
     """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
-    env, poll, init = start(qwen25, picture_rows, "--max_new_tokens", "64"), [1], ppo.RolloutEngine.__init__
+    env, poll, init = start(qwen25, picture_rows, "--max_new_tokens 64"), [1], ppo.RolloutEngine.__init__
 
     def init_with_poll(engine, *args):
         init(engine, *args)
@@ -172,7 +172,7 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
     samples, tokens = generate(env, take(env), 4)
     joints = [text([x])[-1:] + text([y])[:1] for t in tokens for x, y in zip(t, t[1:])]
     stop = max((joint for joint in joints if joint.isascii() and len(joint) == 2), key=joints.count)
-    again = start(qwen25, picture_rows, "--max_new_tokens", "64", "--stop_strings", f'["{stop}"]')
+    again = start(qwen25, picture_rows, "--max_new_tokens 64 --stop_strings", f'["{stop}"]')
     for poll[0], slots in ((1, 0), (8, 0), (1, 6)):
         samples, shorter = generate(again, take(again), 4, slots=slots)
         assert shorter == cut(tokens, (stop,))
@@ -181,7 +181,7 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
     ends = tuple(end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end)
     samples, shorter = generate(env, take(env), 4, stop_strings=ends)
     assert ends and shorter == cut(tokens, ends) and not samples.truncated[0]
-    env = start(qwen25, picture_rows, "--max_new_tokens", "64", "--min_new_tokens", "3")      # a stop string waits for that
+    env = start(qwen25, picture_rows, "--max_new_tokens 64 --min_new_tokens 3")      # a stop string waits for that
     poll[0] = 1
     _, tokens = generate(env, take(env), 4)
     poll[0] = 8
@@ -257,13 +257,13 @@ def graphs_of(monkeypatch):
     return use
 
 
-STOPPING = ("--slots", "7", "--max_new_tokens", "32", "--stop_strings", '["a", "e"]')
+STOPPING = '--slots 7 --max_new_tokens 32 --stop_strings ["a","e"]'
 
 
 def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of):
     """What surrounds a captured graph: batches are padded to few sizes, the cache's capacity stands for its length, the
     state that a graph has seen never moves."""
-    env = start(checkpoint, picture_rows, *STOPPING)
+    env = start(checkpoint, picture_rows, STOPPING)
     expected = generate(env, take(env), 5)
     captured = graphs_of()
     samples, tokens = generate(env, take(env), 5)
@@ -272,7 +272,7 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
 
 
 def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):
-    env = start(qwen25, picture_rows, *STOPPING)
+    env = start(qwen25, picture_rows, STOPPING)
     graphs_of()
 
     def fail(step, size, capacity, pool):
@@ -286,4 +286,4 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
     if not torch.cuda.is_available():
         with pytest.raises(distributed.UserError, match="needs a GPU"):
-            start(qwen25, picture_rows, "--cuda_graphs", "on")
+            start(qwen25, picture_rows, "--cuda_graphs on")

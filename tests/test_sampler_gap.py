@@ -5,13 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import words
 from test_training import flags, records, task  # noqa: F401
 
 import train_ppo_vl as ppo
 from common import distributed
 from common.model.attention import DecodeAttention
 
-QUIET = ("--advantage", "grpo", "--save_every", "0", "--export_every", "0")
+QUIET = "--advantage grpo --save_every 0 --export_every 0"
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dt
     sampler[0] = 2.5
     limit = {"float32": "0.001", "bfloat16": "0.1"}[dtype]
     with pytest.raises(distributed.UserError, match=f"step 1: train/sampler_gap 0.* is above {limit}.*--attention sdpa"):
-        ppo.main(flags(qwen25, task, tmp_path, *QUIET, "--steps", "2", "--dtype", dtype))
+        ppo.main(flags(qwen25, task, tmp_path, QUIET, "--steps 2 --dtype", dtype))
     (record,) = (record for record in records(tmp_path) if "train/sampler_gap" in record)           # it is recorded first
     assert record["step"] == 1 and record["train/sampler_gap"] > float(limit)
 
@@ -39,7 +40,7 @@ def test_a_sampler_that_is_off_stops_the_run(qwen25, task, tmp_path, sampler, dt
 @pytest.mark.parametrize("limit", ["0", "5"])
 def test_the_limit_can_be_moved(qwen25, task, tmp_path, sampler, capsys, limit):  # noqa: F811
     sampler[0] = 2.5
-    ppo.main(flags(qwen25, task, tmp_path, *QUIET, "--steps", "2", "--sampler_gap_limit", limit))
+    ppo.main(flags(qwen25, task, tmp_path, QUIET, "--steps 2 --sampler_gap_limit", limit))
     assert len([record for record in records(tmp_path) if "train/sampler_gap" in record]) == 2
     assert "sampler_gap" not in capsys.readouterr().out
 
@@ -54,11 +55,11 @@ def test_later_it_is_a_warning(qwen25, task, tmp_path, sampler, capsys, monkeypa
             sampler[0] = 2.5
 
     monkeypatch.setattr(ppo, "advance", then_off)
-    line = flags(qwen25, task, tmp_path, "--save_every", "0", "--export_every", "0", "--steps", "3", "--critic_warmup_steps")
-    ppo.main([*line, "1"])
+    line = flags(qwen25, task, tmp_path, "--save_every 0 --export_every 0 --steps 3")
+    ppo.main([*line, "--critic_warmup_steps", "1"])
     assert "warning: step 3: train/sampler_gap" in capsys.readouterr().out
     with pytest.raises(distributed.UserError, match="step 3: train/sampler_gap"):
-        ppo.main([*line, "2", "--resume", "never", "--out", str(tmp_path / "other")])
+        ppo.main(words(*line, "--critic_warmup_steps 2 --resume never --out", tmp_path / "other"))
 
 
 def test_nan_does_not_pass(qwen25, task, tmp_path):  # noqa: F811

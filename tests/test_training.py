@@ -20,7 +20,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from conftest import (ROUNDING, computing, inputs_of, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
-                      write_checkpoint, write_image, write_judge, write_rows)
+                      words, write_checkpoint, write_image, write_judge, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -28,9 +28,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import train_ppo_vl as ppo
-from common import buffers, distributed, flags as common_flags, logging, losses
+from common import distributed, flags as common_flags, logging, losses
 from common.model import fsdp
-from common.rewards import judge as judgements
 from common.buffers import Batch
 from common.model.forward import exchange_features
 from common.rewards.cards import sample_card
@@ -106,14 +105,14 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
-def flags(checkpoint: Path, task: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(checkpoint), "--data", str(task / "train.jsonl"), "--out", str(out),
-            "--reward", f"{task / 'reward.py'}:letters", "--max_prompt_tokens", "512", "--max_new_tokens", "6",
-            "--max_tokens_per_pack", "600", "--prompts_per_step", "4", "--samples_per_prompt", "3", "--steps", "1",
-            "--actor_lr", "1e-3", *more]
+def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
+    return words("--model", checkpoint, "--data", task / "train.jsonl", "--out", out,
+                 "--reward", f"{task / 'reward.py'}:letters",
+                 "--max_prompt_tokens 512 --max_new_tokens 6 --max_tokens_per_pack 600 --prompts_per_step 4 "
+                 "--samples_per_prompt 3 --steps 1 --actor_lr 1e-3", *more)
 
 
-def train(checkpoint: Path, task: Path, out: Path, *more: str) -> list[dict]:
+def train(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[dict]:
     """A whole run in this process; the records of its steps."""
     ppo.main(flags(checkpoint, task, out, *more))
     return records(out)
@@ -160,12 +159,12 @@ def score(policy: ppo.Policy, batch: Batch) -> torch.Tensor:
 
 
 HAND_FLAGS = ("--kl_coef 0.1 --kl_in loss --kl_estimator k3+ --entropy_coef 0.01 --temperature 0.7 --min_new_tokens 2 "
-              "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3").split()
+              "--clip_low 0.15 --clip_high 0.25 --dual_clip 2.5 --value_clip 0.3")
 
 
 def hand_env(checkpoint: Path | str, rows: str, dtype: torch.dtype = torch.float32):
     """Models with a random value head, and hand-made samples."""
-    env = start(checkpoint, rows, *HAND_FLAGS)
+    env = start(checkpoint, rows, HAND_FLAGS)
     for module in (env.actor, env.critic, env.reference):
         module.to(dtype)
     with torch.no_grad():
@@ -306,7 +305,7 @@ def test_an_update_has_that_gradient(exact, monkeypatch):
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_rows):
-    other = start(qwen25, picture_rows, "--gradient_checkpointing", *HAND_FLAGS)
+    other = start(qwen25, picture_rows, "--gradient_checkpointing", HAND_FLAGS)
     assert other.actor.model.model.language_model.is_gradient_checkpointing
     other.critic.double().value_head.load_state_dict(exact.critic.value_head.state_dict())
     other.actor.double()
@@ -362,7 +361,7 @@ def test_weight_decay_spares_biases_and_norms(env):
 def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
     """A forward without a backward leaves FSDP's root group gathered: embedding and head in full on every rank, and
     plain tensors where a checkpoint or an optimizer expects shards."""
-    env = start(qwen25, picture_rows, "--kl_coef", "0.1")
+    env = start(qwen25, picture_rows, "--kl_coef 0.1")
     batch = hand_batch(env)
     for module in (env.actor, env.critic, env.reference):
         ppo.compute_values(module, batch) if module is env.critic else score(module, batch)
@@ -373,7 +372,7 @@ def test_scoring_leaves_the_weights_sharded(qwen25, picture_rows):
 # ------------------------------------------------------------------------------------------------ updates
 def fresh(qwen25, picture_rows, *more: str):
     """Own models and optimizer, real samples with scores; ready for `update_actor`."""
-    env = start(qwen25, picture_rows, "--minibatches", "2", "--epochs", "2", "--actor_lr", "1e-2", *more)
+    env = start(qwen25, picture_rows, "--minibatches 2 --epochs 2 --actor_lr 1e-2", *more)
     env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)  # before any forward, as `main` does
     env.batch = hand_batch(env)
     env.batch.old_logprobs = env.batch.logprobs
@@ -391,7 +390,7 @@ def weights_of(module) -> dict[str, torch.Tensor]:
 
 def test_a_step_is_adamw_by_hand(qwen25, picture_rows):
     """Two steps with gradients far beyond the bound on their global norm, and one below it."""
-    env = fresh(qwen25, picture_rows, "--max_grad_norm", "0.5", "--weight_decay", "0.1", "--adam_beta2", "0.7")
+    env = fresh(qwen25, picture_rows, "--max_grad_norm 0.5 --weight_decay 0.1 --adam_beta2 0.7")
     trained = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
     value = {name: p.full_tensor().double() for name, p in trained.items()}
     first, second = ({name: torch.zeros_like(x) for name, x in value.items()} for _ in range(2))
@@ -445,7 +444,7 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
 
 def test_a_policy_that_has_run_away_is_seen(qwen25, picture_rows):
     """Six nats away KL(old, new) is e^6 - 7 = 396 per token; clamped to 10, no higher --target_kl acts."""
-    env = fresh(qwen25, picture_rows, "--minibatches", "1", "--epochs", "1", "--actor_lr", "0")
+    env = fresh(qwen25, picture_rows, "--minibatches 1 --epochs 1 --actor_lr 0")
     env.trained.lr = 0.0
     env.batch.old_logprobs = env.batch.logprobs - 6
     env.batch.advantages = env.batch.advantages * 1e-3
@@ -520,13 +519,12 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
 
     monkeypatch.setattr(losses, function, broken)
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=losses.ppo))
-    steps = train(qwen25, task, tmp_path, "--steps", "2", "--minibatches", "2")
+    steps = train(qwen25, task, tmp_path, "--steps 2 --minibatches 2")
     assert [step[counter] for step in steps] == [0.5, 0.0]
 
 
 def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps", "2", "--critic_warmup_steps", "2", "--epochs", "4",
-                  "--critic_lr", "1e-3")
+    steps = train(qwen25, task, tmp_path, "--steps 2 --critic_warmup_steps 2 --epochs 4 --critic_lr 1e-3")
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
     assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
     assert "train/policy_loss" not in steps[0]
@@ -534,8 +532,7 @@ def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
 
 
 def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps", "3", "--critic_warmup_steps", "1", "--warmup_steps", "1",
-                  "--critic_lr", "1e-3")
+    steps = train(qwen25, task, tmp_path, "--steps 3 --critic_warmup_steps 1 --warmup_steps 1 --critic_lr 1e-3")
     assert "train/actor_lr" not in steps[0]
     assert [step["train/actor_lr"] for step in steps[1:]] == [0.0005, 0.001]
     assert [step["train/critic_lr"] for step in steps] == [0.0005, 0.001, 0.001]
@@ -545,7 +542,7 @@ def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
 @pytest.mark.parametrize("advantage", ["gae", "rloo"])
 def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     """With a critic and without; the other estimators train in RUNS and in test_algorithms.py."""
-    step, = train(qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef", "0.05", "--importance_cap", "2")
+    step, = train(qwen25, task, tmp_path, "--advantage", advantage, "--kl_coef 0.05 --importance_cap 2")
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
     assert before.keys() == after.keys()
     moved = {key for key in before if not torch.equal(before[key], after[key])}
@@ -580,8 +577,8 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
         monkeypatch.setattr(losses, "token_rewards", lambda *args: seen.append(args[3]) or rewards(*args))
     else:
         monkeypatch.setattr(ppo, "update_actor", lambda *args: seen.append(args[2].kl_coef) or update(*args))
-    steps = train(qwen25, task, tmp_path, "--steps", "4", "--kl_coef", "0.1", "--kl_target", "0.001",
-                  "--kl_horizon", "24", "--critic_warmup_steps", "1", "--actor_lr", "1e-2", "--kl_in", place)
+    steps = train(qwen25, task, tmp_path, "--steps 4 --kl_coef 0.1 --kl_target 0.001 "
+                  "--kl_horizon 24 --critic_warmup_steps 1 --actor_lr 1e-2 --kl_in", place)
     value, expected = 0.1, []
     if place == "reward":
         expected.append(0.1)                                                  # a frozen step has rewards, and no update
@@ -592,17 +589,16 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
-    steps = train(qwen25, task, tmp_path, "--steps", "2", "--kl_coef", "0.1", "--kl_in", "loss",
-                  "--kl_estimator", "k3+", "--actor_lr", "1e-2")
+    steps = train(qwen25, task, tmp_path, "--steps 2 --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --actor_lr 1e-2")
     assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
     assert steps[1]["rollout/return"] < 2 and steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     def evaluate(name: str, *more: str) -> dict:
-        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", str(task / "eval.jsonl"), "--eval_only", *more))
+        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
 
-    metrics = evaluate("a", "--eval_samples", "2")
+    metrics = evaluate("a", "--eval_samples 2")
     rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")
     assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
     best = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
@@ -610,13 +606,13 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     assert metrics["eval/pass@2"] == pytest.approx(best.count(1.0) / 7) and 1.0 in best
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert not (tmp_path / "a" / "export").exists()
-    env = start(qwen25, str(task / "eval.jsonl"), "--max_new_tokens", "6")
+    env = start(qwen25, str(task / "eval.jsonl"), "--max_new_tokens 6")
     sampling = dataclasses.replace(env.sampling, stream=ppo.EVAL)  # noise of its own
     drawn = ppo.rollout(env.actor, take(env), sampling, 2)
     assert [row["response"] for row in rows] == env.processor.tokenizer.batch_decode(
         [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
     greedy = evaluate("b")
-    again = evaluate("c", "--prompts_per_step", "2", "--seed", "9", "--slots", "1")
+    again = evaluate("c", "--prompts_per_step 2 --seed 9 --slots 1")
     assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
     for metrics in (greedy, again):
         assert metrics.pop("eval/seconds") > 0
@@ -626,8 +622,8 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
 
 def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     """The default: at the start, after each pass over the 8 rows (3 prompts a step: steps 3, 6 and 8), at the end."""
-    train(qwen25, task, tmp_path, "--steps", "9", "--prompts_per_step", "3", "--eval_data",
-          str(task / "eval-1.jsonl"), "--max_new_tokens", "2", "--advantage", "reinforce++")
+    train(qwen25, task, tmp_path, "--steps 9 --prompts_per_step 3 --eval_data",
+          task / "eval-1.jsonl", "--max_new_tokens 2 --advantage reinforce++")
     names = sorted(path.stem for path in (tmp_path / "samples").glob("eval-*.jsonl"))
     assert names == [f"eval-{step:06d}" for step in (0, 3, 6, 8, 9)]
     evaluated = [record for record in records(tmp_path) if "eval/index" in record]
@@ -641,7 +637,7 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
     """Training with and without evaluations: the same metrics and weights in every bit."""
     runs = []
     for name, more in (("without", ()), ("with", ("--eval_data", str(task / "eval.jsonl"), "--eval_every", "1"))):
-        lines = train(qwen25, task, tmp_path / name, "--steps", "3", "--minibatches", "2", *more)
+        lines = train(qwen25, task, tmp_path / name, "--steps 3 --minibatches 2", *more)
         trained = [{key: value for key, value in record.items() if not key.startswith("perf/")}
                    for record in lines if "rollout/reward" in record]
         runs.append((trained, tensors(tmp_path / name / "export" / "step-3")))
@@ -657,7 +653,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("common.rewards.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
     monkeypatch.setattr(logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args))
     (task / "large.py").write_text("def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n")
-    step, = train(qwen25, task, tmp_path / "a", "--advantage", "dr_grpo", "--minibatches", "2", "--epochs", "3",
+    step, = train(qwen25, task, tmp_path / "a", "--advantage dr_grpo --minibatches 2 --epochs 3 "
                   "--reward", f"{task / 'large.py'}:score")
     text = capsys.readouterr().out
     assert "a step: 4 prompts x 3 samples, 6 updates;" in text and "warning" not in text
@@ -675,7 +671,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
     assert events.Images("samples/step")[0].width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
-    train(qwen25, task, tmp_path / "b", "--advantage", "dr_grpo", "--log_samples", "0")
+    train(qwen25, task, tmp_path / "b", "--advantage dr_grpo --log_samples 0")
     text = capsys.readouterr().out
     assert "1 updates;" in text and "warning:" not in text and " -> '" not in text
 
@@ -748,14 +744,14 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
 def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, capsys):
     """Four steps, and two and two after a restart, draw the same rows, in the shares asked for at every step."""
     data = f"{task / 'train.jsonl'}:0.75,{task / 'eval.jsonl'}:0.25"
-    more = ["--data", data, "--advantage", "grpo", "--max_new_tokens", "3", "--save_every", "2"]
-    whole = train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
+    more = f"--data {data} --advantage grpo --max_new_tokens 3 --save_every 2"
+    whole = train(qwen25, task, tmp_path / "whole", more, "--steps 4")
     text = capsys.readouterr().out
     assert "15 training prompts" in text
     assert f"{task / 'train.jsonl'}: 8 rows, 75.0% of the draws, 1.5 passes" in text
     assert f"{task / 'eval.jsonl'}: 7 rows, 25.0% of the draws, 0.6 passes" in text
-    train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
-    parts = train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
+    train(qwen25, task, tmp_path / "parts", more, "--steps 2")
+    parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]
     drawn = []
     for step in range(1, 5):
@@ -766,15 +762,15 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
         drawn += sources
     assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
     with pytest.raises(distributed.UserError, match="it is of another run: .*--data"):
-        train(qwen25, task, tmp_path / "parts", *more, "--steps", "4", "--data", data.replace("0.75", "0.5"))
+        train(qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
 
 def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
     """With a weight and without: pass e takes the rows in the order that numpy draws from (0, e)."""
     order = [row for epoch in range(2) for row in np.random.default_rng([0, epoch]).permutation(8)]
     for name, data in (("plain", "train.jsonl"), ("weight", "train.jsonl:0.3")):
-        train(qwen25, task, tmp_path / name, "--data", str(task / data), "--steps", "4", "--prompts_per_step", "3",
-              "--max_new_tokens", "2", "--advantage", "grpo", "--export_every", "0", "--save_every", "0")
+        train(qwen25, task, tmp_path / name, "--data", task / data, "--steps 4 --prompts_per_step 3 "
+              "--max_new_tokens 2 --advantage grpo --export_every 0 --save_every 0")
         samples = [sample for step in range(1, 5) for sample in samples_of(tmp_path / name, f"step-{step:06d}")]
         assert [sample["index"] for sample in samples if sample["sample"] == 0] == order[:12]
 
@@ -783,19 +779,17 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty folder and prints a line
     that fits a terminal."""
     def evaluate(name: str, *more: str) -> dict:
-        line = flags(qwen25, task, tmp_path / name, "--eval_data", str(task / "eval.jsonl"), "--eval_only", *more)
-        at = line.index("--data")
-        return ppo.main(line[:at] + line[at + 2:])
+        return ppo.main(flags(qwen25, task, tmp_path / name, f"--eval_data {task}/eval.jsonl --eval_only --data=", *more))
 
-    metrics = evaluate("run", "--eval_every", "0")
+    metrics = evaluate("run", "--eval_every 0")
     assert metrics["eval/num_samples"] == 7
     printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
     assert len(printed) <= 120 and f"  reward {metrics['eval/reward_mean']:.3f}" in printed
     assert "train_step" not in printed and "num_samples" not in printed
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
     assert folders and all(any(folder.iterdir()) for folder in folders)
-    train(qwen25, task, tmp_path / "trained", "--advantage", "grpo")
-    assert evaluate("trained", "--advantage", "grpo", "--resume", "must")["eval/train_step"] == 1
+    train(qwen25, task, tmp_path / "trained", "--advantage grpo")
+    assert evaluate("trained", "--advantage grpo --resume must")["eval/train_step"] == 1
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -807,8 +801,8 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsys):
     """Weights and average, of the newest checkpoint and of an earlier one, as the finished run wrote them at those steps."""
-    line = ("--steps", "4", "--save_every", "1", "--keep_last", "9", "--ema_beta", "0.9")
-    train(qwen25, task, tmp_path / "whole", *line, "--export_every", "1")
+    line = "--steps 4 --save_every 1 --keep_last 9 --ema_beta 0.9"
+    train(qwen25, task, tmp_path / "whole", line, "--export_every 1")
     update = ppo.update_actor
 
     def interrupted(*args):
@@ -820,7 +814,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsy
     monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(ppo, "update_actor", interrupted)
-        train(qwen25, task, tmp_path / "half", *line)
+        train(qwen25, task, tmp_path / "half", line)
     del stop
     gc.collect()                                                                     # the lock of the run that was stopped
     before = files_of(tmp_path / "half")
@@ -845,30 +839,28 @@ def test_export_without_a_run(tmp_path):
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
 def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
-    bad = ("--data", str(task / "bad.jsonl"))
+    bad = task / "bad.jsonl"
     with pytest.raises(distributed.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
-        ppo.main(flags(qwen25, task, tmp_path / "a", *bad))
-    steps = train(qwen25, task, tmp_path / "b", *bad, "--on_bad_row", "skip", "--steps", "2", "--minibatches", "4")
+        ppo.main(flags(qwen25, task, tmp_path / "a", "--data", bad))
+    steps = train(qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4")
     assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [(1, 9), (2, 9)]
     text = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
     assert text.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
-    skip = ("--eval_data", bad[1], "--eval_only", "--on_bad_row", "skip")
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", *skip))
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", bad, "--eval_only --on_bad_row skip"))
     assert held_out["eval/dropped_prompts"] == 1 and held_out["eval/num_samples"] == 3
 
 
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
-    one = ("--on_bad_row", "skip", "--prompts_per_step", "1")
+    one = "--on_bad_row skip --prompts_per_step 1"
     with pytest.raises(distributed.UserError, match="of 1 prompts no image can be decoded"):
-        train(qwen25, task, tmp_path / "a", "--data", str(task / "bad.jsonl"), "--steps", "4", *one)
-    bad = ("--eval_data", str(task / "bad.jsonl"), "--eval_only")
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", *bad, *one))
+        train(qwen25, task, tmp_path / "a", "--data", task / "bad.jsonl", "--steps 4", one)
+    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", f"--eval_data {task}/bad.jsonl --eval_only", one))
     assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
     with pytest.raises(distributed.UserError, match="no held-out prompt is left"):
-        ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", str(task / "all-bad.jsonl"), "--eval_only", *one))
+        ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", task / "all-bad.jsonl", "--eval_only", one))
 
 
 @pytest.mark.parametrize("function, message", [
@@ -878,7 +870,7 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
     with pytest.raises(distributed.UserError, match=message):
         ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}",
-                       "--reward_timeout", "0.2", "--prompts_per_step", "8"))
+                       "--reward_timeout 0.2 --prompts_per_step 8"))
 
 
 # ------------------------------------------------------------------------------------------------ checkpoint folders
@@ -902,7 +894,7 @@ def any_checkpoint(request, tmp_path_factory) -> Path:
 
 
 def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
-    env = start(any_checkpoint, picture_rows, "--actor_lr", "1e-2", "--advantage", "grpo")
+    env = start(any_checkpoint, picture_rows, "--actor_lr 1e-2 --advantage grpo")
     env.trained = fsdp.Trainable(env.actor, env.args.optim, 1e-2)
     env.batch = samples = hand_batch(env)
     samples.old_logprobs = samples.logprobs
@@ -932,7 +924,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
 
     text = "how many circles are there?"
     assert AutoTokenizer.from_pretrained(exported)(text) == env.processor.tokenizer(text)
-    again = start(exported, picture_rows, "--advantage", "grpo")                        # trains on from there
+    again = start(exported, picture_rows, "--advantage grpo")                        # trains on from there
     same = dataclasses.replace(samples, patches=take(again).patches, features={}, positions={})
     with torch.no_grad():
         vlm.compute_features(again.actor.model, same)
@@ -942,7 +934,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
 def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     source = write_checkpoint(tmp_path / "source", "qwen2_5_vl")
     AutoModelForImageTextToText.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
-    env = start(source, picture_rows, "--advantage", "grpo")
+    env = start(source, picture_rows, "--advantage grpo")
     assert all(p.dtype == torch.float32 for p in env.actor.parameters() if p.requires_grad)            # master weights
     for _ in range(2):                                                                    # the second one over the first
         vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
@@ -995,7 +987,7 @@ FAILURES = {  # name -> flags, the message
 def run_flags(name: str, spec: tuple[str, str], checkpoints: dict[str, Path], task: Path, out: Path) -> list[str]:
     family, more = spec
     more = more.replace("TASK", str(task)).replace("TALKERS", str(Path(__file__).with_name("talkers.py")))
-    line = flags(checkpoints[family], task, out / name, "--eval_data", str(task / "eval.jsonl"), *more.split())
+    line = flags(checkpoints[family], task, out / name, "--eval_data", task / "eval.jsonl", more)
     if "--reward_recipe" in line:
         at = line.index("--reward")
         del line[at:at + 2]
@@ -1148,8 +1140,8 @@ def test_dropped_prompts_are_counted_on_two_ranks(both):
 @pytest.mark.slow
 def test_more_ranks_than_prompts(qwen25, task, tmp_path):
     """And than some parameters have rows, so that shards are empty: the same run as on one rank."""
-    four, one = (flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--prompts_per_step", "2",
-                       "--critic_lr", "1e-3", "--eval_every", "1", "--eval_data", str(task / "eval-3.jsonl"))
+    four, one = (flags(qwen25, task, tmp_path / name, "--steps 2 --minibatches 2 --prompts_per_step 2 "
+                       "--critic_lr 1e-3 --eval_every 1 --eval_data", task / "eval-3.jsonl")
                  for name in ("four", "one"))
     launch(4, four)
     ppo.main(one)

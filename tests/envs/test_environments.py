@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, computing, rounding, start, take, write_checkpoint
+from conftest import ROOT, ROUNDING, computing, rounding, start, take, words, write_checkpoint
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
@@ -28,7 +28,6 @@ from common.rewards import judge as judgements, scoring
 from common.distributed import LateError, Workers
 from common.model import linear_attention
 from common.model.linear_attention import SlotStates
-from common.envs import replies
 from common.data.processor import Processor
 
 PROGRAMS = ROOT / "tests" / "talkers.py"
@@ -122,7 +121,7 @@ def as_rendered(env, batch, i: int) -> str:
 def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
     """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a string;
     and the text of the tokens is what the template writes of the whole conversation."""
-    env = start(checkpoint, picture_rows, "--max_new_tokens", "48", "--stop_strings", stop)
+    env = start(checkpoint, picture_rows, "--max_new_tokens 48 --stop_strings", stop)
     if not stop:
         end_often(env)
     batch = talk(env, name, 3)
@@ -141,7 +140,7 @@ def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
         model = write_family(kind, tmp_path, picture_rows)
     except ImportError:
         pytest.skip(f"transformers wants torchvision for {kind}")
-    env = start(tmp_path, tmp_path / "rows.jsonl", "--max_new_tokens", "24", "--stop_strings", '["e", "a"]')
+    env = start(tmp_path, tmp_path / "rows.jsonl", '--max_new_tokens 24 --stop_strings ["e","a"]')
     if kind in ("llava", "qwen2"):
         end_often(env)
     name = "Words" if kind in (*TEXT_ONLY, "gemma3") else "Talk"
@@ -153,7 +152,7 @@ def test_every_family_talks_exactly(kind, tmp_path, picture_rows):
 @pytest.mark.parametrize("flags", ["--train_vision", "--lora_rank 2", "--gradient_checkpointing"])
 def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows, flags):
     """Of the sum of all own tokens' log-probs; a trained tower sees the pictures of replies."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e"]', *flags.split()[:2])
+    env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e"]', flags)
     batch = talk(env, "Same", 2)
     oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval()
     check_exact(env, oracle, batch)
@@ -202,7 +201,7 @@ def poll(monkeypatch) -> list[int]:
 def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture_rows, poll, graphs_of):  # noqa: F811
     """Few slots, which are refilled and compacted; a host that looks late, so that turns are wound back; threads that
     answer in any order, several at once; small prefills; graphs of a batch size, which decode over waiting slots."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]')
     expected = talk(env, "Slow", 4)
     assert {said.ended for said in expected.conversations} >= {"answered", "token_limit"}
     same(talk(env, "Slow", 4), expected, bits=True)
@@ -221,7 +220,7 @@ def test_conversations_do_not_depend_on_slots_threads_or_polling(qwen25, picture
 @pytest.fixture
 def hybrid(tmp_path, picture_rows):
     """Qwen3.5, whose slots hold states."""
-    env = start(write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens", "32")
+    env = start(write_checkpoint(tmp_path / "hybrid", "qwen3_5"), picture_rows, "--max_new_tokens 32")
     end_often(env)
     return env
 
@@ -269,7 +268,7 @@ def test_what_a_waiting_slot_must_hold(hybrid, monkeypatch, fault):
 
 
 def test_environments_run_side_by_side(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]')
     batch = talk(env, "Slow", 3, env_workers=5)
     assert 1 < batch.sampling.environment.make.most <= 5
     assert talk(env, "Slow", 3).sampling.environment.make.most == 1
@@ -278,7 +277,7 @@ def test_environments_run_side_by_side(qwen25, picture_rows):
 
 
 def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--max_new_tokens", "60", "--stop_strings", '["a", "e", "r", "o"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 60 --stop_strings ["a","e","r","o"]')
     free = talk(env, "Words", 2)
     short = talk(env, "Words", 2, max_turns=2)
     assert {said.ended for said in short.conversations} <= {"turn_limit", "token_limit"}
@@ -300,7 +299,7 @@ WRONG = {1: "KeyError: 'no board'", 2: "ZeroDivisionError: no rule for this (tal
 @pytest.mark.slow
 def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeypatch):
     """It raises, returns rubbish, or takes too long; the others go on, and nothing hangs."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "60", "--stop_strings", '["a", "e", "r", "o"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 60 --stop_strings ["a","e","r","o"]')
     for workers in (0, 1):
         began = time.monotonic()
         batch = talk(env, "Bad", 8, batch=take(env).select_prompts([0, 1]), env_workers=workers, env_timeout=1.5)
@@ -351,7 +350,7 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
         def close(self):
             log.append("close")
 
-    env = start(qwen25, picture_rows, "--max_new_tokens", "4")
+    env = start(qwen25, picture_rows, "--max_new_tokens 4")
     args = dataclasses.replace(env.args.env, env="late", env_workers=8, env_timeout=0.2)
     answering = environments.Environment(Hangs, "user", False, False, args, 512)
     sampling = dataclasses.replace(env.sampling, environment=answering)
@@ -363,7 +362,7 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
 
 def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):
     """A shared observation stands in the prompt of all samples, of those too whose environment failed."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     prompts = take(env).select_prompts([1, 2])
     batch = talk(env, "Absent", 2, batch=prompts)
     for group, number, said in zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.conversations):
@@ -374,7 +373,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 
 
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--max_new_tokens", "16", "--stop_strings", '["a", "e", "r"]')
+    env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
     with pytest.raises(distributed.UserError, match="8 of 8 samples failed, the first: .*Endless: rows.jsonl:1: .*too long with the first observation"):
         talk(env, "Endless", 2)
 
@@ -383,7 +382,7 @@ def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture
 def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     """A right answer after a look that costs something: its reward is below 1, its accuracy is not. Without a name the rule
     holds: 1 where it gave 1 or more."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "32", "--stop_strings", '["a", "e", "r"]', "--reward", "env")
+    env = start(qwen25, picture_rows, '--max_new_tokens 32 --stop_strings ["a","e","r"]', "--reward env")
     batch = talk(env, "Right" if names else "Costly", 2)
     scoring.load(env.args.reward).score(batch, env.processor)
     answered = torch.tensor([said.ended == "answered" for said in batch.conversations])
@@ -402,7 +401,7 @@ def test_what_is_no_reward_is_an_error(reward):
 def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25, picture_rows):
     """Where no row of a rollout asks the environment, nothing was earned early; rewards at turns of the others stay."""
     recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
-    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward_recipe", recipe)
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward_recipe", recipe)
     reward, prompts = scoring.load(env.args.reward), take(env)
     prompts.prompts = [dataclasses.replace(p, label="game" if g == 0 else "quiz", reference="1") for g, p in enumerate(prompts.prompts)]
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts(own)) for own in ([1], [0])]
@@ -478,8 +477,8 @@ def verdict_chances(folder: Path, prompt, said, turns: list[str], words: list[st
 @pytest.mark.parametrize("which, name", [("near", "Talk"), ("far", "Talk"), ("near", "Same")])
 def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, judges, which, name):  # noqa: F811
     """Of the actor's tower, whose features serve, and of another; and a function sees it in its rows."""
-    env = start(qwen25, picture_rows, "--max_new_tokens", "24", "--stop_strings", '["a", "e", "r"]', "--reward",
-                f"grm:{judges[which]}", "--grm_question", "correct")
+    env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward",
+                f"grm:{judges[which]}", "--grm_question correct")
     reward = scoring.load(env.args.reward)
     build(env, reward)
     assert reward.sources[0].ask.shares_tower == (which == "near")
@@ -500,10 +499,10 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
 
 # ------------------------------------------------------------------------------------------------ whole runs
 def run_flags(folder: Path, rows: Path, out: Path, *more: str) -> list[str]:
-    return ["--model", str(folder), "--data", str(rows), "--out", str(out), "--env", f"{PROGRAMS}:Talk",
-            *([] if "--reward_recipe" in more else ["--reward", "env"]), "--max_prompt_tokens", "512", "--max_new_tokens", "20", "--max_reply_tokens", "200", "--max_tokens_per_pack", "900",
-            "--prompts_per_step", "3", "--samples_per_prompt", "3", "--steps", "4", "--actor_lr", "1e-3", "--stop_strings",
-            '["a","e","r","o"]', "--env_workers", "0", "--eval_every", "0", "--export_every", "0", *more]
+    return words("--model", folder, "--data", rows, "--out", out, "--env", f"{PROGRAMS}:Talk",
+                 "--reward env --max_prompt_tokens 512 --max_new_tokens 20 --max_reply_tokens 200 --max_tokens_per_pack 900 "
+                 "--prompts_per_step 3 --samples_per_prompt 3 --steps 4 --actor_lr 1e-3 --env_workers 0 --eval_every 0 "
+                 '--export_every 0 --stop_strings ["a","e","r","o"]', *more)
 
 
 @pytest.fixture
@@ -522,8 +521,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
     env = f"{PROGRAMS}:Talk"
     more = ("--kl_coef", "0.1", "--eval_data", str(labelled), "--eval_every", "2", "--env", env)
     ppo.main(run_flags(qwen25, labelled, tmp_path / "whole", *more))
-    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every", "2", "--steps", "2"))
-    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every", "2"))
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every 2 --steps 2"))
+    ppo.main(run_flags(qwen25, labelled, tmp_path / "half", *more, "--save_every 2"))
     whole_run, half = ({(r["step"], "eval/turns" in r): r for r in records(tmp_path / name)} for name in ("whole", "half"))
     assert whole_run.keys() == half.keys() and (4, False) in half
     for key, record in whole_run.items():
@@ -570,7 +569,7 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
         "{%- for message in messages -%}",
         "{%- for message in messages -%}{%- if message.role == 'tool' -%}{{ raise_exception('no tools') }}{%- endif -%}"))
     refused("--reward env needs an environment", "--env", "")
-    refused("rm: scalar models", "--reward", "rm:somewhere")
+    refused("rm: scalar models", "--reward rm:somewhere")
     refused("no function 'Nobody'", "--env", f"{PROGRAMS}:Nobody")
     refused("no method .reset.", "--env", f"{PROGRAMS}:picture")
-    refused("--max_tokens_per_pack 100 must hold .*--max_reply_tokens", "--max_tokens_per_pack", "100")
+    refused("--max_tokens_per_pack 100 must hold .*--max_reply_tokens", "--max_tokens_per_pack 100")

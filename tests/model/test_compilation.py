@@ -24,7 +24,7 @@ def graphs() -> int:
 
 def make(checkpoint, rows, *more: str):
     """Models whose adapters and value head are not zero, and hand-made samples."""
-    env = start(checkpoint, rows, *HAND_FLAGS, *more)
+    env = start(checkpoint, rows, HAND_FLAGS, *more)
     with torch.no_grad():
         for name, parameter in [*env.actor.named_parameters(), *env.critic.named_parameters()]:
             if name.endswith(("lora_B", "value_head.weight")):
