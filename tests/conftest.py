@@ -113,8 +113,8 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     import train_ppo_vl as ppo
     from common import distributed
 
-    own = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
-    args = ppo.parse_args(words("--model", checkpoint, "--data", data, own, *flags))
+    common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
+    args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
@@ -144,20 +144,20 @@ def build_rewards(args, reward, rows, actor, ranks) -> None:
             weights.shard_and_load(module, ranks, args.run.seed)
 
 
-def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **given):
+def judge_settings(*verdicts: tuple[str, str], saved: dict = {}, **settings):
     """Settings of a judge that is trained on (kind, verdict), from a checkpoint with ``saved`` ones."""
     from types import SimpleNamespace
 
     from common.rewards.judge import JudgeSettings
 
-    settings = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **given)
-    settings.note_training(verdicts)
-    return settings
+    judge = JudgeSettings.to_train(SimpleNamespace(files={"judge": saved}), **settings)
+    judge.note_training(verdicts)
+    return judge
 
 
-def write_judge(folder: Path, *verdicts: tuple[str, str], **given) -> None:
+def write_judge(folder: Path, *verdicts: tuple[str, str], **settings) -> None:
     """Make a checkpoint one of a judge that was trained on (kind, verdict)."""
-    (folder / "judge.json").write_text(json.dumps(vars(judge_settings(*verdicts, **given))))
+    (folder / "judge.json").write_text(json.dumps(vars(judge_settings(*verdicts, **settings))))
 
 
 def take(env, count: int | None = None):

@@ -16,7 +16,7 @@ from conftest import (ROUNDING, computing, logits_of, read_rows, records, reprod
                       words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
-from test_training import gradient, hand_batch, write_samples  # noqa: F401
+from test_training import Caught, gradient, hand_batch, write_samples  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
@@ -284,19 +284,6 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     assert [part.tolist() for part in samples.split(samples.in_policy_loss)] == keep
     assert_close(head_gradient(env, args, samples), oracle_gradient(env, qwen25, "gmpo", (0.4, 0.4), keep, per_sequence=True))
-
-
-class Caught(fsdp.Trainable):
-    """Keeps the gradient of each update, by parameter, and changes no weight."""
-
-    def __init__(self, module, args: ppo.Args, applied: bool = True):
-        super().__init__(module, args.optim, 1e-3)
-        self.gradients, self.applied = [], applied
-
-    def update(self, step: int) -> tuple[float, bool]:
-        self.gradients.append({name: p.grad.full_tensor() for name, p in self.module.named_parameters() if p.requires_grad})
-        self.module.zero_grad(set_to_none=True)
-        return 1.0, self.applied
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])

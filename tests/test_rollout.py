@@ -22,6 +22,19 @@ def generate(env, batch, count: int, **changes):
     return samples, [tokens.tolist() for tokens in samples.split(samples.tokens)]
 
 
+@pytest.fixture
+def poll(monkeypatch) -> list[int]:
+    """[after how many tokens the engine looks at its samples]"""
+    poll, init = [1], ppo.RolloutEngine.__init__
+
+    def init_with_poll(engine, *args):
+        init(engine, *args)
+        engine.poll = poll[0]
+
+    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    return poll
+
+
 def test_greedy_equals_hugging_face_generate(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows)
     samples, ours = generate(env, take(env), 1, greedy=True)
@@ -45,21 +58,15 @@ def test_sampled_logprobs_equal_training_logprobs(checkpoint, picture_rows, temp
     assert not torch.isin(samples.tokens, torch.tensor(env.processor.banned_ids)).any()
 
 
-def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch):
+def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch, poll):
     """Slots, prefill size and polling change what is computed together; a sample is a function of its number alone."""
-    engines, prefills, poll = [], [], [1]
-    init, prefill = ppo.RolloutEngine.__init__, ppo.RolloutEngine.prefill
-
-    def watched_init(engine, *args):
-        init(engine, *args)
-        engine.poll = poll[0]
-        engines.append(engine)
+    engines, prefills, prefill = [], [], ppo.RolloutEngine.prefill
 
     def watched(engine, members):
+        engines.append(engine)
         prefills.append([engine.batch.prompt_lengths[group] for group, _ in members])
         prefill(engine, members)
 
-    monkeypatch.setattr(ppo.RolloutEngine, "__init__", watched_init)
     monkeypatch.setattr(ppo.RolloutEngine, "prefill", watched)
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
@@ -145,15 +152,9 @@ def test_a_reused_slot_does_not_leak(qwen25, picture_rows):
 
 
 @pytest.mark.slow
-def test_stop_strings_end_a_response(qwen25, picture_rows, monkeypatch):
+def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     """Across two tokens; also at a look of the host behind the end, and in few slots, where the last ones move."""
-    env, poll, init = start(qwen25, picture_rows, "--max_new_tokens 64"), [1], ppo.RolloutEngine.__init__
-
-    def init_with_poll(engine, *args):
-        init(engine, *args)
-        engine.poll = poll[0]
-
-    monkeypatch.setattr(ppo.RolloutEngine, "__init__", init_with_poll)
+    env = start(qwen25, picture_rows, "--max_new_tokens 64")
     tokenizer = env.processor.tokenizer
 
     def text(tokens):

@@ -4,13 +4,11 @@
 
 import dataclasses
 import functools
-import gc
 import itertools
 import json
 import math
 import re
 import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +21,6 @@ from conftest import (ROUNDING, computing, inputs_of, logits_of, read_rows, reco
                       words, write_checkpoint, write_image, write_judge, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
@@ -203,6 +200,19 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tens
     return result, packs
 
 
+class Caught(fsdp.Trainable):
+    """Keeps the gradient of each update, by parameter, and changes no weight."""
+
+    def __init__(self, module, args, applied: bool = True):
+        super().__init__(module, args.optim, 1e-3)
+        self.gradients, self.applied = [], applied
+
+    def update(self, step: int) -> tuple[float, bool]:
+        self.gradients.append({name: p.grad.full_tensor() for name, p in self.module.named_parameters() if p.requires_grad})
+        self.module.zero_grad(set_to_none=True)
+        return 1.0, self.applied
+
+
 def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Norm of the difference over the norm, all parameters together."""
     assert actual.keys() == expected.keys()
@@ -281,27 +291,16 @@ def test_gradient_equals_naive_oracle(env, qwen25):
         assert distance(gradient(env.args, module, samples)[0], expected) < ROUNDING
 
 
-def test_an_update_has_that_gradient(exact, monkeypatch):
+def test_an_update_has_that_gradient(exact):
     """`gradient` above repeats what the updates do with their rows: both clip, weigh and scale alike."""
-    caught = {}
-
-    def catch(trained, step):
-        for name, parameter in trained.module.named_parameters():
-            if parameter.requires_grad:
-                caught[name] = parameter.grad.full_tensor().clone()
-        trained.module.zero_grad(set_to_none=True)
-        return 0.0, True
-
-    monkeypatch.setattr(fsdp.Trainable, "update", catch)
     args = with_flags(exact.args, kl_coef=0.3)  # the controller's weight counts, not the flag it began with
     batch = dataclasses.replace(exact.batch, kl_coef=0.3)
-    with computing(exact.critic, max_tokens_per_pack=110):
-        ppo.update_critic(fsdp.Trainable(exact.critic, exact.args.optim, 1e-3), batch, 1, exact.args)
-    assert distance(caught, gradient(args, exact.critic, exact.batch)[0]) < 1e-10
-    caught.clear()
-    with computing(exact.actor, max_tokens_per_pack=110):
-        ppo.update_actor(fsdp.Trainable(exact.actor, exact.args.optim, 1e-3), None, batch, 1, None, exact.args)
-    assert distance(caught, gradient(args, exact.actor, exact.batch)[0]) < 1e-10
+    actor, critic = Caught(exact.actor, args), Caught(exact.critic, args)
+    with computing(exact.actor, max_tokens_per_pack=110), computing(exact.critic, max_tokens_per_pack=110):
+        ppo.update_critic(critic, batch, 1, exact.args)
+        ppo.update_actor(actor, None, batch, 1, None, exact.args)
+    for trained in (actor, critic):
+        assert distance(trained.gradients[0], gradient(args, trained.module, exact.batch)[0]) < 1e-10
 
 
 def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_rows):
@@ -425,9 +424,8 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
         ppo.update_actor(actor, None, env.batch, step, None, args)
         ppo.update_critic(critic, env.batch, step, args)
     assert seen[:12] == seen[12:24] and seen[24:36] == seen[36:]            # the critic's order is the actor's
-    first, second = ([tuple(map(int, seen[k:k + 4])) for k in range(start, start + 12, 4)] for start in (0, 24))
-    assert all(sorted(order) == [0, 1, 2, 3] for order in first + second)
-    assert len(set(first)) == 3 and first[0] != second[0]
+    orders = [tuple(map(int, seen[k:k + 4])) for k in (0, 4, 8, 24)]
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders) and len(set(orders)) == 4
 
 
 def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
@@ -440,18 +438,6 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
     assert counts == [4, 1, 4]
     rows = [{"approx_kl": logging.Mean(torch.tensor(kl), 2)} for kl in (0.3, 0.1)]  # 0.1 per token
     assert ppo.exceeds(rows, 0.09) and not ppo.exceeds(rows, 0.11)
-
-
-def test_a_policy_that_has_run_away_is_seen(qwen25, picture_rows):
-    """Six nats away KL(old, new) is e^6 - 7 = 396 per token; clamped to 10, no higher --target_kl acts."""
-    env = fresh(qwen25, picture_rows, "--minibatches 1 --epochs 1 --actor_lr 0")
-    env.trained.lr = 0.0
-    env.batch.old_logprobs = env.batch.logprobs - 6
-    env.batch.advantages = env.batch.advantages * 1e-3
-    assert update_actor(env)["train/approx_kl"] == pytest.approx(math.exp(6) - 7, rel=1e-3)
-    for target, updates in ((390.0, 0), (400.0, 1)):
-        metrics = update_actor(env, with_flags(env.args, target_kl=target))
-        assert metrics["train/actor_updates"] == updates
 
 
 def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monkeypatch):
@@ -557,9 +543,8 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     for name in ("response_length", "truncated"):
         assert step[f"rollout/{name}"] == pytest.approx(np.mean([s[name] for s in samples]))
     if advantage == "rloo":
-        for k in range(0, 12, 3):
-            expected = [1.5 * (reward - rewards[k:k + 3].mean()) for reward in rewards[k:k + 3]]
-            assert [s["advantage"] for s in samples[k:k + 3]] == pytest.approx(expected, abs=ROUNDING)
+        baselines = rewards.reshape(4, 3).mean(1).repeat(3)
+        assert [s["advantage"] for s in samples] == pytest.approx(1.5 * (rewards - baselines), abs=ROUNDING)
 
 
 def test_roles_are_loaded_where_they_are_used(qwen25, picture_rows):
@@ -668,9 +653,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert all((step[f"{part}/episode"], step[f"{part}/global_step"]) == (0.5, 1) for part in ("rollout", "train"))
     assert bars[0].keys() >= {"reward", "length", "entropy", "clip"}
     assert captions == [f"reward {s['reward']:.2f}   advantage {s['advantage']:+.2f}   reference: 1" for s in samples[::3]]
-    events = EventAccumulator(str(tmp_path / "a" / "tensorboard"), {"images": 1}).Reload()
-    assert events.Images("samples/step")[0].width > 480 and (tmp_path / "a" / "samples" / "step-000001.png").is_file()
-    assert {"rollout", "train", "perf"} == {name.split("/")[0] for name in events.Tags()["scalars"]}
+    assert (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     train(qwen25, task, tmp_path / "b", "--advantage dr_grpo --log_samples 0")
     text = capsys.readouterr().out
     assert "1 updates;" in text and "warning:" not in text and " -> '" not in text
@@ -799,24 +782,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_export_of_an_interrupted_run(qwen25, task, tmp_path, monkeypatch, capsys):
+def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
     """Weights and average, of the newest checkpoint and of an earlier one, as the finished run wrote them at those steps."""
     line = "--steps 4 --save_every 1 --keep_last 9 --ema_beta 0.9"
     train(qwen25, task, tmp_path / "whole", line, "--export_every 1")
-    update = ppo.update_actor
-
-    def interrupted(*args):
-        if args[3] == 3:
-            distributed.STOP_SIGNALS.append(signal.SIGTERM)
-        return update(*args)
-
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)            # this process has more tests to run
-    monkeypatch.setattr(distributed, "STOP_SIGNALS", [])
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-        patch.setattr(ppo, "update_actor", interrupted)
-        train(qwen25, task, tmp_path / "half", line)
-    del stop
-    gc.collect()                                                                     # the lock of the run that was stopped
+    train(qwen25, task, tmp_path / "half", line, "--steps 3 --export_every 0")
     before = files_of(tmp_path / "half")
     assert not any(name.startswith("export") for name in before)
     half = (tmp_path / "half").rename(tmp_path / "moved")
@@ -886,9 +856,8 @@ def any_checkpoint(request, tmp_path_factory) -> Path:
     if variant == "tied twice":                           # some writers store the tied weight under both names
         values["lm_head.weight"] = values["model.embed_tokens.weight"].clone()
     else:                                                 # as the modules are called, not as hub files spell it
-        values = {k.replace("visual.", "model.visual.") if k.startswith("visual.") else
-                  k.replace("model.", "model.language_model.") if k.startswith("model.") else k: v
-                  for k, v in values.items()}
+        values = {re.sub("^visual", "model.visual", re.sub("^model", "model.language_model", name)): value
+                  for name, value in values.items()}
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -941,15 +910,6 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
         before, after = tensors(source), tensors(tmp_path / "hf")
         assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
         assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
-
-
-def test_tied_weights_stay_one_parameter(qwen25, picture_rows, tmp_path):
-    """Input and output embedding of a tied checkpoint share their gradient; of an untied one they do not."""
-    for tie, checkpoint in ((True, write_checkpoint(tmp_path / "tied", "qwen2_5_vl", tie=True)), (False, qwen25)):
-        actor = start(checkpoint, picture_rows).actor
-        names = {name for name, _ in actor.named_parameters()}
-        assert ("model.lm_head.weight" in names) != tie
-        assert (actor.model.lm_head.weight is actor.model.model.language_model.embed_tokens.weight) == tie
 
 
 # ------------------------------------------------------------------------------------------------ several ranks
@@ -1065,7 +1025,6 @@ def save_gradients(model: str, rows: str, out: str) -> None:
 def test_gradient_of_two_ranks_is_that_of_one(env, qwen25, picture_rows, tmp_path):
     """Each rank's packs, and FSDP's mean over the ranks, against one pack on one rank."""
     ranks.run(save_gradients, str(qwen25), picture_rows, str(tmp_path), world=2)
-    expected = {}
     for part in ("actor", "critic"):
         gradients, packs = gradient(env.args, getattr(env, part), env.batch)
         assert packs == 1
@@ -1157,16 +1116,15 @@ def check_exchange() -> None:
     distributed.start(60.0, 0)
     rank, world = dist.get_rank(), dist.get_world_size()
     rng = np.random.default_rng(0)
-    for dtype in (torch.float32, torch.bfloat16):
-        for _ in range(10):
-            shapes = {p: (2, int(rng.integers(1, 6)), 3) for p in range(9) if rng.random() < 0.7}
-            owners = rng.integers(0, world, 9).tolist()
-            needed = [set(rng.permutation(9)[:rng.integers(0, 9)].tolist()) for _ in range(world)]
-            whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
-            local = {p: value for p, value in whole.items() if owners[p] == rank}
-            arrived = exchange_features(local, owners, needed, shapes, dtype)
-            assert arrived.keys() == needed[rank] & shapes.keys()
-            assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
+    for dtype in (torch.float32, torch.bfloat16) * 10:
+        shapes = {p: (2, int(rng.integers(1, 6)), 3) for p in range(9) if rng.random() < 0.7}
+        owners = rng.integers(0, world, 9).tolist()
+        needed = [set(rng.permutation(9)[:rng.integers(0, 9)].tolist()) for _ in range(world)]
+        whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
+        local = {p: value for p, value in whole.items() if owners[p] == rank}
+        arrived = exchange_features(local, owners, needed, shapes, dtype)
+        assert arrived.keys() == needed[rank] & shapes.keys()
+        assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
     parts = gather_objects(torch.full((rank, 3), rank))
     assert [part.tolist() for part in parts] == [[[r] * 3] * r for r in range(world)]
     assert gather_objects({"text": "ü" * rank}) == [{"text": "ü" * r} for r in range(world)]
