@@ -41,9 +41,9 @@ def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, long
         prompt_index=torch.from_numpy(np.repeat(np.arange(prompts), counts)),
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
         truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
-        in_policy_loss=noise(tokens) > 0, greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
+        greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
         judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)})
-    for name in ("logprobs", "old_logprobs", "ref_logprobs", "kl", "entropy", "values", "advantages", "returns"):
+    for name in PER_TOKEN[1:]:                                               # all but the tokens themselves
         setattr(batch, name, noise(tokens))
     return batch
 
@@ -370,11 +370,6 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
     monkeypatch.setattr(buffers, "balanced_partition", lambda costs, bins: tries.append(bins) or partition(costs, bins))
     packs = assign_blocks(samples, make_blocks(samples, 101), 1, 101, 8)[0]
     assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
-
-
-def test_no_blocks_give_no_packs():
-    samples = random_batch(np.random.default_rng(0))
-    assert assign_blocks(samples, [], 2, 100, 8) == [[], []]
 
 
 # ------------------------------------------------------------------------------------------------ packs, token by token

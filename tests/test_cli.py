@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
+from conftest import read_rows, words
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
@@ -316,8 +317,7 @@ def test_missing_config_file(tmp_path):
 
 def test_flags_override_config_override_defaults(tmp_path):
     config = tmp_path / "a.json"
-    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, '
-                      '"out": "here"}')
+    config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, "out": "here"}')
     args = ppo.parse_args(["--config", str(config), "--steps", "9", "--no-save_blocking"])
     assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (9, False, "d.jsonl")
     assert args.run.out == Path("here") and isinstance(args.algorithm.gamma, float) and args.rollout.top_k == 0
@@ -341,8 +341,7 @@ def test_flags_that_make_another_run():
 
 # ------------------------------------------------------------------------------------------------ real launches
 def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
-    inherited = {key: value for key, value in os.environ.items()
-                 if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    inherited = {key: value for key, value in os.environ.items() if key not in ranks.TORCHRUN}
     return subprocess.run([sys.executable, *command], env=inherited | environment, capture_output=True, text=True,
                           timeout=300)
 
@@ -411,41 +410,40 @@ def hub(qwen25, monkeypatch, tmp_path):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, value in (("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}"), ("HF_HUB_OFFLINE", "0"),
-                            ("HF_HOME", str(tmp_path / "hub"))):
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
         yield served
         server.shutdown()
+
+
+METRICS = """
+rollout/response_length rollout/truncated rollout/reward_std rollout/accuracy_reward rollout/total_length rollout/return
+rollout/episode rollout/global_step train/policy_loss train/critic_loss train/actor_grad_norm train/critic_grad_norm
+train/approx_kl train/clipped_low train/clipped_high train/clipped_dual train/ratio train/ratio_max train/entropy
+train/explained_variance train/sampler_gap train/kl train/values train/returns train/actor_lr train/critic_lr train/episode
+train/global_step perf/rollout_seconds perf/update_actor_seconds perf/rollout_tokens_per_second
+perf/update_tokens_per_second perf/peak_memory_gib
+"""
 
 
 @pytest.mark.slow
 def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     """With a model from the hub; a plan takes no weights from there."""
-    flags = ["--model", "someone/tiny", "--data", picture_rows, "--eval_data", picture_rows, "--out",
-             str(tmp_path / "out"),
-             "--reward", "exact", "--max_prompt_tokens", "512", "--max_new_tokens", "8", "--prompts_per_step", "2",
-             "--samples_per_prompt", "2", "--steps", "2", "--eval_every", "0", "--stop_strings", '["x", "yz"]',
-             "--kl_coef", "0.01"]
+    flags = words("--model someone/tiny --reward exact --max_prompt_tokens 512 --max_new_tokens 8 --prompts_per_step 2 "
+                  '--samples_per_prompt 2 --steps 2 --eval_every 0 --stop_strings ["x","yz"] --kl_coef 0.01',
+                  "--data", picture_rows, "--eval_data", picture_rows, "--out", tmp_path / "out")
     planned = run([str(ROOT / "launch" / "plan.py"), "ppo", "--gpus", "1", "--", *flags])
     assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
     assert "config.json" in hub and "model.safetensors" not in hub
     result = run([str(SCRIPT), *flags])
     assert result.returncode == 0 and hub.count("model.safetensors") == 1, result.stderr
     assert "1 x " in result.stdout and "step     2  " in result.stdout and "done: " in result.stdout
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = read_rows(tmp_path / "out" / "metrics.jsonl")
     assert lines[0]["type"] == "header" and lines[0]["environment"]["world_size"] == 1
     steps = [line for line in lines if "rollout/reward" in line]
     assert [line["step"] for line in steps] == [1, 2]
-    for name in ("rollout/response_length", "rollout/truncated", "train/policy_loss", "train/critic_loss",
-                 "train/actor_grad_norm",
-                 "train/critic_grad_norm", "train/approx_kl", "train/clipped_low", "train/clipped_high",
-                 "train/clipped_dual",
-                 "train/ratio", "train/ratio_max", "train/entropy", "train/explained_variance", "train/sampler_gap",
-                 "train/kl", "train/values", "train/actor_lr", "train/critic_lr", "train/episode", "train/global_step",
-                 "rollout/reward_std", "rollout/accuracy_reward", "rollout/total_length", "rollout/return", "rollout/episode",
-                 "train/returns",
-                 "rollout/global_step", "perf/rollout_seconds", "perf/update_actor_seconds", "perf/rollout_tokens_per_second",
-                 "perf/update_tokens_per_second", "perf/peak_memory_gib"):
+    for name in METRICS.split():
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
 
