@@ -6,6 +6,7 @@ import signal
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test must not depend on the network
@@ -180,6 +181,17 @@ def with_flags(args, **changes):
     return dataclasses.replace(args, **groups)
 
 
+def user_error(message: str):
+    """One message of a user's error, which this pattern is found in."""
+    from common import distributed
+
+    return pytest.raises(distributed.UserError, match=message)
+
+
+def read_json(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
 def write_rows(path: Path, rows: list[dict]) -> str:
     """Write a JSONL file; its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -197,7 +209,27 @@ def records(out: Path) -> list[dict]:
 
 def reproducible(record: dict) -> dict:
     """All but times and memory."""
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and not name.endswith("seconds")}
+    return {name: value for name, value in record.items() if not name.startswith("perf/") and "seconds" not in name}
+
+
+def assert_same_records(one: list[dict], other: list[dict]) -> None:
+    """In every bit, but for times and memory."""
+    assert list(map(reproducible, one)) == list(map(reproducible, other))
+
+
+def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether names and values are the same in every bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def responses_of(samples) -> Iterator[tuple[int, torch.Tensor]]:
+    """Index of the prompt and tokens of each sample."""
+    return zip(samples.prompt_index.tolist(), samples.split(samples.tokens))
+
+
+def token_logprobs(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """(T,) of (T, V) logits."""
+    return logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
 
 
 def write_image(path: Path, size: tuple[int, int], rng) -> None:

@@ -5,15 +5,14 @@ command line to the advantages and to the gradient.
 """
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, computing, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
-                      words, write_rows)
+from conftest import (ROUNDING, assert_same_records, computing, logits_of, read_json, read_rows, records, reproducible,
+                      responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
 from test_training import Caught, gradient, hand_batch, write_samples  # noqa: F401
@@ -38,6 +37,11 @@ def env(qwen25, picture_rows):
     env.batch.greedy_rewards = torch.tensor([0.5, 1.0, -1.0, 0.2]).repeat_interleave(4)
     env.batch.greedy_lengths = torch.full((16,), 11)
     return env
+
+
+def copied(env) -> Batch:
+    """The samples, whose columns a test may replace."""
+    return dataclasses.replace(env.batch)
 
 
 def state_of(env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None) -> ppo.TrainState:
@@ -127,7 +131,7 @@ def test_estimators(env, name, kl_in):
 @pytest.mark.parametrize("name", ["grpo", "cpgd"])
 def test_equal_scores_leave_the_kl_to_go_alone(env, name):
     """Not the noise of the KL over its spread, which is as large as any advantage, for any weight."""
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.rewards = torch.full((16,), 2.0)
     ppo.compute_advantages(samples, state_of(env, 0.001), with_flags(env.args, advantage=name, kl_in="reward"))
     for kl, actual in zip(samples.split(samples.kl), samples.split(samples.advantages)):
@@ -138,7 +142,7 @@ def test_equal_scores_leave_the_kl_to_go_alone(env, name):
 
 def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
     """Without spread in any group nothing is scaled up, and a KL alone does not make a spread."""
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.rewards = torch.ones(16)
     ppo.compute_advantages(samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward"))
     assert samples.advantages.tolist() == [0.0] * len(samples.tokens) and samples.kl.abs().max() > 0.1
@@ -147,7 +151,7 @@ def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
 @pytest.mark.parametrize("name", ["gae", "grpo"])
 def test_the_return_is_the_sum_of_a_samples_rewards(env, name):
     """Shaped, and after the KL, whatever the estimator makes of it; the critic's targets are others."""
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     args = with_flags(env.args, advantage=name, kl_in="reward", gamma=0.9, reward_clip=1.5)
     metrics = ppo.compute_advantages(samples, state_of(env), args)
     kl = [sum(part.tolist()) for part in samples.split(samples.kl)]
@@ -159,7 +163,7 @@ def test_the_return_is_the_sum_of_a_samples_rewards(env, name):
 
 def test_gae(env):
     """Gamma, lambda and the KL in the reward reach it; the critic's targets are those before whitening."""
-    samples, raw = env.batch.select(torch.arange(16)), []
+    samples, raw = copied(env), []
     args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8)
     metrics = ppo.compute_advantages(samples, state_of(env), args)
     kl, values = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
@@ -224,7 +228,7 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
         if not mask.any():
             continue
         logits = logits_of(model, env.prompts[index], ids, env.processor)
-        logp = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        logp = token_logprobs(logits, ids)
         mean = loss_oracle(name, logp[mask], old[mask], adv[mask], *clip, 3.0)
         loss = loss + mean * (1 / sequences if per_sequence else int(mask.sum()) / tokens)
     loss.backward()
@@ -265,7 +269,7 @@ def test_losses_reach_the_gradient_with_their_own_clip(env, qwen25, name, clip, 
 
 def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     args = with_flags(env.args, high_entropy_ratio=0.4, kl_in="reward", policy_loss="gmpo")
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.logprobs = env.batch.logprobs - 1
     for cap in (2.0, 0.0):
         ppo.fill_logprobs_and_values(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
@@ -289,7 +293,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     """Nor count in it: the gradient of an update is that of the others alone, with weights of their own."""
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.truncated = torch.arange(16) % 3 == 0
     args = with_flags(env.args, mask_truncated=True, policy_loss=name, kl_in="reward")
     samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
@@ -307,7 +311,7 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
 
 
 def test_both_masks_of_the_policy_loss_act_together(env):
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.truncated = torch.arange(16) % 3 == 0
     samples.entropy = torch.rand(len(samples.tokens), generator=torch.Generator().manual_seed(0))
     mask = ppo.policy_loss_mask(samples, with_flags(env.args, mask_truncated=True, high_entropy_ratio=0.5).algorithm)
@@ -318,7 +322,7 @@ def test_both_masks_of_the_policy_loss_act_together(env):
 
 def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
     """The critic's gradient, and what the actor's other terms add to its own, do not depend on the mask."""
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.truncated, samples.kl_coef = torch.arange(16) % 3 == 0, 0.5
     by_mask = []
     with computing(env.actor, max_tokens_per_pack=600), computing(env.critic, max_tokens_per_pack=600):
@@ -361,11 +365,11 @@ def test_the_exact_kl(env, qwen25):
             parameter.to_local().add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)) * 0.03)
             theirs[name].copy_(parameter.full_tensor())
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
-    samples = env.batch.select(torch.arange(16))
+    samples = copied(env)
     samples.kl = None
     ppo.fill_logprobs_and_values(samples, env.actor, None, reference, args)
     loss, kls = torch.zeros(()), []
-    for index, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
+    for index, tokens in responses_of(samples):
         logp, logq = (logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
                       for m in (model, other))
         kl = (logp.exp() * (logp - logq.detach())).sum(-1)
@@ -454,11 +458,11 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert {2, 3} == {n for n, _ in appetites} and {True, False} == {short for _, short in appetites}
     dynamic(qwen25, ruled, tmp_path / "parts", "--steps 2")
     parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps 4")
-    assert list(map(reproducible, parts)) == list(map(reproducible, whole))
+    assert_same_records(parts, whole)
     for step in range(1, 5):
         first, second = (tmp_path / name / "samples" / f"step-{step:06d}.jsonl" for name in ("whole", "parts"))
         assert first.read_text() == second.read_text()
-    state = json.loads((tmp_path / "whole" / "checkpoints" / "step-4" / "state.json").read_text())
+    state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == taken
     moments = losses.RunningMoments()                           # of all that were scored, and then dropped
     moments.load_state_dict(state["moments"])
@@ -475,13 +479,13 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     whole = dynamic(qwen25, ruled, tmp_path / "whole", more, "--steps 4 --rollouts_per_step 2")
     dynamic(qwen25, ruled, tmp_path / "parts", more, "--steps 2 --rollouts_per_step 2")
     parts = dynamic(qwen25, ruled, tmp_path / "parts", more, "--steps 4 --rollouts_per_step 2")
-    assert list(map(reproducible, parts)) == list(map(reproducible, whole))
+    assert_same_records(parts, whole)
     for first, second in zip(map(reproducible, one), map(reproducible, whole), strict=True):
         assert (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
         assert second == pytest.approx(first, rel=1e-3, abs=ROUNDING)
     first, second = (read_rows(tmp_path / name / "samples" / "step-000004.jsonl") for name in ("one", "whole"))
     assert [sample["response"] for sample in first] == [sample["response"] for sample in second] and len(first) == 8
-    state = json.loads((tmp_path / "parts" / "checkpoints" / "step-4" / "state.json").read_text())
+    state = read_json(tmp_path / "parts" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from conftest import read_rows, words
+from conftest import read_json, read_rows, user_error, words
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
@@ -209,7 +209,7 @@ FOREIGN = [
 
 @pytest.mark.parametrize("script, line, ours", FOREIGN)
 def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
-    with pytest.raises(distributed.UserError, match=re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
+    with user_error(re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
         script.parse_args(line.split())
 
 
@@ -253,13 +253,13 @@ def test_too_old_a_transformers_is_named(tmp_path):
 
 @pytest.mark.parametrize("line", ["--data d.jsonl --model=", "--model m"])
 def test_model_and_data_are_needed_together(line):
-    with pytest.raises(distributed.UserError, match="--model and --data are needed together"):
+    with user_error("--model and --data are needed together"):
         ppo.parse_args(line.split())
 
 
 def test_a_toy_that_cannot_be_written_is_no_traceback(monkeypatch):
     monkeypatch.setattr(common_flags.subprocess, "run", lambda *_: subprocess.CompletedProcess((), returncode=2))
-    with pytest.raises(distributed.UserError, match="toy.py did not write the embedded toy"):
+    with user_error("toy.py did not write the embedded toy"):
         common_flags.embedded_toy("questions", "none.json")
 
 
@@ -311,7 +311,7 @@ def test_bad_config_file(tmp_path, content, message):
 
 def test_missing_config_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(distributed.UserError, match=str(path)):
+        with user_error(str(path)):
             ppo.parse_args(["--config", str(path)])
 
 
@@ -447,7 +447,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
         assert name in steps[1], name
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
 
-    recorded = json.loads((tmp_path / "out" / "args.json").read_text())
+    recorded = read_json(tmp_path / "out" / "args.json")
     assert recorded.keys() == {field.name for _, field in FIELDS} and lines[0]["arguments"] == recorded
     again = ppo.parse_args(["--config", str(tmp_path / "out" / "args.json")])
     assert again == ppo.parse_args(flags)

@@ -1,6 +1,5 @@
 """Attention back-ends and CUDA graphs on a GPU; without one only the reference path and the benchmark's tiny mode run."""
 
-import json
 import math
 import os
 import re
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, read_rows, start, take, words
+from conftest import ROOT, ROUNDING, read_json, read_rows, responses_of, start, take, user_error, words
 from ranks import TORCHRUN
 from test_training import score
 
@@ -164,7 +163,7 @@ def test_more_processes_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(distributed.UserError, match="2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
+    with user_error("2 processes were started on this machine, but torch sees 1 GPUs: use --nproc_per_node 1"):
         distributed.start(60.0, 0)
 
 
@@ -242,7 +241,7 @@ def assert_float32_says_the_same(checkpoint, picture_rows, backend: str) -> None
     env = start(checkpoint, picture_rows, "--dtype bfloat16 --attention", backend)
     batch = ppo.rollout(exact.actor, take(exact), exact.sampling, 5)
     tokens = [[] for _ in batch.prompts]
-    for index, response in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
+    for index, response in responses_of(batch):
         tokens[index].append(response)
     again = take(env).with_targets(tokens)
     again.sampling = batch.sampling
@@ -347,7 +346,7 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
         records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", steps)
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
     assert sorted(done) == list(range(1, steps + 1)) and (tmp_path / "export" / f"step-{steps}").is_dir()
-    layers = json.loads((tmp_path / "export" / f"step-{steps}" / "config.json").read_text())["text_config"]["num_hidden_layers"]
+    layers = read_json(tmp_path / "export" / f"step-{steps}" / "config.json")["text_config"]["num_hidden_layers"]
     for record in done.values():
         assert record["train/actor_skipped"] == 0 and record["train/sampler_gap"] < explained_gap(layers)
     assert done.keys() <= {record["step"] for record in records if "eval/reward_mean" in record}

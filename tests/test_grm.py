@@ -17,8 +17,8 @@ import pytest
 import ranks
 import tokenizers
 import torch
-from conftest import (ROUNDING, inputs_of, judge_settings, read_rows, records, reproducible, rounding, with_flags, words, write_image,
-                      write_rows)
+from conftest import (ROUNDING, assert_same_records, inputs_of, judge_settings, read_json, read_rows, records, reproducible,
+                      rounding, user_error, with_flags, words, write_image, write_rows)
 from safetensors.torch import load_file, save_file
 from test_checkpoint import die_at
 from test_training import Caught, distance
@@ -103,7 +103,7 @@ def take_targets(env, questions: list) -> Batch:
 
 
 def evaluation(out: Path, step: int) -> dict:
-    return json.loads((out / "eval" / f"eval_result_{step}.json").read_text())
+    return read_json(out / "eval" / f"eval_result_{step}.json")
 
 
 def hugging_face(env, example, target: torch.Tensor) -> dict:
@@ -221,7 +221,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     argv = flags(model, task, tmp_path / "run", "--steps 9 --save_every 9 --eval_data", "")
     message = "step 3: the gradient of the judge was not finite and all its updates were skipped, 3 steps in a row"
-    with pytest.raises(distributed.UserError, match=message):
+    with user_error(message):
         grm.main(argv)
     assert [record["train/skipped"] for record in records(tmp_path / "run") if "step" in record] == [1, 1, 1]
     assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
@@ -597,7 +597,7 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     assert "exact_match 1.000" in printed and "chance" not in printed
     assert (out / "export" / "step-40" / "model.safetensors").exists()
     assert not (out / "export" / "step-40" / "judge.json").exists()
-    with pytest.raises(distributed.UserError, match="no reference answer, which verdict compares with"):
+    with user_error("no reference answer, which verdict compares with"):
         ppo.main(words("--model", qwen25, "--data", path, "--out", tmp_path / "rl", "--row_kind judgements --reward verdict"))
 
 
@@ -624,7 +624,7 @@ def test_sigkill_and_resume_are_bitwise(two_ranks, qwen25, task, tmp_path):
     assert life.wait()[0] == -signal.SIGKILL
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
     ranks.run(grm.main, argv, world=2)
-    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(two_ranks)))
+    assert_same_records(records(tmp_path), records(two_ranks))
     ours, theirs = (folder / "export" / "step-4" / "model.safetensors" for folder in (tmp_path, two_ranks))
     assert ours.read_bytes() == theirs.read_bytes()
 
@@ -647,7 +647,7 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
     gc.collect()
     distributed.STOP_SIGNALS.clear()
     grm.main(argv)
-    assert list(map(reproducible, records(tmp_path))) == list(map(reproducible, records(one_rank)))
+    assert_same_records(records(tmp_path), records(one_rank))
 
 
 def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path):
@@ -661,14 +661,14 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
-    with pytest.raises(distributed.UserError, match=r"metrics.jsonl:\d+ is no JSON object"):
+    with user_error(r"metrics.jsonl:\d+ is no JSON object"):
         grm.main(argv)
 
 
 def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     """judge.json says how to ask; from_pretrained loads the weights; the exported judge evaluates as the trained one did."""
     folder = one_rank / "export" / "step-4"
-    judge = json.loads((folder / "judge.json").read_text())
+    judge = read_json(folder / "judge.json")
     assert Processor(folder).files["judge"] == judge
     assert {kind: settings["verdicts"] for kind, settings in judge["kinds"].items()} == {
         "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
@@ -700,7 +700,7 @@ def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
-    with pytest.raises(distributed.UserError, match="step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"):
+    with user_error("step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"):
         ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path, "--resume", one_rank / "checkpoints" / "step-4",
                        "--advantage grpo --max_prompt_tokens 512 --steps 9 --prompts_per_step 4"))
 
@@ -713,7 +713,7 @@ def test_an_export_after_a_kill_tells_of_the_newest_evaluation(one_rank, qwen25,
         if name == "without":
             (out / "eval" / "eval_result_4.json").unlink()
         grm.main(flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2"))
-        judge = json.loads((out / "export" / "step-4" / "judge.json").read_text())
+        judge = read_json(out / "export" / "step-4" / "judge.json")
         assert judge["held_out"]["step"] == step
 
 
@@ -769,5 +769,5 @@ def test_flags():
                           "--model m --data d --eval_data a:0.5,b:0.5": "its files have no weights",
                           "--model m --data d --system_instruction none.txt": "none.txt: no such file",
                           "--model m --data d --lr -1": "--lr -1.0 must be at least 0"}.items():
-        with pytest.raises(distributed.UserError, match=message):
+        with user_error(message):
             grm.parse_args((line if "--model" in line else "--model= " + line).split())

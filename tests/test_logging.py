@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ranks
 import torch
+from conftest import read_json, user_error
 import torch.distributed as dist
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -31,7 +32,6 @@ from common.logging import (
     evaluation_due,
     read_records,
 )
-from common.distributed import UserError
 from common.flags import RunArgs
 
 
@@ -141,13 +141,13 @@ def test_files_of_a_run(tmp_path, capsys):
     card = sample_card([Image.new("RGB", (8, 8), "red")], "said", "earned")
     log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])
     log.json("notes/a.json", "text")
-    with pytest.raises(UserError, match="samples of step 2 cannot be written.*not JSON compliant"):
+    with user_error("samples of step 2 cannot be written.*not JSON compliant"):
         log.samples(2, [{"reward": math.nan}], [])
     log.line("hello")
     assert log.close(6, 6, {"x": 1.0}) == {"x": 1.0}
     first, *others = read_records(tmp_path / "metrics.jsonl")
     assert first["type"] == "header" and first["arguments"] == {"lr": 1e-3} and first["environment"]["torch"]
-    assert json.loads((tmp_path / "args.json").read_text()) == {"lr": 1e-3}
+    assert read_json(tmp_path / "args.json") == {"lr": 1e-3}
     assert others == [{"step": 0, "eval/accuracy": 0.25},
                       {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
     assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]

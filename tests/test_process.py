@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import ranks
 import torch
-from conftest import ROOT
+from conftest import ROOT, user_error
 
 from common import distributed
 
@@ -147,7 +147,7 @@ def test_gpus_that_torch_cannot_use_are_not_left_idle(monkeypatch, visible, refu
     if not refused:
         assert distributed.choose_device().type == "cpu"
         return
-    with pytest.raises(distributed.UserError, match=r"torch .*, built for CUDA .*GPUs: install a newer driver"):
+    with user_error(r"torch .*, built for CUDA .*GPUs: install a newer driver"):
         distributed.choose_device()
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, inputs_of, rounding, start, with_flags, write_rows
+from conftest import ROUNDING, computing, inputs_of, rounding, same_tensors, start, user_error, with_flags, write_rows
 from test_training import Caught, distance, fresh, gradient, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import distributed
 from common.model import forward as vlm
 
 
@@ -139,9 +138,9 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     assert "train/ptx_loss" not in whole[0] and len({step["train/ptx_loss"] for step in whole[1:]}) == 3
     assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
     ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert same_tensors(ours, theirs)
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:4]))
-    with pytest.raises(distributed.UserError, match="it is of another run: .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
+    with user_error("it is of another run: .*--ptx_data .rows. '5 rows, .*-> '4 rows, "):
         train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
 
 
@@ -160,7 +159,7 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
     write_rows(tmp_path / "ptx.jsonl", [line])
-    with pytest.raises(distributed.UserError, match=f"(?s)--ptx_data .*{message}"):
+    with user_error(f"(?s)--ptx_data .*{message}"):
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
 
@@ -172,5 +171,5 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
         step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
                       "--on_bad_row skip")
         assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
-    with pytest.raises(distributed.UserError, match="ptx.jsonl:1: .*damaged.png"):
+    with user_error("ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 import torch
-from conftest import ROOT, ROUNDING, read_rows, start, take, words, write_rows
+from conftest import ROOT, ROUNDING, read_rows, responses_of, start, take, token_logprobs, words, write_rows
 from safetensors.torch import load_file
 from test_checkpoint import reproducible
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -112,9 +112,9 @@ def test_rollouts_are_those_of_transformers(real, oracle, rows):
 def scores(model, samples) -> torch.Tensor:
     """(N,) log-probs by transformers, one forward pass per sample, at the temperature of the test."""
     logprobs = []
-    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
+    for group, tokens in responses_of(samples):
         logits = forced(model, samples.prompts[group].input_ids, tokens) / 0.8
-        logprobs.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        logprobs.append(token_logprobs(logits, tokens))
     return torch.cat(logprobs)
 
 
@@ -127,7 +127,7 @@ def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
     def ours() -> torch.Tensor:
         return samples.split(ppo.compute_logprobs(env.actor, samples))[0]
 
-    base = forced(oracle, prompt.input_ids, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    base = token_logprobs(forced(oracle, prompt.input_ids, tokens), tokens)
     assert (ours() - base).abs().max() < 2e-4
     torch.manual_seed(0)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_adapters_on_real_weights_are_exported(real, oracle, rows, tmp_path):
         for key in (key for key in adapter if ".lora_A." in key):
             weight = merged.get_submodule(key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")).weight
             weight += scale * adapter[key.replace("lora_A", "lora_B")] @ adapter[key]
-    expected = forced(merged, prompt.input_ids, tokens).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    expected = token_logprobs(forced(merged, prompt.input_ids, tokens), tokens)
     assert (expected - base).abs().max() > 0.1 and (ours() - expected).abs().max() < 2e-4
     theirs = dict(exported.named_parameters())
     assert all(torch.equal(theirs[name], weight.bfloat16().float()) for name, weight in merged.named_parameters())

@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, reproducible, start
+from conftest import ROUNDING, assert_same_records, read_json, same_tensors, start, user_error
 from test_training import task, tensors, train  # noqa: F401
 
-from common import distributed
 
 KL = "--kl_coef 0.1 --actor_lr 1e-2 --save_every 1 --keep_last 9 --export_every 0"
 
@@ -17,11 +16,6 @@ def role(folder, name: str) -> dict[str, torch.Tensor]:
     """The weights of a role in a checkpoint, by their names in it."""
     start = f"{name}.model."
     return {key.removeprefix(start): value for key, value in tensors(folder).items() if key.startswith(start)}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether two sets of weights are equal in every bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +32,9 @@ def test_the_reference_is_the_actor_of_its_step(whole, qwen25):
                           for name in ("actor", "reference"))
     first = role(out / "checkpoints" / "step-1", "reference")
     assert torch.equal(first["model.lm_head.weight"], tensors(qwen25)["lm_head.weight"].float())
-    assert not same(actors[0], first) and not same(actors[1], actors[3])
+    assert not same_tensors(actors[0], first) and not same_tensors(actors[1], actors[3])
     for reference, expected in zip(references, (first, actors[1], actors[1], actors[3], actors[3]), strict=True):
-        assert same(reference, expected)
+        assert same_tensors(reference, expected)
     # Right after the copy the samples are the reference's own; a step later they are not.
     drift = [abs(step["train/kl"]) for step in steps]
     assert max(drift[0], drift[2], drift[4]) < ROUNDING < 1e-3 < min(drift[1], drift[3])
@@ -53,16 +47,16 @@ def test_it_is_resumed_bit_for_bit(whole, qwen25, task, tmp_path, before):  # no
     out, steps = whole
     train(qwen25, task, tmp_path, KL, "--steps", before, "--reference_every 2")
     again = train(qwen25, task, tmp_path, KL, "--steps 5 --reference_every 2 --offload all")
-    assert list(map(reproducible, again)) == list(map(reproducible, steps))
+    assert_same_records(again, steps)
     first, second = (tensors(folder / "checkpoints" / "step-5") for folder in (out, tmp_path))
-    assert same(first, second) and any(name.startswith("reference.") for name in first)
+    assert same_tensors(first, second) and any(name.startswith("reference.") for name in first)
 
 
 def test_a_reference_that_stays_is_in_no_checkpoint(qwen25, task, tmp_path):  # noqa: F811
     train(qwen25, task, tmp_path, KL, "--steps 1")
     names = set(tensors(tmp_path / "checkpoints" / "step-1"))
     assert {name.split(".")[0] for name in names} == {"actor", "critic"}
-    written = json.loads((tmp_path / "checkpoints" / "step-1" / "COMMITTED.json").read_text())["sha256"]
+    written = read_json(tmp_path / "checkpoints" / "step-1" / "COMMITTED.json")["sha256"]
     assert not any("reference" in name for name in written)
 
 
@@ -70,11 +64,11 @@ def test_a_reference_of_another_size_is_refused(qwen25, picture_rows, tmp_path):
     """A layer less, behind the same vision tower; without the copies it may be the reference."""
     other = tmp_path / "other"
     shutil.copytree(qwen25, other)
-    config = json.loads((other / "config.json").read_text())
+    config = read_json(other / "config.json")
     config["text_config"]["num_hidden_layers"] -= 1
     config["text_config"].pop("layer_types", None)
     (other / "config.json").write_text(json.dumps(config))
     message = "--reference_every: the reference .*other and the actor .* have weights of different names or shapes"
-    with pytest.raises(distributed.UserError, match=message):
+    with user_error(message):
         start(qwen25, picture_rows, KL, "--reference_every 2 --reference_model", other)
     start(qwen25, picture_rows, KL, "--reference_model", other)

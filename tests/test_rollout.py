@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, inputs_of, logits_of, start, take
+from conftest import ROUNDING, computing, inputs_of, logits_of, start, take, user_error
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
-from common import distributed, logprobs
+from common import logprobs
 from common.model import fsdp, graphs
 from common.model import attention as vlm_attention
 from common.model import forward as vlm
@@ -280,11 +280,11 @@ def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monk
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "capture", fail)
-    with pytest.raises(distributed.UserError, match="could not be captured: operation not permitted .*--cuda_graphs off"):
+    with user_error("could not be captured: operation not permitted .*--cuda_graphs off"):
         generate(env, take(env), 5)
 
 
 def test_graphs_are_refused_without_a_gpu(qwen25, picture_rows):
     if not torch.cuda.is_available():
-        with pytest.raises(distributed.UserError, match="needs a GPU"):
+        with user_error("needs a GPU"):
             start(qwen25, picture_rows, "--cuda_graphs on")

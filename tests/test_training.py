@@ -17,8 +17,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import (ROUNDING, computing, inputs_of, logits_of, read_rows, records, reproducible, rounding, start, take, with_flags,
-                      words, write_checkpoint, write_image, write_judge, write_rows)
+from conftest import (ROUNDING, computing, inputs_of, logits_of, read_json, read_rows, records, reproducible, responses_of,
+                      rounding, same_tensors, start, take, token_logprobs, user_error, with_flags, words, write_checkpoint,
+                      write_image, write_judge, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -512,7 +513,7 @@ def test_a_run_survives_a_non_finite_minibatch(qwen25, task, tmp_path, monkeypat
 def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
     steps = train(qwen25, task, tmp_path, "--steps 2 --critic_warmup_steps 2 --epochs 4 --critic_lr 1e-3")
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    assert same_tensors(before, after)
     assert "train/policy_loss" not in steps[0]
     assert steps[0]["train/values"] == 0 and abs(steps[1]["train/values"]) > 1e-3             # the critic did learn
 
@@ -614,7 +615,7 @@ def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
     evaluated = [record for record in records(tmp_path) if "eval/index" in record]
     columns = [(record["eval/index"], record["eval/train_step"], record["eval/episode"]) for record in evaluated]
     assert columns == [(index, step, step * 3 / 8) for index, step in enumerate((0, 3, 6, 8, 9))]
-    state = json.loads((tmp_path / "checkpoints" / "step-9" / "state.json").read_text())
+    state = read_json(tmp_path / "checkpoints" / "step-9" / "state.json")
     assert state["evaluations"] == 4                     # saved: after a resume with another --eval_every the count goes on
 
 
@@ -744,7 +745,7 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
         assert sum(source.startswith("eval.jsonl") for source in sources) == 1
         drawn += sources
     assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
-    with pytest.raises(distributed.UserError, match="it is of another run: .*--data"):
+    with user_error("it is of another run: .*--data"):
         train(qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
 
@@ -801,16 +802,16 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
 
 
 def test_export_without_a_run(tmp_path):
-    with pytest.raises(distributed.UserError, match=f"--export_only: {tmp_path} holds no run"):
+    with user_error(f"--export_only: {tmp_path} holds no run"):
         ppo.main(["--export_only", "--out", str(tmp_path)])
-    with pytest.raises(distributed.UserError, match="--export_only and --eval_only: choose one of them"):
+    with user_error("--export_only and --eval_only: choose one of them"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
 
 
 # ------------------------------------------------------------------------------------------------ what goes wrong
 def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_path, capsys):
     bad = task / "bad.jsonl"
-    with pytest.raises(distributed.UserError, match=r"bad\.jsonl:2.*damaged\.png"):
+    with user_error(r"bad\.jsonl:2.*damaged\.png"):
         ppo.main(flags(qwen25, task, tmp_path / "a", "--data", bad))
     steps = train(qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4")
     assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [(1, 9), (2, 9)]
@@ -824,12 +825,12 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
     """One prompt per step: nothing is left of the step with the damaged picture."""
     one = "--on_bad_row skip --prompts_per_step 1"
-    with pytest.raises(distributed.UserError, match="of 1 prompts no image can be decoded"):
+    with user_error("of 1 prompts no image can be decoded"):
         train(qwen25, task, tmp_path / "a", "--data", task / "bad.jsonl", "--steps 4", one)
     held_out = ppo.main(flags(qwen25, task, tmp_path / "b", f"--eval_data {task}/bad.jsonl --eval_only", one))
     assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
-    with pytest.raises(distributed.UserError, match="no held-out prompt is left"):
+    with user_error("no held-out prompt is left"):
         ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", task / "all-bad.jsonl", "--eval_only", one))
 
 
@@ -838,7 +839,7 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     ("infinite", "(?s)inf, not a finite number.*response"),
     ("late", r"(?s)longer than 0\.2 s.*response"), ("nothing", "has no function 'nothing'")])
 def test_a_failing_reward_stops_with_the_sample(qwen25, task, tmp_path, function, message):
-    with pytest.raises(distributed.UserError, match=message):
+    with user_error(message):
         ppo.main(flags(qwen25, task, tmp_path, "--reward", f"{task / 'reward.py'}:{function}",
                        "--reward_timeout 0.2 --prompts_per_step 8"))
 
@@ -881,14 +882,14 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     for file in files:
         with safe_open(file, "pt") as opened:
             assert opened.metadata() == {"format": "pt"}
-    assert json.loads((exported / "config.json").read_text()) == json.loads((any_checkpoint / "config.json").read_text())
+    assert read_json(exported / "config.json") == read_json(any_checkpoint / "config.json")
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     expected = []
-    for index, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
+    for index, tokens in responses_of(samples):
         with torch.no_grad():
             logits = logits_of(model, env.prompts[index], tokens, env.processor)
-        expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        expected.append(token_logprobs(logits, tokens))
     assert (torch.cat(expected) - trained).abs().max() < ROUNDING
 
     text = "how many circles are there?"
@@ -908,7 +909,7 @@ def test_export_keeps_the_checkpoints_dtype(tmp_path, picture_rows):
     for _ in range(2):                                                                    # the second one over the first
         vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
         before, after = tensors(source), tensors(tmp_path / "hf")
-        assert before.keys() == after.keys() and all(torch.equal(after[key], before[key]) for key in before)
+        assert same_tensors(before, after)
         assert AutoModelForImageTextToText.from_pretrained(tmp_path / "hf").dtype == torch.bfloat16
 
 

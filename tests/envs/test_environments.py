@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, ROUNDING, computing, read_rows, reproducible, rounding, start, take, words, write_checkpoint,
-                      write_rows)
+from conftest import (ROOT, ROUNDING, computing, read_json, read_rows, reproducible, rounding, start, take, user_error,
+                      words, write_checkpoint, write_rows)
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
 import train_ppo_vl as ppo
-from common import distributed, losses
+from common import losses
 from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
 from common.distributed import LateError, Workers
@@ -302,7 +302,7 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
     check_exact(env, AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval(), batch)
     env_row = dialogue.env_row
     monkeypatch.setattr(dialogue, "env_row", lambda row, seed, number: env_row(row, seed, number=2))
-    with pytest.raises(distributed.UserError, match="samples failed, the first: .*Bad: rows.jsonl:1: ZeroDivisionError"):
+    with user_error("samples failed, the first: .*Bad: rows.jsonl:1: ZeroDivisionError"):
         talk(env, "Bad", 2)
 
 
@@ -342,7 +342,7 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
     args = dataclasses.replace(env.args.env, env="late", env_workers=8, env_timeout=0.2)
     answering = environments.Environment(Hangs, "user", False, False, args, 512)
     sampling = dataclasses.replace(env.sampling, environment=answering)
-    with pytest.raises(distributed.UserError, match="--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
+    with user_error("--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
         ppo.rollout(env.actor, take(env), sampling, 1)
     time.sleep(1.5)
     assert log.count("reset ends") == 4 and "close" not in log
@@ -362,7 +362,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
 
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e","r"]')
-    with pytest.raises(distributed.UserError, match="8 of 8 samples failed, the first: .*Endless: rows.jsonl:1: .*too long with the first observation"):
+    with user_error("8 of 8 samples failed, the first: .*Endless: rows.jsonl:1: .*too long with the first observation"):
         talk(env, "Endless", 2)
 
 
@@ -523,10 +523,10 @@ def test_what_cannot_speak_is_refused_at_load(qwen25, labelled, tmp_path):
         if template is not None:
             folder = tmp_path / "other"
             shutil.copytree(qwen25, folder, dirs_exist_ok=True)
-            settings = json.loads((folder / "tokenizer_config.json").read_text())
+            settings = read_json(folder / "tokenizer_config.json")
             (folder / "chat_template.jinja").unlink(missing_ok=True)
             (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
-        with pytest.raises(distributed.UserError, match=message):
+        with user_error(message):
             ppo.main(run_flags(folder, labelled, tmp_path / f"refused-{time.monotonic_ns()}", *more))  # its error holds a lock
 
     text = toy.CHAT_TEMPLATE
