@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROUNDING, computing, inputs_of, rounding, same_tensors, start, user_error, with_flags, write_rows
-from test_training import Caught, distance, fresh, gradient, task, tensors, train  # noqa: F401
+from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
@@ -47,9 +47,7 @@ def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, dict[st
     drawn = [env.text.rows[k][0] for k in picks]
     env.text.coef, env.text.labels = args.rows.ptx_coef, args.rows.ptx_labels
     stats = env.text.backward(env.actor, env.text.loader.submit(drawn, picks), args.update.aux_loss_coef)
-    gradients = {name: p.grad.full_tensor() for name, p in env.actor.named_parameters() if p.requires_grad}
-    env.actor.zero_grad(set_to_none=True)
-    return float(stats["ptx_loss"]), gradients
+    return float(stats["ptx_loss"]), take_gradients(env.actor)
 
 
 def labelled(env, pick: int, labels: str) -> dict:

@@ -103,6 +103,11 @@ def task(tmp_path_factory) -> Path:
     return folder
 
 
+def evaluate_only(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> dict:
+    """The metrics of the seven held-out rows."""
+    return ppo.main(flags(checkpoint, task, out, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
+
+
 def flags(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[str]:
     return words("--model", checkpoint, "--data", task / "train.jsonl", "--out", out,
                  "--reward", f"{task / 'reward.py'}:letters",
@@ -196,9 +201,14 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tens
             loss, _ = ppo.actor_loss(module, None, row, batch, part, args)
         fsdp.backward(loss)
         packs += 1
-    result = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
+    return take_gradients(module), packs
+
+
+def take_gradients(module) -> dict[str, torch.Tensor]:
+    """By parameter; the module has none afterwards."""
+    gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad(set_to_none=True)
-    return result, packs
+    return gradients
 
 
 class Caught(fsdp.Trainable):
@@ -209,8 +219,7 @@ class Caught(fsdp.Trainable):
         self.gradients, self.applied = [], applied
 
     def update(self, step: int) -> tuple[float, bool]:
-        self.gradients.append({name: p.grad.full_tensor() for name, p in self.module.named_parameters() if p.requires_grad})
-        self.module.zero_grad(set_to_none=True)
+        self.gradients.append(take_gradients(self.module))
         return 1.0, self.applied
 
 
@@ -240,7 +249,7 @@ def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode):
         assert packs >= at_least and distance(result, expected) < 1e-10, changes
 
 
-def test_weights_of_a_minibatch_equal_a_loop(env):
+def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
     """Its own tokens, and its own sequences that have any, count; also where only some tokens take part."""
     places = torch.arange(len(env.batch.tokens))
     third, parts = places % 3 == 0, env.batch.split(places)
@@ -248,12 +257,9 @@ def test_weights_of_a_minibatch_equal_a_loop(env):
     for mode, mask in itertools.product(AGGREGATIONS, (torch.ones_like(third), third)):
         args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(places))
         chosen = [part[mask[part]] for part, prompt in zip(parts, env.batch.prompt_index) if prompt in (0, 2)]
-        tokens = sum(len(part) for part in chosen)
-        sequences = sum(len(part) > 0 for part in chosen)
-        for part in chosen:
-            expected[part] = {"token-mean": 1 / tokens, "seq-mean-token-sum": 1 / sequences,
-                              "seq-mean-token-mean": 1 / (sequences * max(1, len(part))),
-                              "seq-mean-token-sum-norm": 1 / (sequences * args.rollout.max_new_tokens)}[mode]
+        weights = losses.token_weights(torch.tensor(list(map(len, chosen))), mode, args.rollout.max_new_tokens)
+        for part, weight in zip(chosen, weights):
+            expected[part] = weight
         actual = ppo.minibatch_weights(env.batch, [0, 2], mask, args)
         assert torch.allclose(actual, expected, rtol=rounding(16), atol=0), mode
 
@@ -581,10 +587,7 @@ def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
-    def evaluate(name: str, *more: str) -> dict:
-        return ppo.main(flags(qwen25, task, tmp_path / name, "--eval_data", task / "eval.jsonl", "--eval_only", *more))
-
-    metrics = evaluate("a", "--eval_samples 2")
+    metrics = evaluate_only(qwen25, task, tmp_path / "a", "--eval_samples 2")
     rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")
     assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
     best = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
@@ -597,8 +600,8 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     drawn = ppo.rollout(env.actor, take(env), sampling, 2)
     assert [row["response"] for row in rows] == env.processor.tokenizer.batch_decode(
         [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
-    greedy = evaluate("b")
-    again = evaluate("c", "--prompts_per_step 2 --seed 9 --slots 1")
+    greedy = evaluate_only(qwen25, task, tmp_path / "b")
+    again = evaluate_only(qwen25, task, tmp_path / "c", "--prompts_per_step 2 --seed 9 --slots 1")
     assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
     for metrics in (greedy, again):
         assert metrics.pop("eval/seconds") > 0
@@ -762,10 +765,7 @@ def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
     """--eval_only evaluates, whatever --eval_every says, and needs no --data; it leaves no empty folder and prints a line
     that fits a terminal."""
-    def evaluate(name: str, *more: str) -> dict:
-        return ppo.main(flags(qwen25, task, tmp_path / name, f"--eval_data {task}/eval.jsonl --eval_only --data=", *more))
-
-    metrics = evaluate("run", "--eval_every 0")
+    metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
     assert metrics["eval/num_samples"] == 7
     printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
     assert len(printed) <= 120 and f"  reward {metrics['eval/reward_mean']:.3f}" in printed
@@ -773,7 +773,8 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
     assert folders and all(any(folder.iterdir()) for folder in folders)
     train(qwen25, task, tmp_path / "trained", "--advantage grpo")
-    assert evaluate("trained", "--advantage grpo --resume must")["eval/train_step"] == 1
+    metrics = evaluate_only(qwen25, task, tmp_path / "trained", "--data= --advantage grpo --resume must")
+    assert metrics["eval/train_step"] == 1
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -818,7 +819,7 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
     text = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
     assert text.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", bad, "--eval_only --on_bad_row skip"))
+    held_out = evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", bad, "--on_bad_row skip")
     assert held_out["eval/dropped_prompts"] == 1 and held_out["eval/num_samples"] == 3
 
 
@@ -827,11 +828,11 @@ def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_pa
     one = "--on_bad_row skip --prompts_per_step 1"
     with user_error("of 1 prompts no image can be decoded"):
         train(qwen25, task, tmp_path / "a", "--data", task / "bad.jsonl", "--steps 4", one)
-    held_out = ppo.main(flags(qwen25, task, tmp_path / "b", f"--eval_data {task}/bad.jsonl --eval_only", one))
+    held_out = evaluate_only(qwen25, task, tmp_path / "b", "--eval_data", task / "bad.jsonl", one)
     assert held_out["eval/num_samples"] == 3                  # a chunk without prompts is no evaluation without prompts
     (task / "all-bad.jsonl").write_text('{"prompt": "row 0", "images": ["damaged.png"]}')
     with user_error("no held-out prompt is left"):
-        ppo.main(flags(qwen25, task, tmp_path / "c", "--eval_data", task / "all-bad.jsonl", "--eval_only", one))
+        evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", task / "all-bad.jsonl", one)
 
 
 @pytest.mark.parametrize("function, message", [
