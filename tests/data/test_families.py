@@ -59,6 +59,9 @@ PLAIN = ("llava", "gemma3", "idefics3")       # whose own processors work withou
 TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24},
              "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40}}
 KINDS = [*TEXT_ONLY, *TOKENS]
+# Linear attention, which transformers computes in float32 whatever the model's type, solves a triangular system for each
+# chunk of 64 tokens and multiplies by the solution: 2 x 64 additions more on the way forward, and as many on the way back.
+THROUGH_CHUNKS = rounding(128 + 4 * 64)
 TEMPLATE = """{bos}{{%- for message in messages -%}}<|im_start|>{{{{ message.role + '\\n' }}}}
 {{%- if message.content is string -%}}{strings}{{%- else -%}}
 {{%- for part in message.content -%}}{{%- if part.type == 'image' -%}}{image}{{%- else -%}}{{{{ part.text }}}}{{%- endif -%}}
@@ -160,6 +163,7 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     """A checkpoint with large random weights and rows.jsonl; returns the class of the model."""
     tokenizer = make_tokenizer(kind)
     auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
+    torch.manual_seed(0)
     model = auto.from_config(make_config(kind, tokenizer))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():                      # large enough that attention is not uniform and positions matter
@@ -524,10 +528,10 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     (0.5 * aux).backward()
     assert abs(total - 0.5 * aux.item()) < ROUNDING * total
     expected = {our_name(name): p.grad for name, p in family.oracle.model.language_model.named_parameters()}
+    bound = THROUGH_CHUNKS if family.kind == "qwen3_5_moe" else ROUNDING
     for name, parameter in vlm.decoder(env.actor.model).named_parameters():
         if (gradient := expected[name]) is not None:
             error = (parameter.grad.full_tensor() - gradient).norm() / gradient.norm()
-            bound = 1e-4 if "embed" in name else 5e-5 if "linear_attn" in name else ROUNDING
             assert error < bound, (name, float(error))
     family.oracle.zero_grad()
     env.actor.zero_grad()
