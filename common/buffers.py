@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import ChainMap
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Iterable, Iterator
+from typing import Annotated, Any, Iterable
 
 import numpy as np
 import torch
@@ -87,7 +87,7 @@ def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
     return [conversation for part in by_rank for conversation in part]
 
 
-Block = tuple[int, tuple[int, ...]]  # (index of a prompt, indices of its samples)
+Block = tuple[int, list[int]]  # (index of a prompt, indices of its samples)
 Segment = tuple[int, int, int, int]  # (start, end, prefix_start, prefix_end) in a pack
 PerToken = Annotated[Tensor | None, "(N,)"]
 PerSample = Annotated[Tensor | None, "(S,)"]
@@ -361,36 +361,28 @@ def make_blocks(
     for i, index in enumerate(batch.prompt_index.tolist()):
         members.setdefault(index, []).append(i)
 
-    blocks = []
+    blocks: list[Block] = []
     for index in sorted(members if indices is None else map(int, indices)):
         samples = members.get(index, [])
         prompt = batch.prompt_lengths[index]
         saved = (len(samples) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
         spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # masked halves of the responses
-        blocks += _blocks_of_prompt(index, samples, lengths, prompt, max_tokens if saved > spent else 0)
+        longest = max_tokens if saved > spent else 0  # 0: each response alone
+        size = math.inf  # of the block in progress; there is none yet
+        for i in samples:
+            if size + lengths[i] > longest:
+                blocks.append((index, []))
+                size = prompt
+            blocks[-1][1].append(i)
+            size += lengths[i]
     return blocks
 
 
-def _blocks_of_prompt(
-    index: int, members: list[int], lengths: list[int], prompt: int, max_tokens: int
-) -> Iterator[Block]:
-    """Fill blocks of at most ``max_tokens`` tokens, or of one response."""
-    current, size = [], prompt
-    for i in members:
-        if current and size + lengths[i] > max_tokens:
-            yield index, tuple(current)
-            current, size = [], prompt
-        current.append(i)
-        size += lengths[i]
-    if current:
-        yield index, tuple(current)
-
-
-def balanced_partition(costs: list[float], bins: int) -> list[list[int]]:
-    """Indices of ``costs`` in ``bins`` lists of nearly equal sum: longest processing time first
-    (Graham 1969)."""
+def balanced_partition(items: Iterable[int], costs: list[float], bins: int) -> list[list[int]]:
+    """The ``items``, indices of ``costs``, in ``bins`` lists of nearly equal cost: longest processing
+    time first (Graham 1969)."""
     heap = [(0.0, b, []) for b in range(bins)]  # load, number, indices
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for i in sorted(items, key=lambda i: -costs[i]):
         load, b, part = heap[0]  # the lightest
         part.append(i)
         heapq.heapreplace(heap, (load + costs[i], b, part))
@@ -409,16 +401,14 @@ def assign_blocks(
         about the same on all ranks, which wait for each other in every layer.
     """
     sizes, costs = _sizes_and_costs(batch, blocks, hidden_size)
-    shares = balanced_partition(costs, world)
+    shares = balanced_partition(range(len(blocks)), costs, world)
     count = 0
     for share in shares:
         count = max(count, min(len(share), -(-sum(sizes[i] for i in share) // max_tokens)))
     while True:
-        packs = []
-        for share in shares:
-            parts = balanced_partition([sizes[i] for i in share], count)
-            packs.append([[share[k] for k in part] for part in parts])
-        if max(_largest_of_several(rank_packs, sizes) for rank_packs in packs) <= max_tokens:
+        packs = [balanced_partition(share, sizes, count) for share in shares]
+        several = [pack for rank_packs in packs for pack in rank_packs if len(pack) > 1]
+        if all(sum(sizes[i] for i in pack) <= max_tokens for pack in several):
             break
         # in growing strides: one by one takes minutes with thousands of packs
         count = min(count + 1 + count // 32, max(map(len, shares)))
@@ -442,11 +432,6 @@ def _sizes_and_costs(
         sizes.append(size)
         costs.append(size + scores / (6 * hidden_size))
     return sizes, costs
-
-
-def _largest_of_several(packs: list[list[int]], sizes: list[int]) -> int:
-    """Tokens of the largest pack that has more than one block."""
-    return max((sum(sizes[i] for i in pack) for pack in packs if len(pack) > 1), default=0)
 
 
 # -------------------------------------------------------------------------------------------------
