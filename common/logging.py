@@ -335,7 +335,7 @@ class RunLogger:
         stopped = step < last and not self.eval_only
         if stopped:
             self.line(f"stopped by a signal after step {step}; the same command goes on from there")
-        elif not self.eval_only:
+        else:
             done = "done before this start" if self.first_step >= last else "done"
             self.line(f"{done}: all results are in {self.out}")
         self.bar.close()

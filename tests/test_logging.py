@@ -202,7 +202,8 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     log.evaluation(4, {"eval/accuracy": 0.5}, {"accuracy": "eval/accuracy"})
     log.close(4, 6, {})
     assert steps(tmp_path / "evaluation-step-4") == [4] and not (tmp_path / "metrics.jsonl").exists()
-    assert capsys.readouterr().out == "eval  step     4  accuracy 0.500\n"
+    assert capsys.readouterr().out == (
+        f"eval  step     4  accuracy 0.500\ndone: all results are in {tmp_path}/evaluation-step-4\n")
 
 
 def test_a_resumed_run_knows_what_was_evaluated(tmp_path):

@@ -178,8 +178,8 @@ class EnvRollout:
             raise ValueError(
                 f"prompt too long with the first observation: {len(ids)} tokens; the limit is {limit}"
             )
-        fields = {"text": text, "input_ids": ids, "image_tokens": image_tokens, "grids": grids}
-        return opening, replace(prompt, **fields)
+        encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
+        return opening, encoded
 
     def read_parts(self, parts: Any) -> Reply:
         reply = replies.read_parts(parts, self.processor)
