@@ -56,20 +56,16 @@ class Conversation:
     seconds: float = 0.0  # that its environment took
     # of the images that stand between the policy's tokens; not of those in the prompt
     grids: list[tuple] = field(default_factory=list)
-    owner: int = 0  # the rank that ran the environment
-    # Only on that rank:
+    # Only on the rank that ran the environment:
     images: list = field(default_factory=list)  # Pillow's, those of the opening first
-    patches: list[Tensor] = field(default_factory=list)  # of `grids`, until they have features
-    features: Tensor | None = None  # (K, M, H) of `grids`, on the CPU
+    # (K, M, H) of `grids`, on the CPU; for a model that trains its vision tower (1, patches, size)
+    features: Tensor | None = None
 
-    def add_images(self, grids: tuple, patches: Tensor | None, features: Tensor | None) -> None:
-        """Images of a reply, by their features (K, M, H), or by patches that are trained on."""
+    def add_images(self, grids: tuple, features: Tensor) -> None:
+        """Images of a reply."""
         self.grids += grids
-        if patches is not None:
-            self.patches.append(patches)
-        elif features is not None:
-            parts = [features] if self.features is None else [self.features, features]
-            self.features = torch.cat(parts, dim=1)
+        parts = [features] if self.features is None else [self.features, features]
+        self.features = torch.cat(parts, dim=1)
 
     def turn_tokens(self, tokens: Tensor) -> list[Tensor]:
         """A sample's own tokens (n,), turn by turn; the last turn may be cut short."""
@@ -79,9 +75,7 @@ class Conversation:
 
 def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
     """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
-    for conversation in mine:
-        conversation.owner = dist.get_rank()
-    shared = [replace(conversation, images=[], patches=[], features=None) for conversation in mine]
+    shared = [replace(conversation, images=[], features=None) for conversation in mine]
     by_rank = distributed.gather_objects(shared)
     by_rank[dist.get_rank()] = mine
     return [conversation for part in by_rank for conversation in part]
@@ -333,8 +327,13 @@ def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def of_sample(i: int) -> int:
-    """Sample i among the prompts of `exchange_features`."""
+    """The key of the images that an environment showed in sample i; a prompt's is its index."""
     return -1 - i
+
+
+def image_keys(blocks: list["Block"]) -> list[int]:
+    """The keys of what may have images in a pack, in its order."""
+    return [key for index, members in blocks for key in (index, *map(of_sample, members))]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -532,8 +531,7 @@ def build_pack(
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
     is_image[places[is_own]] = False  # whatever the policy says
-    sources = [k for index, members in blocks for k in (index, *map(of_sample, members))]
-    pieces = [features[k] for k in sources if k in features]
+    pieces = [features[key] for key in image_keys(blocks) if key in features]
     flat = batch.flat_index(order)  # (T,)
     return Pack(
         input_ids=input_ids[None],

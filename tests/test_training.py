@@ -1124,7 +1124,7 @@ def check_exchange() -> None:
         needed = [set(rng.permutation(9)[:rng.integers(0, 9)].tolist()) for _ in range(world)]
         whole = {p: torch.from_numpy(rng.normal(size=shape)).to(dtype) for p, shape in shapes.items()}
         local = {p: value for p, value in whole.items() if owners[p] == rank}
-        arrived = exchange_features(local, owners, needed, shapes, dtype)
+        arrived = exchange_features(local, needed, dtype)
         assert arrived.keys() == needed[rank] & shapes.keys()
         assert all(torch.equal(value, whole[p]) for p, value in arrived.items())
     parts = gather_objects(torch.full((rank, 3), rank))

@@ -86,7 +86,8 @@ class Episode:
             self.reply_tokens += new
             new += 1
         self.extend(reply.input_ids, reply.positions, is_own=False)
-        conversation.add_images(reply.grids, reply.patches, reply.features)
+        if reply.grids:
+            conversation.add_images(reply.grids, reply.features)
         self.reply = None
         ids, _, places = map(torch.cat, zip(*self.stream[-2:]))
         return ids[-new:], places[-new:].T

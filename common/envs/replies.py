@@ -38,7 +38,7 @@ class Reply:
     images: list[Image.Image] = field(default_factory=list)  # RGB
     patches: Tensor | None = None  # of all images, one after the other
     grids: tuple[tuple, ...] = ()
-    features: Tensor | None = None  # (K, M, H) of all images, on the CPU
+    features: Tensor | None = None  # of all images, as `Conversation` keeps them
     input_ids: Tensor | None = None  # (E,) int64
     positions: Tensor | None = None  # (3, E) rotary positions from the first token on
 
@@ -127,7 +127,7 @@ class Resumed(NamedTuple):
 
 def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
     """Fill the image features of the replies, by one call of the vision tower, and return those
-    there are. Only a tower that is trained needs the patches again."""
+    there are. A tower that is trained computes them again, from the patches."""
     replies = [reply for reply in replies if reply.grids]
     if not replies:
         return []
@@ -137,11 +137,10 @@ def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
         features = image_features(model, patches, grids).cpu()
     image_ids = model.family.visual_token_ids()
     counts = [int(torch.isin(reply.input_ids, image_ids).sum()) for reply in replies]
-    for reply, part in zip(replies, features.split(counts, dim=1)):
-        reply.features = part
-        if not model.trains_vision:
-            reply.patches = None
-    return [reply.features for reply in replies]
+    parts = features.split(counts, dim=1)
+    for reply, part in zip(replies, parts):
+        reply.features = reply.patches[None] if model.trains_vision else part
+    return list(parts)
 
 
 def reply_pack(

@@ -31,6 +31,7 @@ from common.buffers import (
     Pack,
     assign_blocks,
     build_pack,
+    image_keys,
     make_blocks,
     of_sample,
     ragged_index,
@@ -303,14 +304,8 @@ def packs(
     assigned = assign_blocks(
         batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
     )
-    needed = [{index for blocks in part for index, _ in blocks} for part in assigned]  # by rank
-    local, shapes = pack_images(model, batch, set().union(*needed))
-    owners = dict(enumerate(batch.owners))
-    if batch.conversations:
-        add_replies(model, batch, assigned, needed, local, shapes)
-        for i, conversation in enumerate(batch.conversations):
-            owners[of_sample(i)] = conversation.owner
-    features = exchange_features(local, owners, needed, shapes, compute.dtype)
+    needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
+    features = exchange_features(local_images(model, batch), needed, compute.dtype)
     mine = progress(assigned[dist.get_rank()], "packs")
     return (make_pack(model, batch, blocks, features) for blocks in mine)
 
@@ -340,64 +335,16 @@ def make_pack(
     return pack
 
 
-def pack_images(
-    model: nn.Module, batch: Batch, indices: Iterable[int]
-) -> tuple[dict[int, Tensor], dict[int, tuple[int, ...]]]:
-    """What packs hold of the images of the prompts ``indices``: those of this rank, and the shapes
-    of all, by prompt: image features (K, M, H), or pixels (1, patches, patch size) for a model that
-    trains its tower."""
-    with_images = [index for index in indices if batch.prompts[index].grids]
-    shapes: dict[int, tuple[int, ...]] = {}
-    if not model.trains_vision:
-        for index in with_images:
-            shapes[index] = feature_shape(model, batch.prompts[index].image_tokens)
-        return dict(batch.features), shapes
-    local = {}
-    for index in with_images:
-        shapes[index] = pixel_shape(model, batch.prompts[index].grids)
-        if index in batch.patches:
-            local[index] = batch.patches[index][0][None].to(model.compute.dtype)
-    return local, shapes
-
-
-def add_replies(
-    model: nn.Module,
-    batch: Batch,
-    assigned: list[list[list[Block]]],
-    needed: list[set[int]],
-    local: dict[int, Tensor],
-    shapes: dict[int, tuple[int, ...]],
-) -> None:
-    """Add to what `pack_images` returned the images that environments showed in the samples of the
-    ``assigned`` packs, and to ``needed`` where they are needed."""
-    image_ids = model.family.visual_token_ids()
-    for rank, part in enumerate(assigned):
-        for i in [i for blocks in part for _, members in blocks for i in members]:
-            conversation, key = batch.conversations[i], of_sample(i)
-            if not conversation.grids:
-                continue
-            needed[rank].add(key)
-            if model.trains_vision:
-                shapes[key] = pixel_shape(model, conversation.grids)
-                if conversation.patches:
-                    local[key] = torch.cat(conversation.patches)[None].to(model.compute.dtype)
-                continue
-            ids, _, is_own = batch.in_pack(torch.tensor([i]))
-            shapes[key] = feature_shape(model, int(torch.isin(ids[~is_own], image_ids).sum()))
-            if conversation.features is not None:
-                local[key] = conversation.features
-
-
-def feature_shape(model: nn.Module, tokens: int) -> tuple[int, int, int]:
-    """(K, M, H) of the features of M image tokens."""
-    tower = getattr(model.config, "vision_config", None)
-    levels = 1 + len(getattr(tower, "deepstack_visual_indexes", None) or [])
-    return levels, tokens, model.config.get_text_config().hidden_size
-
-
-def pixel_shape(model: nn.Module, grids: Iterable[tuple]) -> tuple[int, int, int]:
-    """(1, patches, patch size) of images and clips."""
-    return 1, sum(math.prod(grid[:3]) for grid in grids), patch_size(model)
+def local_images(model: nn.Module, batch: Batch) -> dict[int, Tensor]:
+    """What packs hold of the images that this rank decoded, by `image_keys`: their features
+    (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
+    images = dict(batch.features)
+    if model.trains_vision:
+        images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
+    for i, conversation in enumerate(batch.conversations):
+        if conversation.features is not None:
+            images[of_sample(i)] = conversation.features
+    return images
 
 
 def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
@@ -411,44 +358,38 @@ def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
 
 
 def exchange_features(
-    features: dict[int, Tensor],
-    owners: dict[int, int],
-    needed: list[set[int]],
-    shapes: dict[int, tuple[int, ...]],
-    dtype: torch.dtype,
+    local: dict[int, Tensor], needed: list[set[int]], dtype: torch.dtype
 ) -> dict[int, Tensor]:
     """Fetch the image features that this rank needs and another rank computed.
 
     Args:
-        features: of this rank, prompt index -> (K, M, H) CPU tensor. The images that an
-            environment showed in sample i have the index ``of_sample(i)``.
-        owners: the rank that computed each prompt's features.
-        needed: for every rank the prompts whose features it will use (the same list on all ranks).
-        shapes: the shape of every prompt's features; prompts without images are absent.
+        local: those that this rank computed, CPU tensors of any shape, by `image_keys`.
+        needed: the keys that each rank needs (the same list on all ranks); some have no images.
 
     Returns:
-        the features of every prompt in ``needed[rank]`` that has images.
+        the features of every key in ``needed[rank]`` that has images, as ``dtype``.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    numbers = {p: math.prod(shape) for p, shape in shapes.items()}
-    outgoing, arriving = [torch.empty(0, dtype=dtype)], []
-    sent, received = [0] * world, [0] * world  # numbers, by rank
-    for other in range(world):
-        for p in sorted(needed[other] & shapes.keys()):
-            if owners[p] == rank != other:
-                outgoing.append(features[p].flatten())
-                sent[other] += numbers[p]
-        for p in sorted(needed[rank] & shapes.keys()):
-            if owners[p] == other != rank:
-                arriving.append(p)
-                received[other] += numbers[p]
+    rank = dist.get_rank()
+    features = {key: local[key].to(dtype) for key in needed[rank] & local.keys()}
+    missing = [*needed]
+    missing[rank] = needed[rank] - local.keys()
+    shapes = distributed.gather_objects({key: value.shape for key, value in local.items()})
+    outgoing, sent = [torch.empty(0, dtype=dtype)], []  # numbers to each rank
+    for keys in missing:
+        parts = [local[key].to(dtype).flatten() for key in sorted(keys & local.keys())]
+        outgoing += parts
+        sent.append(sum(map(len, parts)))
+    arriving, received = [], []  # numbers from each rank
+    for held in shapes:
+        parts = [(key, held[key]) for key in sorted(missing[rank] & held.keys())]
+        arriving += parts
+        received.append(sum(shape.numel() for _, shape in parts))
     incoming = torch.empty(sum(received), dtype=dtype)
     dist.all_to_all_single(incoming, torch.cat(outgoing), received, sent)
-
-    result = {p: features[p] for p in needed[rank] & features.keys()}
-    for p, piece in zip(arriving, incoming.split([numbers[p] for p in arriving])):
-        result[p] = piece.view(shapes[p])
-    return result
+    pieces = incoming.split([shape.numel() for _, shape in arriving])
+    for (key, shape), piece in zip(arriving, pieces):
+        features[key] = piece.view(shape)
+    return features
 
 
 def patch_size(model: nn.Module) -> int:

@@ -70,7 +70,10 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
 
 def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
     """A conversation with other images of the same grids after its prompt."""
-    if not patches or model.trains_vision:
-        return replace(conversation, patches=patches)
-    features = image_features(model, torch.cat(patches), torch.tensor(conversation.grids)).cpu()
+    if not patches:
+        return conversation
+    joined = torch.cat(patches)
+    if model.trains_vision:
+        return replace(conversation, features=joined[None])
+    features = image_features(model, joined, torch.tensor(conversation.grids)).cpu()
     return replace(conversation, features=features)
