@@ -241,6 +241,13 @@ def write_image(path: Path, size: tuple[int, int], rng) -> None:
     Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
 
 
+def hugging_face(folder: Path):
+    """transformers' own model of a checkpoint, with attention as plain products."""
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+
+
 def inputs_of(prompt, response: torch.Tensor, processor) -> dict:
     """What Hugging Face's own model takes of a prompt and the tokens of one response, unpacked."""
     from common.data.loader import load_pixels

@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, assert_same_records, computing, logits_of, read_json, read_rows, records, reproducible,
-                      responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
+from conftest import (ROUNDING, assert_same_records, computing, hugging_face, logits_of, read_json, read_rows, records,
+                      reproducible, responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
 from test_training import Caught, gradient, hand_batch, write_samples  # noqa: F401
-from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import flags, losses
@@ -219,7 +218,7 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
     """Gradient for the head's weight: one forward per sample through Hugging Face's model, the loss by loops.
 
     It is the mean over tokens, or over sequences of the mean over their tokens."""
-    model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    model = hugging_face(qwen25)
     samples = env.batch
     columns = [samples.split(getattr(samples, key)) for key in ("tokens", "old_logprobs", "advantages")]
     keep = keep or [[True] * n for n in samples.lengths.tolist()]
@@ -274,7 +273,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     for cap in (2.0, 0.0):
         ppo.fill_logprobs_and_values(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
         assert torch.allclose(samples.old_logprobs, samples.logprobs + bool(cap), atol=ROUNDING)
-    model = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    model = hugging_face(qwen25)
     keep = []
     columns = samples.split(samples.tokens), samples.split(samples.entropy)
     for index, tokens, entropy in zip(samples.prompt_index.tolist(), *columns):
@@ -358,7 +357,7 @@ def test_the_exact_kl(env, qwen25):
     builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
     vlm_weights.shard_and_load(reference, env.ranks, env.args.run.seed)
-    model, other = (AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager") for _ in range(2))
+    model, other = (hugging_face(qwen25) for _ in range(2))
     theirs = {f"model.{name}": parameter for name, parameter in other.named_parameters()}
     with torch.no_grad():
         for name, parameter in reference.named_parameters():

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import inputs_of, start, with_flags
+from conftest import hugging_face, inputs_of, start, with_flags
 from test_training import fresh
-from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common.model import fsdp
@@ -49,7 +48,7 @@ def evaluate(env, rows=None, **changes) -> tuple[dict[str, float], list]:
 
 def oracle(env, folder, batches: list, gamma: float) -> float:
     """1 - Var(returns - values) / Var(returns), one sample after the other."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model = hugging_face(folder)
     head = env.critic.value_head.weight.full_tensor()[0]
     values, returns = [], []
     for batch in batches:

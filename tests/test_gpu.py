@@ -30,6 +30,8 @@ SEGMENTS = [(0, 150, 0, 0), (150, 190, 0, 150), (190, 191, 0, 150), (191, 208, 2
 # Text, a picture whose tokens see each other, text behind it and a response; and the one token of an empty pack, alone.
 PICTURE = [(0, 30, 0, 0), (30, 286, 0, 30, True), (286, 300, 0, 286), (300, 380, 0, 300), (380, 400, 400, 400)]
 ALONE = [(0, 1, 0, 0)]
+layouts = pytest.mark.parametrize("segments, window", [
+    (SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -120,13 +122,13 @@ def assert_attention(backend: str, device: torch.device, dtype: torch.dtype, seg
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("segments, window", [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
+@layouts
 def test_reference_backend(dtype, segments, window):
     assert_attention("sdpa", CPU, dtype, segments, window)
 
 
 @needs_gpu
-@pytest.mark.parametrize("segments, window", [(SEGMENTS, None), (SEGMENTS, 33), (PICTURE, None), (PICTURE, 33), (ALONE, None)])
+@layouts
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash_attn"])
 def test_backends_on_a_gpu(backend, segments, window):
     if not usable(backend):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, inputs_of, rounding, same_tensors, start, user_error, with_flags, write_rows
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, user_error, with_flags,
+                      write_rows)
 from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
-from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common.model import forward as vlm
@@ -65,7 +65,7 @@ def labelled(env, pick: int, labels: str) -> dict:
 def test_loss_and_gradient_are_hugging_faces(qwen25, picture_rows, rows, labels, more):
     """One forward per row of the unpacked samples; a row may be drawn twice. A trained tower has its gradient too."""
     env = start_text(qwen25, picture_rows, rows, more=more)
-    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
+    oracle = hugging_face(qwen25)
     picks = [0, 1, 2, 3, 4, 1]
     inputs = [labelled(env, pick, labels) for pick in picks]
     counts = [int((row["labels"][:, 1:] != -100).sum()) for row in inputs]
@@ -150,14 +150,14 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     assert losses[-1] < 0.5 * losses[0] and all(step["train/ptx_dropped"] == 0 for step in steps)
 
 
-@pytest.mark.parametrize("line, message", [
-    ({"prompt": "a", "responses": ["b", "c"], "preferred": "A"}, "ptx.jsonl:1: a judgement row; --ptx_data needs rows with prompt"),
-    ({"prompt": "a"}, "ptx.jsonl:1: a row needs a target"),
-    ({"prompt": "a", "response": "b " * 700}, "ptx.jsonl:1: row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
-    ({"prompt": "a", "images": ["no.png"], "response": "b"}, "ptx.jsonl:1: .*no.png")])
-def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, line, message):
-    write_rows(tmp_path / "ptx.jsonl", [line])
-    with user_error(f"(?s)--ptx_data .*{message}"):
+@pytest.mark.parametrize("row, message", [
+    ('{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}', "a judgement row; --ptx_data needs rows with prompt"),
+    ('{"prompt": "a"}', "a row needs a target"),
+    ('{"prompt": "a", "response": "LONG"}', "row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
+    ('{"prompt": "a", "images": ["no.png"], "response": "b"}', ".*no.png")])
+def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, row, message):
+    (tmp_path / "ptx.jsonl").write_text(row.replace("LONG", "b " * 700))
+    with user_error(f"(?s)--ptx_data .*ptx.jsonl:1: {message}"):
         train(qwen25, task, tmp_path / "run", *ptx(tmp_path / "ptx.jsonl"))
 
 

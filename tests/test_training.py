@@ -17,9 +17,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import (ROUNDING, computing, inputs_of, logits_of, read_json, read_rows, records, reproducible, responses_of,
-                      rounding, same_tensors, start, take, token_logprobs, user_error, with_flags, words, write_checkpoint,
-                      write_image, write_judge, write_rows)
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, logits_of, read_json, read_rows, records, reproducible,
+                      responses_of, rounding, same_tensors, start, take, token_logprobs, user_error, with_flags, words,
+                      write_checkpoint, write_image, write_judge, write_rows)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -267,8 +267,8 @@ def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
 def test_gradient_equals_naive_oracle(env, qwen25):
     """Actor with clip, dual clip, entropy bonus, KL loss, temperature and banned tokens; critic with value clip: one
     forward per sample through Hugging Face's own model, the loss written out per token. No flag has its default."""
-    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")
-    twin = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager")      # the critic's body
+    oracle = hugging_face(qwen25)
+    twin = hugging_face(qwen25)      # the critic's body
     head = env.critic.value_head.weight.full_tensor().detach().clone().requires_grad_()
     samples, total = env.batch, len(env.batch.tokens)
     columns = [samples.split(getattr(samples, name))

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROOT, ROUNDING, computing, read_json, read_rows, reproducible, rounding, start, take, user_error,
-                      words, write_checkpoint, write_rows)
+from conftest import (ROOT, ROUNDING, computing, hugging_face, read_json, read_rows, reproducible, rounding, start, take,
+                      user_error, words, write_checkpoint, write_rows)
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
@@ -128,7 +128,7 @@ def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint,
     batch = talk(env, name, 3)
     assert max(len(conversation.replies) for conversation in batch.conversations) == 3
     assert sum(len(conversation.grids) for conversation in batch.conversations) > 5
-    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    oracle = hugging_face(checkpoint)
     check_exact(env, oracle, batch)
     for i, conversation in enumerate(batch.conversations):
         if stop and conversation.ended != "answered":         # the last turn ends by a string, not by an end token of its own
@@ -155,7 +155,7 @@ def test_gradients_equal_one_backward_of_each_conversation(qwen25, picture_rows,
     """Of the sum of all own tokens' log-probs; a trained tower sees the pictures of replies."""
     env = start(qwen25, picture_rows, '--max_new_tokens 16 --stop_strings ["a","e"]', flags)
     batch = talk(env, "Same", 2)
-    oracle = AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval()
+    oracle = hugging_face(qwen25)
     check_exact(env, oracle, batch)
     if "lora" in flags:
         return
@@ -299,7 +299,7 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         earned = torch.tensor([sum(conversation.rewards) for conversation in batch.conversations])
         assert (earned[batch.number > 0] == 0).all() and (earned[batch.number == 0] > 1).all()
         assert (batch.lengths > 0).all() and not batch.truncated.any()
-    check_exact(env, AutoModelForImageTextToText.from_pretrained(qwen25, attn_implementation="eager").eval(), batch)
+    check_exact(env, hugging_face(qwen25), batch)
     env_row = dialogue.env_row
     monkeypatch.setattr(dialogue, "env_row", lambda row, seed, number: env_row(row, seed, number=2))
     with user_error("samples failed, the first: .*Bad: rows.jsonl:1: ZeroDivisionError"):
