@@ -15,7 +15,7 @@ from conftest import (ROUNDING, assert_same_records, computing, hugging_face, lo
                       reproducible, responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
-from test_training import Caught, gradient, hand_batch, write_samples  # noqa: F401
+from test_training import Caught, gradient, hand_batch, samples_of, samples_of_steps, write_samples  # noqa: F401
 
 import train_ppo_vl as ppo
 from common import flags, losses
@@ -447,7 +447,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
         missing = max(0, 4 - lively)                           # then the last rolled flat prompts fill the step
         fill = [place for place, row in enumerate(rolled) if row in flat][::-1][:missing]
         used = [row for place, row in enumerate(rolled) if row not in flat or place in fill][:4]
-        samples = read_rows(tmp_path / "whole" / "samples" / f"step-{step:06d}.jsonl")
+        samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
         assert [sample["index"] for sample in samples] == [row for row in used for _ in range(2)]
         assert record["rollout/rollouts"] == rollouts and record["rollout/groups_not_replaced"] == missing
         assert record["rollout/groups_without_spread"] == sum(row in flat for row in rolled)
@@ -458,9 +458,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     dynamic(qwen25, ruled, tmp_path / "parts", "--steps 2")
     parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps 4")
     assert_same_records(parts, whole)
-    for step in range(1, 5):
-        first, second = (tmp_path / name / "samples" / f"step-{step:06d}.jsonl" for name in ("whole", "parts"))
-        assert first.read_text() == second.read_text()
+    assert samples_of_steps(tmp_path / "parts") == samples_of_steps(tmp_path / "whole")
     state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == taken
     moments = losses.RunningMoments()                           # of all that were scored, and then dropped
@@ -482,8 +480,8 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
     for first, second in zip(map(reproducible, one), map(reproducible, whole), strict=True):
         assert (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
         assert second == pytest.approx(first, rel=1e-3, abs=ROUNDING)
-    first, second = (read_rows(tmp_path / name / "samples" / "step-000004.jsonl") for name in ("one", "whole"))
-    assert [sample["response"] for sample in first] == [sample["response"] for sample in second] and len(first) == 8
+    first, second = ([row["response"] for row in samples_of_steps(tmp_path / name)] for name in ("one", "whole"))
+    assert first == second and len(first) == 4 * 8
     state = read_json(tmp_path / "parts" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
 

@@ -20,10 +20,9 @@ import torch.distributed as dist
 from conftest import (ROUNDING, computing, hugging_face, inputs_of, logits_of, read_json, read_rows, records, reproducible,
                       responses_of, rounding, same_tensors, start, take, token_logprobs, user_error, with_flags, words,
                       write_checkpoint, write_image, write_judge, write_rows)
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 import train_ppo_vl as ppo
 from common import distributed, flags as common_flags, logging, losses
@@ -123,6 +122,11 @@ def train(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[di
 
 def samples_of(out: Path, name: str) -> list[dict]:
     return read_rows(out / "samples" / f"{name}.jsonl")
+
+
+def samples_of_steps(out: Path) -> list[dict]:
+    """The samples of all training steps, in their order."""
+    return [row for path in sorted((out / "samples").glob("step-*.jsonl")) for row in read_rows(path)]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -740,14 +744,12 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     train(qwen25, task, tmp_path / "parts", more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", more, "--steps 4")
     assert [record["rollout/reward"] for record in parts] == [record["rollout/reward"] for record in whole]
-    drawn = []
-    for step in range(1, 5):
-        samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
-        assert samples == samples_of(tmp_path / "parts", f"step-{step:06d}")
-        sources = [sample["source"] for sample in samples if sample["sample"] == 0]
-        assert sum(source.startswith("eval.jsonl") for source in sources) == 1
-        drawn += sources
-    assert len({source for source in drawn if source.startswith("train")}) == 8 and len(set(drawn)) == 12
+    samples = samples_of_steps(tmp_path / "whole")
+    assert samples == samples_of_steps(tmp_path / "parts")
+    files = [sample["source"].partition(":")[0] for sample in samples if sample["sample"] == 0]
+    assert all(files[k:k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
+    drawn = {sample["source"] for sample in samples}
+    assert len([source for source in drawn if source.startswith("train")]) == 8 and len(drawn) == 12
     with user_error("it is of another run: .*--data"):
         train(qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
@@ -758,8 +760,8 @@ def test_one_dataset_is_drawn_in_the_order_of_its_seed(qwen25, task, tmp_path):
     for name, data in (("plain", "train.jsonl"), ("weight", "train.jsonl:0.3")):
         train(qwen25, task, tmp_path / name, "--data", task / data, "--steps 4 --prompts_per_step 3 "
               "--max_new_tokens 2 --advantage grpo --export_every 0 --save_every 0")
-        samples = [sample for step in range(1, 5) for sample in samples_of(tmp_path / name, f"step-{step:06d}")]
-        assert [sample["index"] for sample in samples if sample["sample"] == 0] == order[:12]
+        drawn = [sample["index"] for sample in samples_of_steps(tmp_path / name) if sample["sample"] == 0]
+        assert drawn == order[:12]
 
 
 def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tmp_path, capsys):
@@ -878,11 +880,7 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     source, written = tensors(any_checkpoint), tensors(exported)
     assert written.keys() == source.keys()
     assert all(written[key].shape == source[key].shape and written[key].dtype == source[key].dtype for key in source)
-    files = list(exported.glob("*.safetensors"))
-    assert len(files) > 1 and not list(tmp_path.glob(".*"))
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            assert opened.metadata() == {"format": "pt"}
+    assert len(list(exported.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
     assert read_json(exported / "config.json") == read_json(any_checkpoint / "config.json")
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -893,8 +891,6 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
         expected.append(token_logprobs(logits, tokens))
     assert (torch.cat(expected) - trained).abs().max() < ROUNDING
 
-    text = "how many circles are there?"
-    assert AutoTokenizer.from_pretrained(exported)(text) == env.processor.tokenizer(text)
     again = start(exported, picture_rows, "--advantage grpo")                        # trains on from there
     same = dataclasses.replace(samples, patches=take(again).patches, features={}, positions={})
     with torch.no_grad():
