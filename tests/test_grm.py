@@ -106,7 +106,7 @@ def evaluation(out: Path, step: int) -> dict:
     return read_json(out / "eval" / f"eval_result_{step}.json")
 
 
-def hugging_face(env, example, target: torch.Tensor) -> dict:
+def labelled(env, example, target: torch.Tensor) -> dict:
     """Inputs of Hugging Face's own model for one unpacked sample; labels on the target only."""
     inputs = inputs_of(example.prompt, target, env.processor)
     inputs["labels"] = inputs["input_ids"].clone()
@@ -190,7 +190,7 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle):
     oracle.zero_grad(set_to_none=True)
     total = 0.0
     for example in (example for question in questions for example in question.examples):
-        loss = oracle(**hugging_face(env, example, example.target), use_cache=False).loss
+        loss = oracle(**labelled(env, example, example.target), use_cache=False).loss
         share = len(example.target) / len(batch.tokens)
         (loss * share).backward()
         total += float(loss.detach()) * share
@@ -235,7 +235,7 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
     def loss_of(example, target) -> float:
         with torch.no_grad():
-            return float(oracle(**hugging_face(env, example, target)).loss) * len(target)
+            return float(oracle(**labelled(env, example, target)).loss) * len(target)
 
     for i, example in enumerate(examples):
         assert scores[i]["loss"] == pytest.approx(loss_of(example, example.target), rel=1e-4)
