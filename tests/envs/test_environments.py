@@ -423,7 +423,7 @@ def test_rewards_of_turns_stand_at_their_last_own_token():
     assert torch.equal(losses.dr_grpo(group)[0], losses.dr_grpo(late)[0])
 
 
-def verdict_chances(folder: Path, prompt, conversation, turns: list[str], words: list[str]) -> list[float]:
+def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdicts: list[str]) -> list[float]:
     """What a judge says of a conversation when asked alone, by Hugging Face, with all pictures in their places."""
     tokenizer, processor = AutoTokenizer.from_pretrained(folder), Processor(folder)
     model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -444,8 +444,8 @@ def verdict_chances(folder: Path, prompt, conversation, turns: list[str], words:
     for _, h, w in grids:
         text = text.replace("<|image_pad|>", "<|hole|>" * (h * w // 4), 1)
     ids, logs = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False), []
-    for word in words:
-        target = tokenizer.encode(f"<answer>{word}</answer><|im_end|>", add_special_tokens=False)
+    for verdict in verdicts:
+        target = tokenizer.encode(f"<answer>{verdict}</answer><|im_end|>", add_special_tokens=False)
         whole_ids = torch.tensor([ids + target])
         with torch.no_grad():
             logp = model(input_ids=whole_ids, pixel_values=torch.cat(patches), image_grid_thw=torch.tensor(grids),
