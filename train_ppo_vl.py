@@ -1794,8 +1794,8 @@ def performance(
     if update:
         tokens = passes * batch.total_tokens
         perf["perf/update_tokens_per_second"] = tokens / update
-        operations = tokens * memory.layer_flops(actor)
-        operations += actor_passes * len(batch.tokens) * memory.head_flops(actor)
+        responses = actor_passes * len(batch.tokens)
+        operations = memory.update_flops(actor, tokens, responses)
         perf |= memory.utilisation(operations, update)
     return perf | memory.peak()
 
@@ -1888,11 +1888,7 @@ class RolloutEngine:
             return wanted
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info()
-        work = memory.rollout_work(self.actor, slots=0)
-        room = memory.without_margin(free) - work
-        text = self.actor.model.config.get_text_config()
-        slot = attention.slot_bytes(text, capacity, self.compute.dtype.itemsize)
-        return max(1, min(wanted, int(room // slot)))
+        return memory.fitting_slots(self.actor, capacity, wanted, free)
 
     def generate(self) -> dict[tuple[int, int], dialogue.Response]:
         """All samples, by (index of the prompt, sample number)."""

@@ -17,7 +17,6 @@ from common import distributed
 from common.distributed import UserError
 from common.flags import ModelArgs
 from common.model import memory
-from common.model.attention import slot_bytes
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
@@ -137,13 +136,11 @@ class PolicyMemory(MemoryPlan):
         module = self.models[role]
         root, _, layers = memory.gathered_bytes(module)
         work = memory.rollout_work(module, self.slots)
-        text = module.model.config.get_text_config()
-        slot = slot_bytes(text, length, memory.itemsize(module))
         slots = min(self.slots or 256, self.sequences)
         if not self.slots:
-            free = memory.without_margin(room - total(stay) - root - layers) - work
-            slots = max(1, min(slots, int(free // slot)))
-        return stay | {"gathered weights": root + layers, "KV cache": slots * slot, "forward": work}
+            slots = memory.fitting_slots(module, length, slots, room - total(stay) - root - layers)
+        cache = slots * memory.slot_cache(module, length)
+        return stay | {"gathered weights": root + layers, "KV cache": cache, "forward": work}
 
     def scoring(self, role: str) -> Parts:
         root, layer, _ = memory.gathered_bytes(self.models[role])
@@ -168,8 +165,7 @@ class JudgeMemory(MemoryPlan):
         phases = {"update": self.update("judge", choice)}
         if self.batch:
             root, _, layers = memory.gathered_bytes(judge)
-            text = judge.model.config.get_text_config()
-            slot = slot_bytes(text, self.longest + self.new_tokens, memory.itemsize(judge))
+            slot = memory.slot_cache(judge, self.longest + self.new_tokens)
             phases["evaluate"] = self.resident() | {
                 "gathered weights": root + layers,
                 "KV cache": self.batch * slot,

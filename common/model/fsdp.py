@@ -84,7 +84,6 @@ class Trainable:
     ):
         self.module, self.args, self.lr, self.delay = module, args, lr, delay
         self.ema_beta, self.offload = ema_beta, offload
-        self.device = module.model.compute.device
         self.optimizer = adamw(module, lr, args)
         if ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.
@@ -127,9 +126,6 @@ class Trainable:
     def averaged(self):
         """Inside, weights and average have changed places, in the memory of both; afterwards both
         are as before, bit for bit. Without an average nothing happens."""
-        if not self.ema_beta:
-            yield
-            return
         self.swap_average()
         try:
             yield
@@ -138,6 +134,8 @@ class Trainable:
 
     @torch.no_grad()
     def swap_average(self) -> None:
+        if not self.ema_beta:
+            return
         for parameter, state in self.optimizer.state.items():
             weight, average = shard_of(parameter), shard_of(state["ema"])
             before = weight.to(average.device, copy=True)
@@ -147,22 +145,17 @@ class Trainable:
     @contextmanager
     def onloaded(self):
         """Inside, the optimizer's state is on the device."""
-        if self.offload == "none":
-            yield
-            return
-        self.move_state(self.device)
+        self.move_state(self.module.model.compute.device)
         try:
             yield
         finally:
-            self.put_away()
-
-    def put_away(self) -> None:
-        """Move the optimizer's state into host memory, if that is where it is kept."""
-        if self.offload != "none":
             self.move_state(HOST)
 
     @torch.no_grad()
     def move_state(self, device: torch.device) -> None:
+        """Move the optimizer's state, if it is kept in host memory between updates."""
+        if self.offload == "none":
+            return
         for state in self.optimizer.state.values():
             for name in ("exp_avg", "exp_avg_sq", "ema"):
                 if name in state:
@@ -174,7 +167,7 @@ def put_away(trained: dict[str, Trainable | nn.Module]) -> None:
     """Move the optimizers' state of all roles into host memory, if that is where it is kept."""
     for role in trained.values():
         if isinstance(role, Trainable):
-            role.put_away()
+            role.move_state(HOST)
 
 
 def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
@@ -230,10 +223,8 @@ def copy_shard(target: Tensor, value, transposed: bool = False) -> None:
     elif not len(local):  # the last ranks may have no row
         return
     else:
-        mesh = target.device_mesh
-        dim = mesh.ndim - 1  # along any other, shards are copied
-        rows = -(-len(target) // mesh.size(dim))  # FSDP2 cuts into ceil-sized chunks
-        start = rows * mesh.get_local_rank(dim)
+        (chunk,) = target.__create_chunk_list__()
+        start = chunk.offsets[0]
         value = value[start : start + len(local)]
     local.copy_(value.transpose(1, 2) if transposed else value)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from common import distributed
-from common.model.attention import head_dim
+from common.model.attention import head_dim, slot_bytes
 from common.model.forward import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
@@ -26,8 +26,10 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 # -------------------------------------------------------------------------------------------------
 
 
-def layer_flops(policy: nn.Module) -> float:
-    """Operations of the decoder's layers per token of an update."""
+def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
+    """Operations of an update by so many tokens, those of responses going through the output head:
+    per weight a multiplication and an addition in the forward, as many for the gradient of the
+    inputs, and as many for that of the weight unless it is frozen."""
     text = policy.model.config.get_text_config()
     used = 1.0  # of stacked experts
     if routers(policy.model):
@@ -36,18 +38,8 @@ def layer_flops(policy: nn.Module) -> float:
         p.numel() * (used if ".experts." in name else 1)
         for name, p in decoder(policy.model).layers.named_parameters()
     )
-    return flops_per_weight(policy) * weights
-
-
-def head_flops(policy: nn.Module) -> float:
-    """Operations of the output head per response token of an update."""
-    return flops_per_weight(policy) * policy.model.lm_head.weight.numel()
-
-
-def flops_per_weight(policy: nn.Module) -> int:
-    """Forward, gradient of the inputs, gradient of the weight; frozen weights have none of their
-    own."""
-    return 4 if hasattr(policy.model, "adapter") else 6
+    per_weight = 4 if hasattr(policy.model, "adapter") else 6
+    return per_weight * (tokens * weights + responses * policy.model.lm_head.weight.numel())
 
 
 def utilisation(operations: float, seconds: float) -> dict[str, float]:
@@ -58,9 +50,8 @@ def utilisation(operations: float, seconds: float) -> dict[str, float]:
     name = torch.cuda.get_device_name()
     for known, peak_flops in PEAK_FLOPS.items():
         if known in name:
-            return {
-                "perf/update_mfu": operations / (seconds * peak_flops * distributed.world_size())
-            }
+            possible = seconds * peak_flops * distributed.world_size()
+            return {"perf/update_mfu": operations / possible}
     return {}
 
 
@@ -79,17 +70,6 @@ def peak() -> dict[str, float]:
         unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"perf/peak_memory_gib": used / 2**30}
-
-
-# -------------------------------------------------------------------------------------------------
-# What is free
-# -------------------------------------------------------------------------------------------------
-
-
-def without_margin(free: float) -> float:
-    """Bytes that the slots of a rollout may take of those that are free: a tenth of them, and at
-    least 2 GiB, stay for fragments of torch's cache, NCCL's buffers and CUDA graphs."""
-    return free - max(0.1 * free, MARGIN)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -185,6 +165,20 @@ def rollout_work(policy: nn.Module, slots: int) -> int:
     of all slots (0: as many as there may be)."""
     row = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
     return max(row, 16 * (slots or 256) * policy.model.config.get_text_config().vocab_size)
+
+
+def slot_cache(module: nn.Module, length: int) -> int:
+    """Bytes of the cache of one sequence of up to ``length`` tokens."""
+    return slot_bytes(module.model.config.get_text_config(), length, itemsize(module))
+
+
+def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int:
+    """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
+    ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
+    NCCL's buffers and CUDA graphs."""
+    margin = max(0.1 * free, MARGIN)
+    room = free - margin - rollout_work(policy, slots=0)
+    return max(1, min(most, int(room // slot_cache(policy, length))))
 
 
 def backward_bytes(module: nn.Module, tokens: int, checkpointing: bool) -> dict[str, int]:

@@ -24,9 +24,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -39,11 +37,6 @@ from common.model.weights import is_finite
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = dict[str, Trainable | nn.Module]
-
-TRAINED = StateDictOptions(
-    ignore_frozen_params=True, flatten_optimizer_state_dict=True, strict=False
-)
-FROZEN = StateDictOptions(strict=False)  # of a role without an optimizer: all of its weights
 
 
 # -------------------------------------------------------------------------------------------------
@@ -59,13 +52,22 @@ def training_state(roles: Roles) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for role, part in roles.items():
-        if isinstance(part, nn.Module):
-            model, optimizer = get_model_state_dict(part, options=FROZEN), {}
-        else:
-            model, optimizer = get_state_dict(part.module, part.optimizer, options=TRAINED)
+        module, optimizers, options = arguments(part)
+        model, optimizer = get_state_dict(module, optimizers, options=options)
         state |= {f"{role}.model.{name}": value for name, value in model.items()}
         state |= {f"{role}.optimizer.{name}": value for name, value in optimizer.items()}
     return state
+
+
+def arguments(part: Trainable | nn.Module) -> tuple[nn.Module, list, StateDictOptions]:
+    """Of torch's `get_state_dict` and `set_state_dict`: a role's module, optimizers, options."""
+    trained = isinstance(part, Trainable)
+    options = StateDictOptions(
+        ignore_frozen_params=trained, flatten_optimizer_state_dict=True, strict=False
+    )
+    if trained:
+        return part.module, [part.optimizer], options
+    return part, [], options
 
 
 def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -86,12 +88,14 @@ def load_training_state(path: Path, roles: Roles) -> None:
             "weights alone, pass an export of its run as --model"
         ) from error
     for role, part in roles.items():
-        model, optimizer = entries(state, f"{role}.model."), entries(state, f"{role}.optimizer.")
-        if isinstance(part, nn.Module):
-            set_model_state_dict(part, model, options=FROZEN)
-        else:
-            arguments = {"model_state_dict": model, "optim_state_dict": optimizer}
-            set_state_dict(part.module, part.optimizer, **arguments, options=TRAINED)
+        module, optimizers, options = arguments(part)
+        set_state_dict(
+            module,
+            optimizers,
+            model_state_dict=entries(state, f"{role}.model."),
+            optim_state_dict=entries(state, f"{role}.optimizer."),
+            options=options,
+        )
 
 
 def entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:
@@ -178,10 +182,7 @@ def find_damage(path: Path) -> str:
     share the reading; all must call."""
     problems = []
     try:
-        committed = read_json(path / "COMMITTED.json").get("sha256", {})
-        strays = {file.name for file in path.iterdir()} - {*committed, "COMMITTED.json"}
-        if strays:
-            problems.append(f"{', '.join(sorted(strays))}: not listed in COMMITTED.json")
+        committed = read_json(path / "COMMITTED.json")["sha256"]
         for name in sorted(committed)[dist.get_rank() :: dist.get_world_size()]:
             if sha256(path / name) != committed[name]:
                 problems.append(f"{name} is not what was written: its sha256 is another")

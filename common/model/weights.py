@@ -436,10 +436,6 @@ def add_adapters(model: nn.Module, base: str, rank: int, alpha: int) -> None:
         "r": rank,
         "lora_alpha": alpha,
         "target_modules": list(layers),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
     }
 
 
@@ -579,10 +575,8 @@ def read_weight(place: str, target: Tensor, value) -> None:
 
 def is_finite(tensor: Tensor) -> bool:
     """Whether no number is infinite or NaN; in one pass, without a copy."""
-    if not tensor.is_floating_point() or not tensor.numel():
-        return True
     # both bounds are NaN if one number is
-    return all(math.isfinite(bound) for bound in torch.aminmax(tensor.detach()))
+    return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
 
 
 @torch.no_grad()
@@ -629,11 +623,6 @@ def gather_files(
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """The files of an export by their keys, each with its tensors on rank 0, and with none on the
     others; without weights that the model does not have. All ranks must iterate."""
-    adapted = {
-        f"{name}.weight": layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, LoRALinear)
-    }
     for file, keys in files.items():
         tensors = {}
         for key in keys:  # in one order on all ranks
@@ -641,8 +630,9 @@ def gather_files(
             if weight.name is None:
                 continue
             full = whole(model.get_parameter(weight.name))
-            if weight.name in adapted:
-                layer = adapted[weight.name]
+            module, _, kind = weight.name.rpartition(".")
+            layer = model.get_submodule(module)
+            if isinstance(layer, LoRALinear) and kind == "weight":
                 full = full.float() + whole(layer.lora_B) @ whole(layer.lora_A) * layer.scale
             if distributed.is_main():
                 if full.shape != weight.like.shape:  # see read_weight
@@ -650,7 +640,7 @@ def gather_files(
                 # copy: a tied weight stands in the files twice
                 tensors[key] = full.to(weight.like.dtype, copy=True).cpu().contiguous()
         yield file, tensors
-    if adapted:
+    if hasattr(model, "adapter"):
         tensors = {
             f"base_model.model.{name}.weight": whole(parameter).cpu()
             for name, parameter in model.named_parameters()

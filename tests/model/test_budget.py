@@ -114,11 +114,6 @@ def test_what_is_decided_reaches_the_layers(script, roles, qwen25, picture_rows,
         assert judge.model.model.language_model.is_gradient_checkpointing
 
 
-def test_slots_leave_a_margin():
-    """A tenth, at least 2 GiB; a plan and the engine count alike."""
-    assert memory.without_margin(10 * GIB) == 8 * GIB and memory.without_margin(50 * GIB) == 45 * GIB
-
-
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
     """With so little memory that it decides."""
     many = ("--samples_per_prompt", "64", "--prompts_per_step", "64", "--advantage", "grpo", "--max_new_tokens", "2048")

@@ -684,10 +684,7 @@ DAMAGES = {  # of a checkpoint -> what is said
     "a digit of the state": (lambda folder: flip_in(folder / "state.json", b'"batches_taken": '),
                              "state.json is not what was written"),
     "no shard": (lambda folder: shard(folder).unlink(), "No such file"),
-    "a file too many": (lambda folder: save_file({"x": torch.zeros(1)}, folder / "stray.safetensors"),
-                        "stray.safetensors: not listed"),
     "no commit": (lambda folder: (folder / "COMMITTED.json").unlink(), "COMMITTED.json cannot be read"),
-    "a commit of nothing": (lambda folder: (folder / "COMMITTED.json").write_text("{}"), "state.json: not listed"),
 }
 
 
