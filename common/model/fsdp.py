@@ -239,12 +239,10 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def same_shapes(module: nn.Module, source: nn.Module) -> bool:
-    """Whether `copy_weights` makes the module the source: the names and shapes of their weights are
-    the same, but for a frozen vision tower that the module may lack."""
-    all_shapes = {name: parameter.shape for name, parameter in source.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
-    trained = {name for name, parameter in source.named_parameters() if parameter.requires_grad}
-    return trained <= shapes.keys() and shapes.items() <= all_shapes.items()
+    """Whether `copy_weights` makes the module the source: it has the weights that are trained
+    there, by name and shape, and no others."""
+    trained = {name: p.shape for name, p in source.named_parameters() if p.requires_grad}
+    return trained == {name: p.shape for name, p in module.named_parameters()}
 
 
 def fsdp_parts(module: nn.Module) -> list[FSDPModule]:
