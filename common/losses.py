@@ -161,12 +161,10 @@ def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> T
             "one: draw two or more samples per prompt"
         )
     x = rewards.double()
+    weight = torch.ones_like(x) if weight is None else weight
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
-    if weight is None:
-        baseline = empty.index_add(0, place, x) / count
-    else:
-        total = empty.index_add(0, place, weight)
-        baseline = empty.index_add(0, place, weight * x) / total.clamp(min=1)
+    total = empty.index_add(0, place, weight)
+    baseline = empty.index_add(0, place, weight * x) / total.clamp(min=1)
     # Equal rewards must give exactly 0: the rounding error of their mean, divided by a standard
     # deviation just as small, would be of order 1.
     return torch.where(has_spread(x, compared), x - baseline[place], 0.0)
@@ -375,10 +373,10 @@ class PolicyLossInputs:
         adv: Tensor,
         seq: Tensor,
         n_seq: int,
-        in_loss: Tensor | None = None,
+        in_loss: Tensor,
     ):
-        self.logp, self.old, self.adv, self.seq, self.n_seq = logp, old, adv, seq, n_seq
-        self.in_loss = torch.ones_like(adv, dtype=torch.bool) if in_loss is None else in_loss.bool()
+        self.logp, self.old, self.adv = logp, old, adv
+        self.seq, self.n_seq, self.in_loss = seq, n_seq, in_loss
         self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
         # What clips are counted by. Whitening leaves rounding, of either sign, where the samples of a

@@ -44,7 +44,8 @@ def estimate(name, scores, group, lengths):
 
 def policy_loss(name, logp, old, adv, seq, n_seq, low, high, dual_clip=0.0, mask=None):
     """Terms of a policy loss, and the sums of its statistics."""
-    ratios = losses.PolicyLossInputs(logp, old, adv, seq, n_seq, mask)
+    in_loss = torch.ones_like(adv).bool() if mask is None else mask.bool()
+    ratios = losses.PolicyLossInputs(logp, old, adv, seq, n_seq, in_loss)
     clips = (low, high, dual_clip) if name == "ppo" else (low, high)
     output = ppo.POLICY_LOSSES[name].compute(ratios, *clips)
     return output.per_token, losses.ratio_sums(ratios, output) | {"ratio_max": losses.largest_ratio(ratios, output)}
