@@ -18,7 +18,7 @@ from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
 from test_judge import build, judges, template  # noqa: F401
 from test_rollout import graphs_of, poll  # noqa: F401
-from test_training import records, samples_of, write_samples  # noqa: F401
+from test_training import records, samples_of, write_samples  # noqa: F401  (a fixture of every test)
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 import toy
