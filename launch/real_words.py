@@ -16,7 +16,6 @@ that these words answer a question. That is left to reinforcement learning.
 import argparse
 import gzip
 import importlib.util
-import json
 import random
 import time
 from pathlib import Path
@@ -27,6 +26,8 @@ import transformers
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+
+import toy
 
 # The classes of Fashion-MNIST in their order, in the words of this task.
 NAMES = "T-shirt trousers pullover dress coat sandal shirt sneaker bag boot".split()
@@ -119,9 +120,7 @@ def make_model(folder: Path, tokenizer) -> transformers.LlavaForConditionalGener
     model = transformers.LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(text.model.state_dict())
     model.tie_weights()
-    model.generation_config = transformers.GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = text.generation_config
     return model
 
 
@@ -205,10 +204,6 @@ def blind_views(rows: list[dict], grey: str) -> list[dict]:
     return views
 
 
-def write_rows(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
 def write_vision_model(text: Path, data: Path, out: Path) -> None:
     """Write OUT/model, OUT/train.jsonl and OUT/eval.jsonl. Pictures of both are unseen by the
     tower."""
@@ -237,9 +232,9 @@ def write_vision_model(text: Path, data: Path, out: Path) -> None:
     processor.save_pretrained(out / "model")
     Image.new("RGB", (SIDE, SIDE), (60, 60, 60)).save(out / "images/grey.png")
     rows = write_pictures(out, "train", train[:ROWS], train_labels)
-    write_rows(out / "train.jsonl", rows)
+    toy.write_lines(out / "train.jsonl", rows)
     held = write_pictures(out, "eval", test[:HELD_OUT], test_labels)
-    write_rows(out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
+    toy.write_lines(out / "eval.jsonl", held + blind_views(held, "images/grey.png"))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -267,8 +262,8 @@ def write_words(out: Path) -> None:
             rows.append({"prompt": prompt, "answer": str(count)})
     random.Random(0).shuffle(rows)
     out.mkdir(parents=True)
-    write_rows(out / "eval.jsonl", rows[:HELD_OUT])
-    write_rows(out / "train.jsonl", rows[HELD_OUT:])
+    toy.write_lines(out / "eval.jsonl", rows[:HELD_OUT])
+    toy.write_lines(out / "train.jsonl", rows[HELD_OUT:])
 
 
 def main() -> None:

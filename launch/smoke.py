@@ -29,14 +29,15 @@ import check_kernels
 import toy
 from common import distributed
 from common.distributed import UserError
-from common.logging import read_records
-from common.model.attention import choose_backend, flash_attn_problem
+from common.logging import environment, read_records
+from common.model.attention import choose_backend
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging
-STEP = "--prompts_per_step 8 --samples_per_prompt 2 --max_new_tokens 8 --minibatches 1"
-QUIET = "--log_samples 0 --eval_every 0 --timeout 120"
-ALONE = "--save_every 0 --export_every 0 --steps"
+FLAGS = (
+    "--prompts_per_step 8 --samples_per_prompt 2 --max_new_tokens 8 --minibatches 1 "
+    "--log_samples 0 --eval_every 0 --timeout 120"
+)
 METRICS = ("perf/step_seconds", "perf/rollout_tokens_per_second", "perf/update_tokens_per_second", "train/sampler_gap",
            "perf/peak_memory_gib")
 
@@ -58,13 +59,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     task = [] if "--model" in flags else write_random_task(args.out / "task")
     runs = []
-    for run in do_runs(args.out, [*STEP.split(), *QUIET.split(), *task, *flags], gpus):
+    for run in do_runs(args.out, [*FLAGS.split(), *task, *flags], gpus):
         metrics = [f"{name} {run['metrics'][name]:.3g}" for name in METRICS if name in run["metrics"]]
         print(f"{run['name']}: {'; '.join(run['problems']) or 'ok'}", *metrics, sep="  ", flush=True)
         runs.append(run)
     passed = not any(run["problems"] for run in runs)
     path = args.out / "smoke.json"
-    report = {"machine": describe_machine(), "flags": flags, "runs": runs, "passed": passed}
+    machine = environment() | {"details": torch.utils.collect_env.get_pretty_env_info().splitlines()}
+    report = {"machine": machine, "flags": flags, "runs": runs, "passed": passed}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"{'PASS' if passed else 'FAIL'}; {path}", flush=True)
     return int(not passed)
@@ -79,31 +81,29 @@ def do_runs(folder: Path, flags: list[str], gpus: int) -> Iterator[dict[str, Any
     """Reports of runs on one rank; on all ranks of one that is killed after its first checkpoint, of the same resumed;
     and of loading its export."""
     for name, more in plan_runs(gpus):
-        yield Run(name, folder / name.replace(" ", "-"), 1, [*flags, *more]).finish()
+        more = ["--save_every", "0", "--export_every", "0", *more]
+        yield start(name, folder / name.replace(" ", "-"), 1, [*flags, *more])
     ranks, out = gpus or 2, folder / "interrupted"
     flags = [*flags, "--save_every", "2", "--kl_coef", "0.01", "--steps"]
-    killed = Run(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"])
-    while killed.is_alive() and newest_checkpoint(out) is None:
-        time.sleep(0.1)
-    killed.kill()
-    report, newest = killed.finish(expected=-signal.SIGKILL), newest_checkpoint(out)
+    report = start(f"{ranks} ranks, killed", out, ranks, [*flags, "1000"], is_killed=True)
+    newest = newest_checkpoint(out)
     if newest is None:
         report["problems"].append("no checkpoint was committed")
     yield report
     if newest is None:
         return
-    more = [str(newest + 2), "--resume", "must", "--export_every", "-1"]
-    report = Run(f"{ranks} ranks, resumed", out, ranks, [*flags, *more]).finish()
+    last = newest + 2
+    report = start(f"{ranks} ranks, resumed", out, ranks, [*flags, str(last), "--resume", "must"])
     if f"resuming from {out}/checkpoints/step-{newest}" not in report["tail"]:
         report["problems"].append(f"it did not resume from step {newest}")
     yield report
-    yield load_export(out / "export" / f"step-{newest + 2}")
+    yield load_export(out / "export" / f"step-{last}")
 
 
 def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
     """(name, flags) of the runs on one rank: each back-end with graphs and without."""
     if not gpus:
-        return [("sdpa", [*ALONE.split(), "2"])]
+        return [("sdpa", ["--steps", "2"])]
     runs = []
     for backend in ("varlen", "flash_attn"):
         try:
@@ -112,49 +112,38 @@ def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
             print(f"without {backend}: {error}", flush=True)
             continue
         for graphs in ("off", "on"):
-            flags = [*ALONE.split(), "3", "--attention", backend, "--cuda_graphs", graphs]
+            flags = ["--steps", "3", "--attention", backend, "--cuda_graphs", graphs]
             runs.append((f"{backend} graphs {graphs}", flags))
     return runs
 
 
-class Run:
-    """One start of train_ppo_vl.py."""
-
-    def __init__(self, name: str, out: Path, ranks: int, flags: list[str]):
-        self.name, self.out, self.began = name, out, time.time()
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
-        self.command = [sys.executable, *launcher, str(ROOT / "train_ppo_vl.py"), *flags, "--out", str(out)]
-        out.mkdir(exist_ok=True)
-        self.log = out / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-        with open(self.log, "w") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log, start_new_session=True)
-
-    def is_alive(self) -> bool:
-        return self.process.poll() is None and time.time() < self.began + LONGEST_RUN
-
-    def kill(self) -> None:
-        """At once, with all of its session; workers of torchrun end with it."""
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-        time.sleep(2.0)
-
-    def finish(self, expected: int = 0) -> dict[str, Any]:
-        """Wait for the end; what was measured, and what is wrong with it."""
-        while self.is_alive():
-            time.sleep(0.1)
-        if self.process.poll() is None:
-            self.kill()  # it hangs
-        code, problems = self.process.returncode, []
-        if code != expected:
-            problems.append(f"exit code {code}; see {self.log}")
-        path = self.out / "metrics.jsonl"
-        records = read_records(path) if path.exists() else []
-        steps = [record for record in records if "train/actor_updates" in record]
-        text = self.log.read_text()
-        problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"])
-        return {"name": self.name, "command": self.command, "exit_code": code, "problems": problems,
-                "metrics": steps[-1] if steps else {}, "tail": text[-6000:]}
+def start(name: str, out: Path, ranks: int, flags: list[str], is_killed: bool = False) -> dict[str, Any]:
+    """Run train_ppo_vl.py: what was measured, and what is wrong with it. ``is_killed``: after its first checkpoint."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
+    command = [sys.executable, *launcher, str(ROOT / "train_ppo_vl.py"), *flags, "--out", str(out)]
+    out.mkdir(exist_ok=True)
+    log = out / f"{name}.log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    deadline = time.time() + LONGEST_RUN
+    while process.poll() is None and time.time() < deadline:
+        time.sleep(0.1)
+        if is_killed and newest_checkpoint(out) is not None:
+            break
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        time.sleep(2.0)  # workers of torchrun end with it
+    problems = []
+    if process.returncode != (-signal.SIGKILL if is_killed else 0):
+        problems.append(f"exit code {process.returncode}; see {log}")
+    path = out / "metrics.jsonl"
+    records = read_records(path) if path.exists() else []
+    steps = [record for record in records if "train/actor_updates" in record]
+    text = log.read_text()
+    problems += judge_steps(steps, LONGEST_GAP["float32" if "compute: float32" in text else "bfloat16"])
+    return {"name": name, "command": command, "exit_code": process.returncode, "problems": problems,
+            "metrics": steps[-1] if steps else {}, "tail": text[-6000:]}
 
 
 def judge_steps(steps: list[dict], bound: float) -> list[str]:
@@ -190,7 +179,7 @@ def load_export(folder: Path) -> dict[str, Any]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What it is run on
+# Its task
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -198,12 +187,6 @@ def write_random_task(folder: Path) -> list[str]:
     """The toy's rows, and random weights; flags for both."""
     toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "64", "--eval", "1"])
     return ["--model", str(folder / "model"), "--data", str(folder / "train.jsonl"), "--reward", "exact"]
-
-
-def describe_machine() -> dict[str, Any]:
-    """What a bug report has to say. torch asks nvidia-smi: no memory of a GPU is taken here."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__, "flash_attn": flash_attn_problem(),
-            "environment": torch.utils.collect_env.get_pretty_env_info().splitlines()}
 
 
 if __name__ == "__main__":

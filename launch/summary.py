@@ -17,8 +17,8 @@ from common.rewards.cards import GREY, INK, PAPER, font
 
 COLOURS = ("#2563eb", "#e8710a", "#138a5b", "#b3266e", "#7048c6", "#8a6d00", "#0e7c9b", "#c0392b")
 WIDTH, HEIGHT = 800, 440  # pixels of a figure
-LEFT, RIGHT, TOP, BOTTOM = 64, 776, 72, 388  # of its axes
 SCALE = 3  # it is drawn so many times as large and scaled down: Pillow's lines have no anti-aliasing
+LEFT, RIGHT, TOP, BOTTOM = 192, 2328, 216, 1164  # of its axes, as it is drawn
 
 Curves = dict[str, list[tuple[int, float]]]  # metric -> (step, value)
 
@@ -47,27 +47,24 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + step / last * (RIGHT - LEFT)
         y = BOTTOM - (value - low) / (high - low) * (BOTTOM - TOP)
-        return x * SCALE, y * SCALE
-
-    def write(at: tuple[float, float], text: str, anchor: str, size: int = 12, colour: str = GREY) -> None:
-        draw.text(at, text, colour, font(size * SCALE), anchor)
+        return x, y
 
     for value in np.linspace(low, high, 5):
-        draw.line((place(0, value), place(last, value)), fill="#e9edf2", width=SCALE)
         x, y = place(0, value)
-        write((x - 8 * SCALE, y), f"{value:.3g}", "rm")
+        draw.line((x, y, RIGHT, y), fill="#e9edf2", width=3)
+        draw.text((x - 24, y), f"{value:.3g}", GREY, font(36), "rm")
     for step in np.linspace(0, last, 5):
         x, y = place(step, low)
-        write((x, y + 9 * SCALE), f"{step:.4g}", "mt")
-    write((WIDTH / 2 * SCALE, 430 * SCALE), "step", "mb")
-    write((LEFT * SCALE, 12 * SCALE), title, "la", 16, INK)
-    x = LEFT * SCALE
+        draw.text((x, y + 27), f"{step:.4g}", GREY, font(36), "mt")
+    draw.text((1200, 1290), "step", GREY, font(36), "mb")
+    draw.text((LEFT, 36), title, INK, font(48), "la")
+    x = LEFT
     for colour, (name, points) in zip(COLOURS * len(curves), curves.items()):
-        draw.line([place(*point) for point in points], fill=colour, width=2 * SCALE, joint="curve")
+        draw.line([place(*point) for point in points], fill=colour, width=6, joint="curve")
         for point in points if len(points) <= 30 else []:  # few values, such as evaluations
-            draw.circle(place(*point), 4 * SCALE, fill=colour)
-        write((x, 48 * SCALE), name, "lm", 13, colour)
-        x += 20 * SCALE + font(13 * SCALE).getlength(name)
+            draw.circle(place(*point), 12, fill=colour)
+        draw.text((x, 144), name, colour, font(39), "lm")
+        x += 60 + font(39).getlength(name)
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
 
 

@@ -90,14 +90,16 @@ SHAPES = {"circle": "circles", "square": "squares", "triangle": "triangles", "cr
 COUNTS = ("1", "2", "3", "4")
 ANSWERS = {"colour": list(COLOURS), "shape": list(SHAPES), "count": list(COUNTS)}  # by label
 CELLS = ((0, 0), (0, 1), (1, 0), (1, 1))  # (row, column) on the board
+Objects = dict[tuple[int, int], tuple[str, str]]  # {cell: (colour, shape)}
 CAPTION_PROMPT = "describe the picture in three words."
 LIST_PROMPT = "list all objects, then say how many."  # --task describe
 SIGHT_PROMPT = "what is there?"  # its warm start's
 OBJECT_COUNTS = (2, 3, 4)
 
 PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}  # pixels; a cell of the board is one merged block of 2 x 2 patches
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
-                  "<|image_pad|>", "<|video_pad|>")
+VISION_TOKENS = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "image": "<|image_pad|>",
+                 "video": "<|video_pad|>"}
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS.values())
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
@@ -152,8 +154,8 @@ def random_board(rng: random.Random, known: dict[str, str]) -> dict[str, str]:
     return board | known
 
 
-def draw_objects(rng: random.Random, objects: dict[tuple[int, int], tuple[str, str]], cell: int) -> Image.Image:
-    """An RGB picture of 2 x 2 cells, {cell: (colour, shape)}; the objects differ a little in size and place."""
+def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image:
+    """An RGB picture of 2 x 2 cells of `cell` pixels; the objects differ a little in size and place."""
     image = Image.new("RGB", (2 * cell, 2 * cell), (255, 255, 255))
     draw = ImageDraw.Draw(image)
     for (row, column), (colour, shape) in objects.items():
@@ -193,12 +195,12 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> 
     return rows
 
 
-def random_objects(rng: random.Random, count: int) -> dict[tuple[int, int], tuple[str, str]]:
-    """{cell: (colour, shape)} of the first `count` cells, in reading order."""
+def random_objects(rng: random.Random, count: int) -> Objects:
+    """One in each of the first `count` cells, in reading order."""
     return {place: (rng.choice(ANSWERS["colour"]), rng.choice(ANSWERS["shape"])) for place in CELLS[:count]}
 
 
-def description(objects: dict[tuple[int, int], tuple[str, str]]) -> str:
+def description(objects: Objects) -> str:
     """As in "red circle, blue cross, 2": 3 tokens per object, 3 for the number and the end."""
     return ", ".join([*(" ".join(one) for one in objects.values()), str(len(objects))])
 
@@ -334,9 +336,7 @@ def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int
         text |= {"head_dim": 2 * head_dim, "linear_num_key_heads": heads // 2, "linear_num_value_heads": heads,
                  "linear_key_head_dim": head_dim, "linear_value_head_dim": head_dim, "mamba_ssm_dtype": "float32",
                  "layer_types": ["full_attention" if i % 3 == 1 else "linear_attention" for i in range(layers)]}
-    token_ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in (
-        ("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>"),
-        ("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>"))}
+    token_ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=vision, tie_word_embeddings=False,
                                   dtype="float32", initializer_range=std, **token_ids)
     torch.manual_seed(seed)
@@ -368,11 +368,20 @@ def encode_prompt(tokenizer: Qwen2Tokenizer, text: str) -> list[int]:
 
 
 def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict:
-    """Keyword arguments of the forward pass for ids (B, T) and patches (B, 16, C) of one board each."""
-    count = len(input_ids)
+    """Keyword arguments of the forward pass for ids (B, T) that show boards, and patches (boards, 16, C)."""
     return {"input_ids": input_ids, "pixel_values": pixel_values.flatten(0, 1),
-            "image_grid_thw": torch.tensor([[1, 4, 4]] * count),
+            "image_grid_thw": torch.tensor([[1, 4, 4]] * len(pixel_values)),
             "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
+
+
+def next_token_loss(model, tokenizer: Qwen2Tokenizer, sequences: list[list[int]], labels: list[list[int]],
+                    pixel_values: torch.Tensor) -> torch.Tensor:
+    """Mean over the labels that are not -100; patches (boards, 16, C) of the boards that the sequences show."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    # Padding stands after the response, where a causal model's response tokens cannot see it: no mask needed.
+    input_ids = pad([torch.tensor(ids) for ids in sequences], True, tokenizer.pad_token_id)  # (B, T)
+    targets = pad([torch.tensor(ids) for ids in labels], True, -100)
+    return model(**model_inputs(model, input_ids, pixel_values), labels=targets, use_cache=False).loss
 
 
 def blind_answer(rng: random.Random, label: str) -> str:
@@ -406,12 +415,9 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
         for i in chosen:
             prompt, response = warm_start_example(rng, rows[i], task.caption_prompt, task.blind_share)
             target = tokenizer.encode(response) + [tokenizer.eos_token_id]
-            sequences.append(torch.tensor(prompts[prompt] + target))
-            labels.append(torch.tensor([-100] * len(prompts[prompt]) + target))
-        # Padding stands after the response, where a causal model's response tokens cannot see it: no mask needed.
-        input_ids = torch.nn.utils.rnn.pad_sequence(sequences, True, tokenizer.pad_token_id)  # (B, T)
-        labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
-        loss = model(**model_inputs(model, input_ids, pixels[chosen]), labels=labels, use_cache=False).loss
+            sequences.append(prompts[prompt] + target)
+            labels.append([-100] * len(prompts[prompt]) + target)
+        loss = next_token_loss(model, tokenizer, sequences, labels, pixels[chosen])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

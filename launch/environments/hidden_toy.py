@@ -54,14 +54,10 @@ def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.
             pieces, sees = example(rng, rows[i])
             ids = [tokenizer.encode(text) for text, _ in pieces]
             learned = [part if loss else [-100] * len(part) for part, (_, loss) in zip(ids, pieces)]
-            sequences.append(torch.tensor(sum(ids, [])))
-            labels.append(torch.tensor(sum(learned, [])))
+            sequences.append(sum(ids, []))
+            labels.append(sum(learned, []))
             seen += [i] if sees else []
-        input_ids = torch.nn.utils.rnn.pad_sequence(sequences, True, tokenizer.pad_token_id)
-        labels = torch.nn.utils.rnn.pad_sequence(labels, True, -100)
-        pictures = toy.model_inputs(model, input_ids, pixels[seen])
-        pictures["image_grid_thw"] = torch.tensor([[1, 4, 4]] * len(seen))
-        model(**pictures, labels=labels, use_cache=False).loss.backward()
+        toy.next_token_loss(model, tokenizer, sequences, labels, pixels[seen]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -43,15 +43,9 @@ def test_it_passes_here(tmp_path):
     assert after > before >= 2 or after == before + 1
 
 
-class Alone(smoke.Run):
-    """Without torchrun."""
-
-    def __init__(self, name, out, ranks, flags):
-        super().__init__(name, out, 1, flags)
-
-
 def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(smoke, "Run", Alone)
+    start = smoke.start
+    monkeypatch.setattr(smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more))
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
     assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "9"]) == 1
     told = capsys.readouterr().out

@@ -24,7 +24,7 @@ def test_every_value_has_its_place(tmp_path, values):
     for step, value in points:
         x = summary.LEFT + step / last * (summary.RIGHT - summary.LEFT)
         y = summary.BOTTOM - (value - low) / (high - low) * (summary.BOTTOM - summary.TOP)
-        assert image.getpixel((round(x), round(y))) == ImageColor.getrgb(summary.COLOURS[0])
+        assert image.getpixel((round(x / summary.SCALE), round(y / summary.SCALE))) == ImageColor.getrgb(summary.COLOURS[0])
 
 
 def test_a_run_on_one_screen(tmp_path, capsys):
