@@ -23,7 +23,6 @@ RUNS = [
     ("memory.py", "--tokens 64 --vocabulary 5000 --hidden 64 --chunk 16 --steps 0", r"chunks of +16: +\d+ MiB, 1/"),
     ("scale.py", "", r"\| 72B \| 512 \|"),
     ("trl.py", "--help", r"GRPOTrainer"),
-    ("host.py", "--startup", r'"build_models", \d'),
 ]
 
 
