@@ -266,6 +266,15 @@ def logits_of(model, prompt, response: torch.Tensor, processor) -> torch.Tensor:
     return logits.index_fill(1, torch.tensor(sorted(processor.banned_ids)), -torch.inf)
 
 
+def keep_activations(model) -> None:
+    """Undo `common.model.weights.recompute_layers`."""
+    from common.model.forward import trained_parts
+
+    for part in trained_parts(model):
+        disable = getattr(part, "activation_checkpointing_disable", part.gradient_checkpointing_disable)
+        disable()
+
+
 @contextmanager
 def computing(module, apart=False, **changes):
     """Inside, a model computes in another way: other packs, another chunk of its head; ``apart``: each response stands

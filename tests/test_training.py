@@ -316,7 +316,7 @@ def test_an_update_has_that_gradient(exact):
 
 def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_rows):
     other = start(qwen25, picture_rows, "--gradient_checkpointing", HAND_FLAGS)
-    assert other.actor.model.model.language_model.is_gradient_checkpointing
+    assert other.actor.model.model.language_model.layers[0].gradient_checkpointing
     other.critic.double().value_head.load_state_dict(exact.critic.value_head.state_dict())
     other.actor.double()
     for part in ("actor", "critic"):

@@ -253,7 +253,9 @@ class Builder:
 def recompute_layers(model: nn.Module) -> None:
     """Gradient checkpointing: the backward pass computes the activations of each layer again."""
     for part in trained_parts(model):
-        part.gradient_checkpointing_enable({"use_reentrant": False})
+        # Newer versions of transformers warn about the name that older ones know.
+        enable = getattr(part, "activation_checkpointing_enable", part.gradient_checkpointing_enable)
+        enable({"use_reentrant": False})
 
 
 def build_model(

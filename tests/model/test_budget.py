@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, start, take
+from conftest import ROOT, keep_activations, start, take
 from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
 import train_grm_vl as grm
@@ -90,7 +90,7 @@ def test_on_a_cpu_nothing_is_checked_and_nothing_recomputed(qwen25, picture_rows
     for flag, recomputed in (("auto", False), ("on", True)):
         assert budget.check(dry.needed, replace(dry.args.model, gradient_checkpointing=flag), ranks) == recomputed
     env = start(qwen25, picture_rows)
-    assert not env.actor.model.model.language_model.is_gradient_checkpointing
+    assert not env.actor.model.model.language_model.layers[0].gradient_checkpointing
 
 
 @pytest.mark.parametrize("script, roles", [(ppo, ("actor", "critic")), (grm, ())])
@@ -103,15 +103,15 @@ def test_what_is_decided_reaches_the_layers(script, roles, qwen25, picture_rows,
         for only in (False, True):
             args = replace(env.args, run=replace(env.args.run, export_only=only))
             for module in models.values():
-                module.model.model.language_model.gradient_checkpointing_disable()
+                keep_activations(module.model)
             ppo.fit_memory(args, models, env.rows, env.ranks)
-            assert {module.model.model.language_model.is_gradient_checkpointing for module in models.values()} == {not only}
+            assert {module.model.model.language_model.layers[0].gradient_checkpointing for module in models.values()} == {not only}
     else:
         rows = tmp_path / "rows.jsonl"
         rows.write_text('{"question": "how many?", "response": "3", "correct": true}\n')
         args = grm.parse_args(["--model", str(qwen25), "--data", str(rows), "--max_prompt_tokens", "512"])
         judge = grm.build_judge(args, grm.load_rows(args), distributed.start(60.0, 0))
-        assert judge.model.model.language_model.is_gradient_checkpointing
+        assert judge.model.model.language_model.layers[0].gradient_checkpointing
 
 
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811

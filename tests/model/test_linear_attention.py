@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROUNDING, our_name, start, take, write_checkpoint
+from conftest import ROUNDING, keep_activations, our_name, start, take, write_checkpoint
 from safetensors.torch import save_file
 from test_families import EXPERTS, LINEAR, TEXT, make_config, make_tokenizer
 from test_packed import COMPUTE
@@ -268,15 +268,13 @@ def update_errors(env) -> tuple[float, float]:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_an_update_equals_one_forward_and_backward_per_sample(env, checkpointing):
     """All parameters; prompts of 1 to 130 tokens, responses of 1 to 100, in one row; a lone sample is one segment."""
-    parts = vlm.trained_parts(env.actor.model)
     try:
-        for part in parts if checkpointing else []:
-            part.gradient_checkpointing_enable({"use_reentrant": False})
+        if checkpointing:
+            vlm_weights.recompute_layers(env.actor.model)
         env.actor.train()
         logprob, gradient = update_errors(env)
     finally:
-        for part in parts if checkpointing else []:
-            part.gradient_checkpointing_disable()
+        keep_activations(env.actor.model)
     assert max(logprob, gradient) < ROUNDING
 
 

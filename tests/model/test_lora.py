@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import ROUNDING, computing, rounding, start, take, with_flags, write_checkpoint
+from conftest import ROUNDING, computing, keep_activations, rounding, start, take, with_flags, write_checkpoint
 from safetensors.torch import load_file
 from test_families import write_family
 from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors,
@@ -141,7 +141,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     part = ppo.Minibatch(range(4), weights, weights, None)
     for checkpointing in (False, True):
         if checkpointing:
-            env.actor.model.model.language_model.gradient_checkpointing_enable({"use_reentrant": False})
+            vlm_weights.recompute_layers(env.actor.model)
         for reference in (env.reference, other.reference):
             ppo.fill_logprobs_and_values(batch, env.actor, None, reference, args)
             env.actor.train()
@@ -154,7 +154,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
             adapters = {name: p for name, p in env.actor.named_parameters() if p.requires_grad}
             runs.append((batch.kl, {name: p.grad.full_tensor() for name, p in adapters.items()}))
             env.actor.zero_grad(set_to_none=True)
-    env.actor.model.model.language_model.gradient_checkpointing_disable()
+    keep_activations(env.actor.model)
     for kl, found in runs[1:]:
         assert torch.allclose(kl, runs[0][0], atol=ROUNDING) and kl.max() > 0.01
         assert distance(found, runs[0][1]) < rounding(len(batch.tokens))

@@ -9,7 +9,7 @@ import ranks
 import test_grm
 import test_training
 import torch
-from conftest import ROUNDING, computing, our_name, rounding, start, take, with_flags, write_checkpoint
+from conftest import ROUNDING, computing, keep_activations, our_name, rounding, start, take, with_flags, write_checkpoint
 from test_families import write_family
 from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, score, tensors
 from transformers import AutoModelForImageTextToText
@@ -20,6 +20,7 @@ from common import distributed
 from common.model import fsdp
 from common.data.loader import load_pixels
 from common.model import forward as vlm
+from common.model.weights import recompute_layers
 
 task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
@@ -72,8 +73,7 @@ def test_gradients_equal_one_backward_per_sample(env):
         module.train()
         for changes in ({}, {"max_tokens_per_pack": 110}, many, "checkpointing"):
             if changes == "checkpointing":
-                for part in vlm.trained_parts(module.model):
-                    part.gradient_checkpointing_enable({"use_reentrant": False})
+                recompute_layers(module.model)
             parts = ([0], [1, 2, 3]) if changes else ([0, 1, 2, 3],)                          # the first row has no picture
             changes = {} if changes == "checkpointing" else changes
             with computing(module, **changes):
@@ -83,8 +83,7 @@ def test_gradients_equal_one_backward_per_sample(env):
             assert distance({n: found[n] for n in tower}, {n: expected[n] for n in tower}) < 1e-4, changes
             for name in tower:
                 assert (found[name] - expected[name]).norm() < 1e-4 * expected[name].norm() + rounding(16), (name, changes)
-        for part in vlm.trained_parts(module.model):
-            part.gradient_checkpointing_disable()
+        keep_activations(module.model)
 
 
 def test_the_reference_keeps_its_tower(env, picture_rows):
