@@ -114,25 +114,31 @@ def parse_number(text: str) -> Fraction | None:
 def rule_reward(
     rule: str, prompts, responses, references, labels, images
 ) -> dict[str, list[float]]:
+    """A rule as a reward function."""
+    columns: dict[str, list[float]] = {}
+    for response, reference in zip(responses, references):
+        for name, value in rule_scores(rule, response, reference).items():
+            columns.setdefault(name, []).append(float(value))
+    return columns
+
+
+def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer>
     is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format;
     parsed: whether there is one."""
-    pairs = list(zip(responses, references))
     if rule == "exact":
-        accuracy = [float(same_words(response, reference)) for response, reference in pairs]
-        return {"reward": accuracy, "accuracy": accuracy}
+        right = same_words(response, reference)
+        return {"reward": right, "accuracy": right}
     if rule == "verdict":
-        verdicts = [parse_verdict(response, "last", None) for response in responses]
-        right = [parse_verdict(response, "last", [verdict]) for response, verdict in pairs]
-        accuracy = [float(verdict is not None) for verdict in right]
-        formats = [float(verdict is not None) for verdict in verdicts]
-        return {"reward": accuracy, "accuracy": accuracy, "format": formats}
-    answers = [extract_answer(response, rule) for response in responses]
-    accuracy = [float(answers_equal(a or "", b)) for a, b in zip(answers, references)]
-    formats = [format_score(response, rule) for response in responses]
-    parsed = [float(answer is not None) for answer in answers]
-    rewards = [0.9 * right + 0.1 * formed for right, formed in zip(accuracy, formats)]
-    return {"reward": rewards, "accuracy": accuracy, "format": formats, "parsed": parsed}
+        right = parse_verdict(response, "last", [reference]) is not None
+        formed = parse_verdict(response, "last", None) is not None
+        return {"reward": right, "accuracy": right, "format": formed}
+    answer = extract_answer(response, rule)
+    right = answers_equal(answer or "", reference)
+    formed = format_score(response, rule)
+    reward = 0.9 * right + 0.1 * formed
+    parsed = answer is not None
+    return {"reward": reward, "accuracy": right, "format": formed, "parsed": parsed}
 
 
 def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:

@@ -12,7 +12,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -77,23 +77,19 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
     try:
         content = json.loads(Path(text).read_text("utf-8") if os.path.isfile(text) else text)
         for label, parts in content.items():
-            recipe[label] = {spec: float(weight) for spec, weight in parts}
+            weights = {spec: float(weight) for spec, weight in parts}
+            if not 0 < len(weights) == len(parts) or not math.isfinite(sum(weights.values())):
+                raise ValueError(f"{label!r} has the sources {parts}")
+            recipe[label] = weights
+        if not recipe:
+            raise ValueError("no label")
     except (ValueError, TypeError, AttributeError) as error:
-        raise bad_recipe(text, error) from error
-    for label, weights in recipe.items():
-        if not 0 < len(weights) == len(content[label]) or not math.isfinite(sum(weights.values())):
-            raise bad_recipe(text, f"{label!r} has the sources {content[label]}")
-    if not recipe:
-        raise bad_recipe(text, "no label")
+        raise UserError(
+            f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}} as JSON or a file"
+            ' of it, each source once for a label; "*" for all other labels; weight 0: only'
+            f" measured ({error})"
+        ) from error
     return recipe
-
-
-def bad_recipe(text: str, problem: Any) -> UserError:
-    return UserError(
-        f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}} as JSON or a file of"
-        ' it, each source once for a label; "*" for all other labels; weight 0: only measured'
-        f" ({problem})"
-    )
 
 
 # --------------------------------------------------------------------------------------------------
