@@ -317,33 +317,18 @@ def load_examples(
     settings: judgements.JudgeSettings,
 ) -> list[Example]:
     """The examples of one file. Raises ValueError with file and line."""
-    frame = judgements.answer_frame(processor)
-    folder, limit = os.path.dirname(os.path.abspath(path)), args.data.max_prompt_tokens
     eval_files = [os.path.basename(file) for file, _ in flags.parse_datasets(args.data.eval_data)]
     file_name = os.path.basename(path)
     if eval_files.count(file_name) > 1:
         file_name = path
-
-    def build(index: int, source: str, row: dict) -> list[Example]:
-        examples = []
-        for ask in judgements.read_judgement(row, settings, args.judge.orders):
-            prompt = judgements.judge_prompt(
-                processor, settings, ask, index, source, args.data, folder=folder, row=row
-            )
-            target = judgements.encode_target(processor, frame, ask["text"])
-            size = len(prompt.input_ids) + len(target)
-            if size > limit:
-                raise ValueError(
-                    f"example too long: {size} tokens, {len(target)} of them target; the limit is "
-                    f"{limit}"
-                )
-            parts = {name: ask[name] for name in ("kind", "text", "verdict", "order")}
-            source_name = row.get("source") or file_name
-            examples.append(Example(prompt, target, dataset, source_name, **parts))
-        return examples
-
-    loaded = data.read_rows(path, build, args.data, judgements.JUDGEMENT_COLUMNS)
-    return list(itertools.chain(*loaded))
+    examples = []
+    for prompt, target, ask in judgements.load_examples(
+        path, processor, settings, args.data, args.judge.orders
+    ):
+        parts = {name: ask[name] for name in ("kind", "text", "verdict", "order")}
+        source_name = prompt.row.get("source") or file_name
+        examples.append(Example(prompt, target, dataset, source_name, **parts))
+    return examples
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:

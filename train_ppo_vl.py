@@ -1626,7 +1626,7 @@ def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
 def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
     """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
     any."""
-    images = rewards.gather_pictures(batch, picks)
+    images = rewards.gather_images(batch, picks)
     if not distributed.is_main():
         return []
     return rewards.sample_cards([records[i] for i in picks], images)

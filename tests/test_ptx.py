@@ -151,9 +151,9 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ('{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}', "a judgement row; --ptx_data needs rows with prompt"),
+    ('{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}', "a judgement row .answers., expected prompt and response"),
     ('{"prompt": "a"}', "a row needs a target"),
-    ('{"prompt": "a", "response": "LONG"}', "row too long: [0-9]+ tokens; --max_tokens_per_pack is 600"),
+    ('{"prompt": "a", "response": "LONG"}', "example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600"),
     ('{"prompt": "a", "images": ["no.png"], "response": "b"}', ".*no.png")])
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, row, message):
     (tmp_path / "ptx.jsonl").write_text(row.replace("LONG", "b " * 700))

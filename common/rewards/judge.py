@@ -268,6 +268,8 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     if kind == "response":
         verdict = parse_verdict(row["response"], settings.which_answer, None)
         return [ask | {"text": row["response"], "verdict": verdict}]
+    if kind not in settings.kinds:
+        raise ValueError(f"a judgement row ({kind}), expected prompt and response")
 
     # Where the places do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
@@ -378,6 +380,36 @@ def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt
     return train_sets, [row for rows in held_out for row in rows]
 
 
+def load_examples(
+    path: str, processor: Processor, settings: JudgeSettings, args: DataArgs, orders: str
+) -> list[tuple[Prompt, Tensor, dict]]:
+    """Rows to imitate: prompts, the tokens of their targets, and the entries of `read_judgement`;
+    prompt and target have at most `--max_prompt_tokens` together.
+
+    Raises ValueError: see `load_prompts`.
+    """
+    frame = answer_frame(processor)
+    folder, limit = os.path.dirname(os.path.abspath(path)), args.max_prompt_tokens
+
+    def build(index: int, source: str, row: dict) -> list[tuple[Prompt, Tensor, dict]]:
+        examples = []
+        for ask in read_judgement(row, settings, orders):
+            further = {"folder": folder, "row": row}
+            prompt = judge_prompt(processor, settings, ask, index, source, args, **further)
+            target = encode_target(processor, frame, ask["text"])
+            size = len(prompt.input_ids) + len(target)
+            if size > limit:
+                raise ValueError(
+                    f"example too long: {size} tokens, {len(target)} of them target; the limit is "
+                    f"{limit}"
+                )
+            examples.append((prompt, target, ask))
+        return examples
+
+    loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
+    return [example for examples in loaded for example in examples]
+
+
 def load_responses(
     path: str, processor: Processor, args: DataArgs, limit: int
 ) -> list[tuple[Prompt, Tensor]]:
@@ -386,23 +418,9 @@ def load_responses(
 
     Raises ValueError: see `load_prompts`.
     """
-    frame = answer_frame(processor)
-    folder = os.path.dirname(os.path.abspath(path))
     args = replace(args, max_prompt_tokens=limit)
-
-    def build(index: int, source: str, row: dict) -> tuple[Prompt, Tensor]:
-        if check_judgement(row) != "response":
-            raise ValueError("a judgement row; --ptx_data needs rows with prompt and response")
-        (ask,) = read_judgement(row, JudgeSettings(), "given")
-        further = {"index": index, "source": source, "folder": folder, "row": row}
-        prompt = make_prompt(processor, ask["question"], ask["images"], args, **further)
-        target = encode_target(processor, frame, ask["text"])
-        size = len(prompt.input_ids) + len(target)
-        if size > limit:
-            raise ValueError(f"row too long: {size} tokens; --max_tokens_per_pack is {limit}")
-        return prompt, target
-
-    return read_rows(path, build, args, JUDGEMENT_COLUMNS)
+    examples = load_examples(path, processor, JudgeSettings(), args, "given")
+    return [(prompt, target) for prompt, target, _ in examples]
 
 
 # --------------------------------------------------------------------------------------------------

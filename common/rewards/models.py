@@ -45,7 +45,7 @@ from common.rewards.judge import (
 )
 from common.rewards.rules import parse_verdict
 from common.rewards.scoring import RewardMix
-from common.rewards.transcripts import PICTURE, picture_sizes
+from common.rewards.transcripts import IMAGE_MARK, image_sizes
 
 
 @dataclass
@@ -192,11 +192,11 @@ def place_replies(ask: dict, row: Prompt, count: int) -> dict:
     text, in_front = ask["question"], ""
     if not any(place in text for place in PLACES):  # as in a row that does not say where
         in_front = "".join(f"<{kind_of(item)}>" for item in row.images)
-    if max(map(text.rfind, PLACES)) > text.find(PICTURE):
+    if max(map(text.rfind, PLACES)) > text.find(IMAGE_MARK):
         raise ValueError("the judge's template puts the response before the prompt's images")
     files = [f"(image {k + 1} of a reply)" for k in range(count)]
     images = ask["images"] + files  # their grids are known: no file is read
-    return ask | {"question": in_front + text.replace(PICTURE, PLACES[0]), "images": images}
+    return ask | {"question": in_front + text.replace(IMAGE_MARK, PLACES[0]), "images": images}
 
 
 @dataclass
@@ -232,7 +232,7 @@ class JudgeModel(RewardModel):
         question_of: dict[Question, int] = {}
         asked_of: list[list[int]] = []  # questions of each sample
         for i, text in zip(used, texts):
-            index, sample = int(batch.prompt_index[i]), i if PICTURE in text else None
+            index, sample = int(batch.prompt_index[i]), i if IMAGE_MARK in text else None
             keys = [Question(index, sample, text, order) for order in self.worth]
             asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
         about = [(key.prompt_index, key.sample) for key in question_of]
@@ -264,7 +264,7 @@ class JudgeModel(RewardModel):
                 ask = self.question(row, text, order)
                 grids = [read_grid(item) for item in row.images]
                 if sample is not None:
-                    sizes = picture_sizes(batch.conversations[sample])
+                    sizes = image_sizes(batch.conversations[sample])
                     ask = place_replies(ask, row, len(sizes))
                     grids += [family.grid(*size) for size in sizes]
                 options = {"grids": tuple(grids), "index": row.index, "source": row.source}

@@ -2,9 +2,9 @@
 
 turn_texts           what the policy said, turn by turn
 messages             a conversation as chat messages
-as_text              ... as one text, with a mark in the place of each picture
+as_text              ... as one text, with a mark in the place of each image
 conversation_metrics turns, seconds, errors, and how samples ended
-gather_pictures      the pictures of some samples, from the ranks that have them
+gather_images        the images of some samples, from the ranks that have them
 """
 
 import itertools
@@ -18,7 +18,7 @@ from common import distributed
 from common.buffers import Batch, Conversation, ENDINGS
 from common.data.processor import Processor
 
-PICTURE = "\x02picture\x03"  # in `as_text`
+IMAGE_MARK = "\x02image\x03"  # in `as_text`
 
 
 def turn_texts(batch: Batch, picks: Sequence[int], processor: Processor) -> list[list[str]]:
@@ -52,7 +52,7 @@ def as_text(conversation: Conversation, turns: list[str]) -> str:
     for message in messages(conversation, turns):
         content = message["content"]
         if not isinstance(content, str):
-            content = "".join(part.get("text", PICTURE) for part in content)
+            content = "".join(part.get("text", IMAGE_MARK) for part in content)
         lines.append(f"{message['role']}: {content}")
     return "\n".join(lines)
 
@@ -66,7 +66,7 @@ def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[st
     return [as_text(batch.conversations[i], texts) for i, texts in zip(picks, turns)]
 
 
-def picture_sizes(conversation: Conversation) -> list[tuple[int, int]]:
+def image_sizes(conversation: Conversation) -> list[tuple[int, int]]:
     """(width, height) of what an environment has shown, in order."""
     parts = [*conversation.opening, *itertools.chain(*conversation.replies)]
     return [(part["width"], part["height"]) for part in parts if part["type"] == "image"]
@@ -94,7 +94,7 @@ def conversation_metrics(conversations: list[Conversation], section: str) -> dic
     return metrics
 
 
-def gather_pictures(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
+def gather_images(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     """What environments have shown in each of the samples ``picks``; every rank calls."""
     if not batch.conversations:
         return [[] for _ in picks]
