@@ -6,7 +6,9 @@ settings -> whether that is above chance                           doubtful_accu
 """
 
 import math
-from typing import Any, Callable
+from collections import Counter
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -28,12 +30,14 @@ def summarise(records: list[dict]) -> dict[str, Any]:
         elif record["tokens"] <= SHORT_ANSWER:
             exact.append(same_words(record["generated_text"], record["response_text"]))
     if exact:
-        summary["exact_match"] = share(exact)
+        summary["exact_match"] = fmean(exact)
     if graded:
         summary |= grades(graded)
-    summary["accuracy_per_source"] = accuracies(graded, lambda record: record["info"]["source"])
-    summary["accuracy_per_kind"] = accuracies(graded, lambda record: record["info"]["kind"])
-    summary["accuracy_per_order"] = accuracies(pairs_of(graded), lambda record: record["order"])
+    for key in ("source", "kind"):
+        named = [(record["info"][key], record) for record in graded]
+        summary[f"accuracy_per_{key}"] = accuracies(named)
+    ordered = [(record["order"], record) for record in pairs_of(graded)]
+    summary["accuracy_per_order"] = accuracies(ordered)
     summary["confusion"] = confusion(graded)
     return summary
 
@@ -41,12 +45,12 @@ def summarise(records: list[dict]) -> dict[str, Any]:
 def grades(graded: list[dict]) -> dict[str, float]:
     """Rates of the records with a right verdict; an unparsable verdict counts as wrong."""
     rates = {
-        "accuracy": share([is_right(record) for record in graded]),
-        "parse_rate": share([record["predicted_answer"] is not None for record in graded]),
+        "accuracy": fmean(is_right(record) for record in graded),
+        "parse_rate": fmean(record["predicted_answer"] is not None for record in graded),
     }
     both = in_both_orders(graded)
     if both:
-        rates["position_consistency"] = share([a is not None and a == b for a, b in both])
+        rates["position_consistency"] = fmean(a is not None and a == b for a, b in both)
     likely = [record for record in graded if record["probabilities"]]
     if likely:
         rates |= calibration(likely)
@@ -61,16 +65,12 @@ def pairs_of(records: list[dict]) -> list[dict]:
     return [record for record in records if record["info"]["kind"] in PAIRS]
 
 
-def share(hits: list[bool]) -> float:
-    return sum(hits) / len(hits)
-
-
-def accuracies(records: list[dict], key: Callable[[dict], str]) -> dict[str, float]:
-    """The accuracy of the records of each key."""
+def accuracies(named: list[tuple[str, dict]]) -> dict[str, float]:
+    """The accuracy of the records of each name."""
     hits: dict[str, list[bool]] = {}
-    for record in records:
-        hits.setdefault(key(record), []).append(is_right(record))
-    return {name: share(hits[name]) for name in sorted(hits)}
+    for name, record in named:
+        hits.setdefault(name, []).append(is_right(record))
+    return {name: fmean(hits[name]) for name in sorted(hits)}
 
 
 def confusion(graded: list[dict]) -> dict[str, dict]:
@@ -78,9 +78,8 @@ def confusion(graded: list[dict]) -> dict[str, dict]:
     table: dict[str, dict] = {}
     for record in graded:
         by_answer = table.setdefault(record["info"]["kind"], {})
-        counts = by_answer.setdefault(record["gt_answer"], {})
-        verdict = record["predicted_answer"] or "unparsable"
-        counts[verdict] = counts.get(verdict, 0) + 1
+        counts = by_answer.setdefault(record["gt_answer"], Counter())
+        counts[record["predicted_answer"] or "unparsable"] += 1
     return table
 
 

@@ -10,7 +10,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 
 import os
 import re
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
@@ -96,12 +96,6 @@ class JudgeSettings:
     held_out: dict | None = None
 
     @staticmethod
-    def read(saved: dict) -> "JudgeSettings":
-        """Those of a checkpoint's judge.json."""
-        known = [part.name for part in fields(JudgeSettings) if part.name in saved]
-        return JudgeSettings(**{name: saved[name] for name in known})
-
-    @staticmethod
     def to_train(
         processor: Processor,
         templates: dict[str, str] = {},
@@ -116,7 +110,7 @@ class JudgeSettings:
         Raises:
             ValueError: a template that lacks what its kind needs.
         """
-        saved = JudgeSettings.read(processor.files["judge"])
+        saved = JudgeSettings(**processor.files["judge"])
         settings = JudgeSettings(
             system_instruction or saved.system_instruction,
             saved.which_answer if which == "auto" else which,

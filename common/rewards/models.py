@@ -212,7 +212,7 @@ class JudgeModel(RewardModel):
 
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
-        self.settings = JudgeSettings.read(self.processor.files["judge"])
+        self.settings = JudgeSettings(**self.processor.files["judge"])
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.kinds[self.kind]["verdicts"]
         values = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
