@@ -59,6 +59,7 @@ from common.model import (
 TRAIN, EVAL, JUDGE = 0, 1, 2
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
 GRAPH_PAYS = 2
+MOST_SLOTS = 256  # of a rank, where --slots is 0
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -250,7 +251,8 @@ class RolloutArgs:
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(
         0,
-        "sequences decoded together per rank; 0: as many as the memory allows, at most 256",
+        "sequences decoded together per rank; 0: as many as the memory allows, at most "
+        f"{MOST_SLOTS}",
         low=0,
     )
     cuda_graphs: str = flag(
@@ -965,7 +967,7 @@ def memory_plan(
 ) -> budget.PolicyMemory:
     """What the memory of a GPU depends on."""
     rollout = args.rollout
-    prompts = -(-args.prompts_per_rollout // ranks)
+    sampled = args.prompts_per_rollout * rollout.samples_per_prompt
     longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
     if args.env.env:  # a first observation may fill the prompt
         longest = args.data.max_prompt_tokens
@@ -975,7 +977,7 @@ def memory_plan(
         longest=longest,
         least_pack=args.longest,
         max_new_tokens=args.longest_response,
-        sequences=prompts * max(rollout.samples_per_prompt, rollout.eval_samples),
+        sequences=-(-max(sampled, len(rows.held_out) * rollout.eval_samples) // ranks),
         slots=rollout.slots,
         offload=args.update.offload,
         average=args.update.ema_beta > 0,
@@ -1559,7 +1561,9 @@ def evaluate(
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    order = data.InOrder(rows.held_out, args.data.prompts_per_step)
+    # as many prompts as fill all slots: the slowest answers of a rollout keep the others waiting
+    slots = distributed.world_size() * (args.rollout.slots or MOST_SLOTS)
+    order = data.InOrder(rows.held_out, max(1, slots // count))
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations = []
@@ -1882,8 +1886,8 @@ class RolloutEngine:
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to 256, as fit into what a prefill and a margin leave free."""
-        wanted = min(wanted, self.sampling.slots or 256)
+        """--slots, or as many, up to `MOST_SLOTS`, as fit into what a prefill and a margin leave free."""
+        wanted = min(wanted, self.sampling.slots or MOST_SLOTS)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()

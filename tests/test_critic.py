@@ -65,7 +65,7 @@ def oracle(env, folder, batches: list, gamma: float) -> float:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_explained_variance_of_held_out_answers(env, qwen25, gamma):
-    metrics, batches = evaluate(env, gamma=gamma)
+    metrics, batches = evaluate(env, gamma=gamma, slots=3)
     assert sum(len(batch) for batch in batches) == len(env.rows.held_out) > 3  # several batches
     wanted = oracle(env, qwen25, batches, gamma)
     assert metrics["eval/explained_variance"] == pytest.approx(wanted, abs=1e-4)
@@ -88,6 +88,13 @@ def test_returns_are_on_the_scale_of_training(env):
     clipped, batches = evaluate(env, reward_clip=1.0)
     assert any((batch.rewards > 1).any() for batch in batches)
     assert clipped["eval/explained_variance"] != pytest.approx(plain["eval/explained_variance"])
+
+
+def test_an_evaluation_fills_the_slots(env):
+    """Eleven rows by two samples, in rollouts of --slots samples, whatever --prompts_per_step is."""
+    rows = [replace(env.rows.held_out[k % 4], index=k) for k in range(11)]
+    _, batches = evaluate(env, replace(env.rows, held_out=rows), prompts_per_step=2, slots=8, eval_samples=2)
+    assert [len(batch.prompts) for batch in batches] == [4, 4, 3]
 
 
 def test_without_a_critic_there_is_none(env):
