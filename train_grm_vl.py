@@ -419,9 +419,8 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     with distributed.raise_on_all_ranks():
         builder = weights.Builder(args.model, rows.processor, ranks.device, longest_sequence(args))
         judge = Judge(builder.actor())
-    plan = memory_plan(args, judge, rows, ranks.world)
-    if not args.run.export_only and budget.check(plan, args.model, ranks):
-        weights.recompute_layers(judge.model)
+    if not args.run.export_only:
+        budget.fit(budget.JudgeMemory(args, {"judge": judge}, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
         weights.shard_and_load(judge, ranks, args.run.seed)
     return judge
@@ -430,20 +429,6 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
 def longest_sequence(args: Args) -> int:
     """Tokens of a question with its judgement."""
     return args.data.max_prompt_tokens + args.eval.eval_max_new_tokens
-
-
-def memory_plan(args: Args, judge: Judge, rows: Rows, ranks: int) -> budget.JudgeMemory:
-    """What the memory of a GPU depends on."""
-    prompts = [row.prompt for row in (*rows.held_out, *rows.train)]
-    return budget.JudgeMemory(
-        {"judge": judge},
-        shards=args.run.hsdp or ranks,
-        longest=max(len(prompt.input_ids) for prompt in prompts),
-        least_pack=args.data.max_prompt_tokens,
-        offload="none",
-        batch=args.eval.eval_batch if rows.held_out else 0,
-        new_tokens=args.eval.eval_max_new_tokens,
-    )
 
 
 # -------------------------------------------------------------------------------------------------

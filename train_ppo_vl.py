@@ -59,7 +59,6 @@ from common.model import (
 TRAIN, EVAL, JUDGE = 0, 1, 2
 # eager decoding steps at a batch size before its graph is captured, which costs about as many
 GRAPH_PAYS = 2
-MOST_SLOTS = 256  # of a rank, where --slots is 0
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -74,7 +73,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     check_rows(rows, reward, environment)
     models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
     models |= build_reward_models(args, reward, rows, models["actor"])
-    fit_memory(args, models, rows, ranks)
+    if not args.run.export_only:
+        budget.fit(budget.PolicyMemory(args, models, rows, ranks.world), ranks)
     actor, critic, reference = load_models(args, models, ranks)
 
     trainables = make_trainables(args, actor, critic, reference)
@@ -252,7 +252,7 @@ class RolloutArgs:
     slots: int = flag(
         0,
         "sequences decoded together per rank; 0: as many as the memory allows, at most "
-        f"{MOST_SLOTS}",
+        f"{attention.MOST_SLOTS}",
         low=0,
     )
     cuda_graphs: str = flag(
@@ -949,44 +949,6 @@ def build_reward_models(
     return rewards.build_models(reward, rows.train + rows.held_out, script)
 
 
-def fit_memory(
-    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: distributed.Ranks
-) -> None:
-    """Check that the run fits into GPU memory, and resolve --gradient_checkpointing auto. Raises
-    UserError on every rank alike if it does not fit."""
-    if args.run.export_only:
-        return
-    plan = memory_plan(args, models, rows, ranks.world)
-    if budget.check(plan, args.model, ranks):
-        for role in models.keys() & {"actor", "critic"}:
-            weights.recompute_layers(models[role].model)
-
-
-def memory_plan(
-    args: Args, models: dict[str, nn.Module], rows: Rows, ranks: int
-) -> budget.PolicyMemory:
-    """What the memory of a GPU depends on."""
-    rollout = args.rollout
-    sampled = args.prompts_per_rollout * rollout.samples_per_prompt
-    longest = max(len(row.input_ids) for row in rows.train + rows.held_out)
-    if args.env.env:  # a first observation may fill the prompt
-        longest = args.data.max_prompt_tokens
-    return budget.PolicyMemory(
-        models,
-        shards=args.run.hsdp or ranks,
-        longest=longest,
-        least_pack=args.longest,
-        max_new_tokens=args.longest_response,
-        sequences=-(-max(sampled, len(rows.held_out) * rollout.eval_samples) // ranks),
-        slots=rollout.slots,
-        offload=args.update.offload,
-        average=args.update.ema_beta > 0,
-        exact_kl=args.exact_kl_in_loss,
-        critique_tokens=args.reward.grm_max_new_tokens if args.reward.grm_mode == "critique" else 0,
-        trains=not args.run.eval_only,
-    )
-
-
 def load_models(
     args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
 ) -> tuple[Policy, Critic | None, Policy | None]:
@@ -1017,7 +979,9 @@ def make_trainables(
         offload=update.offload,
     )
     if critic is not None:
-        trainables["critic"] = fsdp.Trainable(critic, args.optim, update.critic_lr, offload=update.offload)
+        trainables["critic"] = fsdp.Trainable(
+            critic, args.optim, update.critic_lr, offload=update.offload
+        )
     if args.algorithm.reference_every:
         trainables["reference"] = reference
     return trainables
@@ -1562,7 +1526,7 @@ def evaluate(
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     # as many prompts as fill all slots: the slowest answers of a rollout keep the others waiting
-    slots = distributed.world_size() * (args.rollout.slots or MOST_SLOTS)
+    slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
     order = data.InOrder(rows.held_out, max(1, slots // count))
     records: list[dict] = []
     pictures: list[Image.Image] = []
@@ -1886,8 +1850,8 @@ class RolloutEngine:
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to `MOST_SLOTS`, as fit into what a prefill and a margin leave free."""
-        wanted = min(wanted, self.sampling.slots or MOST_SLOTS)
+        """--slots, or as many, up to `attention.MOST_SLOTS`, as fit into what a prefill and a margin leave free."""
+        wanted = min(wanted, self.sampling.slots or attention.MOST_SLOTS)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
         torch.cuda.empty_cache()

@@ -38,12 +38,13 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv[:cut])
 
     plan_script = plan_ppo if options.script == "ppo" else plan_grm
-    args, needed = plan_script(argv[cut + 1 :], options.gpus)
+    needed = plan_script(argv[cut + 1 :], options.gpus)
+    args = needed.args.model
     tokens = args.max_tokens_per_pack
     choice = budget.Choice(args.gradient_checkpointing != "off", tokens)
     print(f"{options.gpus} GPUs, {needed.shards} shards, packs of {tokens} tokens:")
     print(*memory_table(needed.phases(choice, options.gib * budget.GIB)), sep="\n", flush=True)
-    print(budget.require_fit(needed, args, options.gib))
+    print(budget.require_fit(needed, options.gib))
     print(budget.advise(needed, tokens, options.gib), flush=True)
 
 
@@ -62,7 +63,7 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
     return lines
 
 
-def plan_ppo(flags: list[str], gpus: int) -> tuple[ModelArgs, budget.PolicyMemory]:
+def plan_ppo(flags: list[str], gpus: int) -> budget.PolicyMemory:
     args = ppo.parse_args(flags)
     check_run(args, gpus)
     algorithm = replace(
@@ -76,10 +77,10 @@ def plan_ppo(flags: list[str], gpus: int) -> tuple[ModelArgs, budget.PolicyMemor
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    return args.model, ppo.memory_plan(args, models, rows, gpus)
+    return budget.PolicyMemory(args, models, rows, gpus)
 
 
-def plan_grm(flags: list[str], gpus: int) -> tuple[ModelArgs, budget.JudgeMemory]:
+def plan_grm(flags: list[str], gpus: int) -> budget.JudgeMemory:
     args = grm.parse_args(flags)
     check_run(args, gpus)
     args = replace(args, model=with_small_files(args.model))
@@ -87,7 +88,7 @@ def plan_grm(flags: list[str], gpus: int) -> tuple[ModelArgs, budget.JudgeMemory
     longest = grm.longest_sequence(args)
     with raise_on_all_ranks():
         judge = grm.Judge(weights.Builder(args.model, rows.processor, META, longest).actor())
-    return args.model, grm.memory_plan(args, judge, rows, gpus)
+    return budget.JudgeMemory(args, {"judge": judge}, rows, gpus)
 
 
 def check_run(args: ppo.Args | grm.Args, gpus: int) -> None:

@@ -97,6 +97,9 @@ def cache_bytes(text_config, itemsize: int) -> int:
     )
 
 
+MOST_SLOTS = 256  # sequences that decode together on a rank, where --slots is 0
+
+
 def slot_bytes(text_config, capacity: int, itemsize: int) -> int:
     """Bytes of one slot for ``capacity`` tokens: their keys and values, and the states."""
     return capacity * cache_bytes(text_config, itemsize) + state_bytes(text_config, itemsize)

@@ -2,21 +2,22 @@
 
     PolicyMemory, JudgeMemory   what the steps of either script need: `phases`
     fastest                     the fastest setting that fits
-    check                       whether a run fits, on a GPU, before a weight is read
+    fit                         refuses what does not, on a GPU, before a weight is read
 
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 import torch.nn as nn
 
 from common import distributed
+from common.data.rows import Prompt
 from common.distributed import UserError
-from common.flags import ModelArgs
 from common.model import memory
+from common.model.attention import MOST_SLOTS
+from common.model.weights import recompute_layers
 
 GIB = 2**30
 RESERVED = 2 * GIB  # assumed: CUDA's context, NCCL's buffers, what the allocator cannot use
@@ -38,27 +39,26 @@ class Choice(NamedTuple):
 # -------------------------------------------------------------------------------------------------
 
 
-@dataclass
 class MemoryPlan:
-    """What both scripts need.
+    """Bytes on a GPU by phase of a step and part: sums of what may be there at the same time.
 
-    Attributes:
+    Args:
+        args: the flags of the script.
         models: by role, on any device.
-        shards: ranks that share one copy of the weights.
-        longest: tokens of the longest prompt.
-        least_pack: tokens that a pack must hold.
-        offload: what is kept in host memory while it is not in use, as the flag says.
+        rows: what the script reads.
+        ranks: of the run.
     """
 
-    models: dict[str, nn.Module]
-    shards: int
-    longest: int
-    least_pack: int
-    offload: str
+    trained: tuple[str, ...]  # roles
+    offload: str  # what is kept in host memory while it is not in use, as the flag says
+    longest: int  # tokens of the longest prompt
+    least_pack: int  # tokens that a pack must hold
 
-    def __post_init__(self):
+    def __init__(self, args: Any, models: dict[str, nn.Module], rows: Any, ranks: int):
+        self.args, self.models, self.rows, self.ranks = args, models, rows, ranks
+        self.shards = args.run.hsdp or ranks  # ranks that share one copy of the weights
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
-        for role, module in self.models.items():
+        for role, module in models.items():
             for part, size in memory.resident_bytes(module, self.shards).items():
                 if size:
                     self.held[role, part] = size
@@ -71,7 +71,7 @@ class MemoryPlan:
             if part in ("Adam", "average"):
                 offloaded = self.offload != "none"
             else:
-                offloaded = self.offload == "all" and role not in ("actor", "critic")
+                offloaded = self.offload == "all" and role not in self.trained
             if role in busy or not offloaded:
                 parts[f"{role} {part}"] = size
         return parts
@@ -85,59 +85,49 @@ class MemoryPlan:
         return self.resident(role, *busy) | parts
 
 
-@dataclass
 class PolicyMemory(MemoryPlan):
-    """Bytes on a GPU by phase of a PPO step and part: sums of what may be there at the same time.
+    """Of a PPO step."""
 
-    Attributes:
-        max_new_tokens: of a response.
-        critique_tokens: that a judge may write; 0: it writes none.
-        sequences: of a rollout, on one rank.
-        slots: sequences that decode together; 0: as many as fit, at most 256.
-        average: whether the actor's weights are averaged.
-        exact_kl: whether the actor's update asks the reference.
-        trains: False: an evaluation.
-    """
+    trained = ("actor", "critic")
 
-    max_new_tokens: int
-    critique_tokens: int
-    sequences: int
-    slots: int
-    average: bool
-    exact_kl: bool
-    trains: bool
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.average:
+    def __init__(self, args: Any, models: dict[str, nn.Module], rows: Any, ranks: int):
+        super().__init__(args, models, rows, ranks)
+        self.offload, self.least_pack = args.update.offload, args.longest
+        self.longest = longest_prompt(rows.train + rows.held_out)
+        if args.env.env:  # a first observation may fill the prompt
+            self.longest = args.data.max_prompt_tokens
+        if args.update.ema_beta:
             self.held["actor", "average"] = self.held["actor", "Adam"] // 2
 
     def phases(self, choice: Choice, room: float) -> dict[str, Parts]:
         """With ``room`` bytes on the GPU, of which a rollout takes what is left for its slots.
         Scoring by actor or critic needs less than their updates."""
-        longest = self.longest + self.max_new_tokens
+        longest = self.longest + self.args.longest_response
         phases = {"rollout": self.decoding("actor", longest, self.resident(), room)}
-        frozen = [role for role in self.models if role not in ("actor", "critic")]
+        frozen = [role for role in self.models if role not in self.trained]
         if frozen:
             phases["score"] = max(map(self.scoring, frozen), key=total)
         for role in frozen:
-            if role.startswith("grm") and self.critique_tokens:
-                written = longest + self.critique_tokens
+            if role.startswith("grm") and self.args.reward.grm_mode == "critique":
+                written = longest + self.args.reward.grm_max_new_tokens
                 phases[f"{role} writes"] = self.decoding(role, written, self.resident(role), room)
-        if self.trains and "critic" in self.models:
+        if self.args.run.eval_only:
+            return phases
+        if "critic" in self.models:
             phases["update critic"] = self.update("critic", choice)
-        if self.trains:
-            busy = ["reference"] if self.exact_kl else []
-            phases["update actor"] = self.update("actor", choice, *busy)
+        busy = ["reference"] if self.args.exact_kl_in_loss else []
+        phases["update actor"] = self.update("actor", choice, *busy)
         return phases
 
     def decoding(self, role: str, length: int, stay: Parts, room: float) -> Parts:
         """All weights gathered; slots as `RolloutEngine.slot_count` takes them."""
-        module = self.models[role]
+        module, rollout = self.models[role], self.args.rollout
         root, _, layers = memory.gathered_bytes(module)
-        work = memory.rollout_work(module, self.slots)
-        slots = min(self.slots or 256, self.sequences)
-        if not self.slots:
+        work = memory.rollout_work(module, rollout.slots)
+        sampled = -(-self.args.prompts_per_rollout // self.ranks) * rollout.samples_per_prompt
+        answered = -(-len(self.rows.held_out) // self.ranks) * rollout.eval_samples
+        slots = min(rollout.slots or MOST_SLOTS, max(sampled, answered))
+        if not rollout.slots:
             slots = memory.fitting_slots(module, length, slots, room - total(stay) - root - layers)
         cache = slots * memory.slot_cache(module, length)
         return stay | {"gathered weights": root + layers, "KV cache": cache, "forward": work}
@@ -148,30 +138,33 @@ class PolicyMemory(MemoryPlan):
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
 
-@dataclass
 class JudgeMemory(MemoryPlan):
-    """The same for the reward model's step and its evaluation, whose questions are assumed to be
-    those of training.
+    """Of the reward model's step and its evaluation, whose questions are assumed to be those of
+    training."""
 
-    Attributes:
-        batch, new_tokens: of an evaluation; 0: there is none.
-    """
+    trained, offload = ("judge",), "none"
 
-    batch: int
-    new_tokens: int
+    def __init__(self, args: Any, models: dict[str, nn.Module], rows: Any, ranks: int):
+        super().__init__(args, models, rows, ranks)
+        self.least_pack = args.data.max_prompt_tokens
+        self.longest = longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
 
     def phases(self, choice: Choice, room: float) -> dict[str, Parts]:
-        judge = self.models["judge"]
+        judge, batch = self.models["judge"], self.args.eval.eval_batch
         phases = {"update": self.update("judge", choice)}
-        if self.batch:
+        if self.rows.held_out:
             root, _, layers = memory.gathered_bytes(judge)
-            slot = memory.slot_cache(judge, self.longest + self.new_tokens)
+            length = self.longest + self.args.eval.eval_max_new_tokens
             phases["evaluate"] = self.resident() | {
                 "gathered weights": root + layers,
-                "KV cache": self.batch * slot,
-                "forward": self.batch * self.longest * memory.layer_activations(judge),
+                "KV cache": batch * memory.slot_cache(judge, length),
+                "forward": batch * self.longest * memory.layer_activations(judge),
             }
         return phases
+
+
+def longest_prompt(prompts: Iterable[Prompt]) -> int:
+    return max(len(prompt.input_ids) for prompt in prompts)
 
 
 def total(parts: Parts) -> float:
@@ -214,9 +207,10 @@ def advise(plan: MemoryPlan, most: int, gib: float) -> str:
     )
 
 
-def require_fit(plan: MemoryPlan, args: ModelArgs, gib: float) -> str:
+def require_fit(plan: MemoryPlan, gib: float) -> str:
     """A line about the peak of a run on GPUs with ``gib``. Raises UserError: it does not fit, and
     what would."""
+    args = plan.args.model
     choice = Choice(args.gradient_checkpointing != "off", args.max_tokens_per_pack)
     peak, phase = peak_of(plan, choice, gib)
     line = f"memory per GPU: {peak:.1f} of {gib:.1f} GiB, in {phase}"
@@ -225,20 +219,22 @@ def require_fit(plan: MemoryPlan, args: ModelArgs, gib: float) -> str:
     return line
 
 
-def check(plan: MemoryPlan, args: ModelArgs, ranks: distributed.Ranks) -> bool:
-    """Before weights are read on a GPU: hold the plan against the memory that is free on the
-    fullest of them, and say its peak. Returns whether layers are recomputed.
+def fit(plan: MemoryPlan, ranks: distributed.Ranks) -> None:
+    """On GPUs, before weights are read: hold the plan against the memory that is free on the
+    fullest of them, say its peak, and recompute layers where --gradient_checkpointing is auto.
 
     Raises:
         UserError: on all ranks: the run does not fit, and what would.
     """
     if ranks.device.type != "cuda":
-        return args.gradient_checkpointing == "on"
+        return
     layer = max(memory.gathered_bytes(module)[1] for module in plan.models.values())
     distributed.warm_up(ranks, layer)
     memory.release()
     free, _ = torch.cuda.mem_get_info()
-    line = require_fit(plan, args, min(distributed.gather_objects(free)) / GIB)
+    line = require_fit(plan, min(distributed.gather_objects(free)) / GIB)
     if distributed.is_main():
         print(line, flush=True)
-    return args.gradient_checkpointing != "off"
+    if plan.args.model.gradient_checkpointing == "auto":
+        for role in plan.models.keys() & set(plan.trained):
+            recompute_layers(plan.models[role].model)

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from common import distributed
-from common.model.attention import head_dim, slot_bytes
+from common.model.attention import MOST_SLOTS, head_dim, slot_bytes
 from common.model.forward import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
@@ -164,7 +164,7 @@ def rollout_work(policy: nn.Module, slots: int) -> int:
     """Bytes that a rollout needs besides weights and cache: for a layer of a prefill, or the logits
     of all slots (0: as many as there may be)."""
     row = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
-    return max(row, 16 * (slots or 256) * policy.model.config.get_text_config().vocab_size)
+    return max(row, 16 * (slots or MOST_SLOTS) * policy.model.config.get_text_config().vocab_size)
 
 
 def slot_cache(module: nn.Module, length: int) -> int:

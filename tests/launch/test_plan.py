@@ -40,7 +40,7 @@ def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
-    needed = ppo.memory_plan(args, models, loaded, 8)
+    needed = budget.PolicyMemory(args, models, loaded, 8)
     return SimpleNamespace(args=args, models=models, prompts=loaded.train, needed=needed)
 
 

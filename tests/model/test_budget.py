@@ -64,9 +64,12 @@ def reported(monkeypatch, gib: float) -> list[int]:
 LINE = ("--kl_coef", "0.01", "--dtype", "bfloat16")
 
 
-def check(dry, *changes: str) -> bool:
-    args = replace(dry.args.model, **dict(change.split("=") for change in changes))
-    return budget.check(dry.needed, args, GRAPHICS)
+def fit(dry, checkpointing: str) -> bool:
+    """Whether a start lets the actor recompute its layers."""
+    model = replace(dry.args.model, gradient_checkpointing=checkpointing)
+    dry.needed.args = replace(dry.args, model=model)
+    budget.fit(dry.needed, GRAPHICS)
+    return dry.models["actor"].model.model.language_model.layers[0].gradient_checkpointing
 
 
 @pytest.mark.slow
@@ -74,44 +77,31 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
     """7B on eight GPUs: it fits into 79 GiB recomputed, and not otherwise; into 30 not at all."""
     dry = planned(seven_b, picture_rows, *LINE)
     sizes = reported(monkeypatch, 79.0)
-    assert check(dry) is True and sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
+    assert fit(dry, "auto") and sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
     with pytest.raises(distributed.UserError, match=r"in update actor, does not fit; fastest with 8% to spare: "
                                                     r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
-        check(dry, "gradient_checkpointing=off")
+        fit(dry, "off")
     reported(monkeypatch, 30.0)
     with pytest.raises(distributed.UserError, match="does not fit; no pack is small enough"):
-        check(dry)
+        fit(dry, "auto")
 
 
-def test_on_a_cpu_nothing_is_checked_and_nothing_recomputed(qwen25, picture_rows):
-    dry = planned(qwen25, picture_rows)
-    ranks = SimpleNamespace(device=torch.device("cpu"), world=1)
-    for flag, recomputed in (("auto", False), ("on", True)):
-        assert budget.check(dry.needed, replace(dry.args.model, gradient_checkpointing=flag), ranks) == recomputed
-    env = start(qwen25, picture_rows)
-    assert not env.actor.model.model.language_model.layers[0].gradient_checkpointing
+@pytest.mark.parametrize("flag, recomputed", [("auto", False), ("on", True)])
+def test_on_a_cpu_nothing_is_checked(flag, recomputed, qwen25, picture_rows):
+    dry = planned(qwen25, picture_rows, "--gradient_checkpointing", flag)
+    budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
+    for role in ("actor", "critic"):
+        assert dry.models[role].model.model.language_model.layers[0].gradient_checkpointing == recomputed
 
 
-@pytest.mark.parametrize("script, roles", [(ppo, ("actor", "critic")), (grm, ())])
-def test_what_is_decided_reaches_the_layers(script, roles, qwen25, picture_rows, tmp_path, monkeypatch):
-    """Of both trained models, before a weight is read; an export needs no check."""
-    monkeypatch.setattr(budget, "check", lambda *_: True)
-    if script is ppo:
-        env = start(qwen25, picture_rows)
-        models = {"actor": env.actor, "critic": env.critic}
-        for only in (False, True):
-            args = replace(env.args, run=replace(env.args.run, export_only=only))
-            for module in models.values():
-                keep_activations(module.model)
-            ppo.fit_memory(args, models, env.rows, env.ranks)
-            assert {module.model.model.language_model.layers[0].gradient_checkpointing for module in models.values()} == {not only}
-    else:
-        rows = tmp_path / "rows.jsonl"
-        rows.write_text('{"question": "how many?", "response": "3", "correct": true}\n')
-        args = grm.parse_args(["--model", str(qwen25), "--data", str(rows), "--max_prompt_tokens", "512"])
-        judge = grm.build_judge(args, grm.load_rows(args), distributed.start(60.0, 0))
-        assert judge.model.model.language_model.layers[0].gradient_checkpointing
+@pytest.mark.parametrize("flag", ["auto", "off"])
+def test_on_a_gpu_both_trained_models_recompute_their_layers(flag, qwen25, picture_rows, monkeypatch):
+    dry = planned(qwen25, picture_rows, "--gradient_checkpointing", flag)
+    reported(monkeypatch, 79.0)
+    budget.fit(dry.needed, GRAPHICS)
+    for role in ("actor", "critic"):
+        assert dry.models[role].model.model.language_model.layers[0].gradient_checkpointing == (flag == "auto")
 
 
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
