@@ -1850,7 +1850,8 @@ class RolloutEngine:
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to `attention.MOST_SLOTS`, as fit into what a prefill and a margin leave free."""
+        """--slots, or as many, up to `attention.MOST_SLOTS`, as fit into what a prefill and a margin
+        leave free."""
         wanted = min(wanted, self.sampling.slots or attention.MOST_SLOTS)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
