@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     actor, critic, reference = load_models(args, models, ranks)
 
     trainables = make_trainables(args, actor, critic, reference)
-    state = TrainState.fresh(args)
+    state = TrainState(args.algorithm.kl_coef)
     read_only = args.run.eval_only or args.run.export_only
     checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, read_only=read_only)
     if args.run.export_only:
@@ -702,8 +702,8 @@ class TrainState:
     """What a resumed run must know besides weights and optimizers. It is saved with each
     checkpoint."""
 
-    kl: losses.KLController
-    moments: losses.RunningMoments
+    kl_coef: float  # weight of the KL
+    moments: losses.RunningMoments = field(default_factory=losses.RunningMoments)
     step: int = 0  # steps done
     batches_taken: int = 0  # rollouts' worth of prompts drawn from the data
     passes: float = 0.0  # over the data
@@ -713,20 +713,11 @@ class TrainState:
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
-    @staticmethod
-    def fresh(args: Args) -> "TrainState":
-        algorithm = args.algorithm
-        kl = losses.KLController(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
-        return TrainState(kl, losses.RunningMoments())
-
     def state_dict(self) -> dict[str, Any]:
-        parts = {"kl": self.kl.state_dict(), "moments": self.moments.state_dict()}
-        return vars(self) | parts
+        return vars(self) | {"moments": vars(self.moments)}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        self.kl.load_state_dict(saved.pop("kl"))
-        self.moments.load_state_dict(saved.pop("moments"))
-        vars(self).update(saved)
+        vars(self).update(saved, moments=losses.RunningMoments(**saved["moments"]))
 
 
 def advance(
@@ -738,9 +729,17 @@ def advance(
     args: Args,
 ) -> None:
     """Count a finished step, and add the counters to its metrics."""
+    algorithm = args.algorithm
     if "train/kl" in metrics and state.step >= args.update.critic_warmup_steps:
-        metrics["train/kl_coef"] = state.kl.value
-        state.kl.update(metrics["train/kl"], len(batch))
+        metrics["train/kl_coef"] = state.kl_coef
+        if algorithm.kl_target:
+            state.kl_coef = losses.adapt_kl_coef(
+                state.kl_coef,
+                metrics["train/kl"],
+                algorithm.kl_target,
+                len(batch),
+                algorithm.kl_horizon,
+            )
     state.step += 1
     state.batches_taken, state.dropped_prompts = loader.taken, loader.dropped
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
@@ -1206,7 +1205,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
     inputs = losses.AdvantageInputs(
         rewards=shape_rewards(batch.rewards, batch.lengths, state, args),
         kl=kl,
-        kl_coef=state.kl.value if algorithm.kl_in == "reward" else 0.0,
+        kl_coef=state.kl_coef if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         prompt_index=batch.prompt_index,
         turn_rewards=batch.turn_rewards,
@@ -1228,7 +1227,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     rank. Returns the rollout's metrics."""
     algorithm = args.algorithm
     estimator = ESTIMATORS[algorithm.advantage]
-    batch.kl_coef = state.kl.value
+    batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
     advantages, batch.returns = estimator.estimate(inputs)
     if args.whiten:

@@ -286,32 +286,12 @@ class RunningMoments:
         self.mean += shift * x.numel() / total
         self.count = total
 
-    def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        vars(self).update(state)
-
-
-class KLController:
-    """The weight of the KL: fixed without a target, else adaptive (Ziegler et al. 2019, section
-    2.2)."""
-
-    def __init__(self, kl_coef: float, target: float = 0.0, horizon: int = 10000):
-        self.value, self.target, self.horizon = kl_coef, target, horizon
-
-    def update(self, kl: float, n: int) -> None:
-        """After a rollout of ``n`` samples, with ``kl`` per token, both over all ranks. The weight
-        stays positive for n less than 5 horizons."""
-        if self.target:
-            error = min(max(kl / self.target - 1, -0.2), 0.2)
-            self.value *= 1 + error * n / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.value = state["value"]
+def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
+    """The weight of the KL after a rollout of so many samples with ``kl`` per token, both over all
+    ranks (Ziegler et al. 2019, section 2.2). It stays positive for fewer samples than 5 horizons."""
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * samples / horizon)
 
 
 # -------------------------------------------------------------------------------------------------

@@ -45,9 +45,7 @@ def copied(env) -> Batch:
 
 def state_of(env, kl_coef: float = 0.1, moments: losses.RunningMoments | None = None) -> ppo.TrainState:
     """The state of a run with this weight of the KL and these moments of the rewards."""
-    state = ppo.TrainState.fresh(with_flags(env.args, kl_coef=kl_coef))
-    state.moments = moments or state.moments
-    return state
+    return ppo.TrainState(kl_coef, moments or losses.RunningMoments())
 
 
 def advantages(env, moments: losses.RunningMoments | None = None, count: int = 16, **changes) -> list[list[float]]:

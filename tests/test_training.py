@@ -670,7 +670,7 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
     """Not all: 30 of 32 are told, once until it changes; 28 of 32 are not, and neither is a large advantage."""
     args = with_flags(env.args, prompts_per_step=32, out=tmp_path, log_samples=0)
-    state, log = ppo.TrainState.fresh(args), ppo.open_log(args, env.rows, 0)
+    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
     metrics = {"rollout/rollouts": 1, "rollout/reward": 0.125, "train/advantages_max": 60.0, "train/advantages_min": -70.0}
     for step, flat in enumerate((28, 30, 31, 28, 29), start=1):
         state.step, state.metrics = step, metrics | {"rollout/groups_without_spread": flat}
@@ -683,7 +683,7 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
 
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until_it_changes(env, tmp_path, capsys):
     args = with_flags(env.args, out=tmp_path)
-    state, log = ppo.TrainState.fresh(args), ppo.open_log(args, env.rows, 0)
+    state, log = ppo.TrainState(args.algorithm.kl_coef), ppo.open_log(args, env.rows, 0)
     warned = []
     for state.step, (gap, accuracy) in enumerate([(0.3, 0.0), (4.8e-4, 0.0), (-2e-5, 0.5), (0.2, 0.0), (0.0, 0.0)]):
         metrics = {"eval/reward_mean": 0.5, "eval/accuracy_reward_mean": accuracy, "eval/vision_gap_logprob": gap}
