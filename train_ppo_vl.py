@@ -1905,14 +1905,16 @@ class RolloutEngine:
         """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack and sample
         every sample's first token."""
         model, batch, sampling = self.actor.model, self.batch, self.sampling
-        started = []
+        started, parts = [], []
         for index, samples in members:
             length, following = batch.prompt_lengths[index], self.following(index)
             for slot, number in samples:
                 started.append((slot, length, following, 0, batch.prompt_ids[index], number))
                 self.slots[slot] = Sample((index, number), stored=length)
-        slots_of = {index: [slot for slot, _ in samples] for index, samples in members}
-        pack = vlm.prompt_pack(model, batch, slots_of, self.cache)
+            slots, ids = [slot for slot, _ in samples], batch.prompts[index].input_ids
+            parts.append(vlm.Prefill(slots, 0, ids, vlm.positions_of(model, batch, index)))
+        features = [batch.features[index] for index, _ in members if index in batch.features]
+        pack = vlm.prefill_pack(model, self.cache, parts, features)
         hidden = vlm.hidden_states(model, pack)[pack.predict]  # (b, H)
         *state, prompt_ids, numbers = torch.tensor(started, device=hidden.device).T  # (b,) each
         keys = logprobs.sequence_keys(sampling.seed, sampling.stream, prompt_ids, numbers)
@@ -2055,16 +2057,16 @@ class RolloutEngine:
         """Prefill the replies to the episodes of some slots after what these have cached, and sample
         the first token of their next turns."""
         features = replies.compute_features(self.actor.model, [e.reply for _, e in episodes])
-        resumed, state = [], []
+        parts, state = [], []
         for slot, episode in episodes:
             group, _ = episode.key
             following = self.following(group)
             ids, positions = episode.read_reply()
             length = self.batch.prompt_lengths[group] + episode.length
-            resumed.append(replies.Resumed(slot, length - len(ids), ids, following + positions))
+            parts.append(vlm.Prefill([slot], length - len(ids), ids, following + positions))
             self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
             state.append((slot, length, following + episode.position, episode.own_tokens))
-        pack = replies.reply_pack(self.actor.model, self.cache, resumed, features)
+        pack = vlm.prefill_pack(self.actor.model, self.cache, parts, features)
         hidden = vlm.hidden_states(self.actor.model, pack)[pack.predict]  # (b, H)
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
 

@@ -2,7 +2,7 @@
 
     parts           -> texts and images                                  read_parts
     reply           -> token ids that follow the assistant's end token   encode_reply
-    waiting replies -> features of their images, one pack      compute_features, reply_pack
+    waiting replies -> features of their images                          compute_features
 
 A reply is written by the chat template itself: in a conversation of a user, an assistant and the
 reply, it is what follows after the assistant's words. Only these tokens are new; what the policy
@@ -14,17 +14,16 @@ Shapes: E tokens of a reply, M image tokens, H hidden size, K levels of image fe
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn as nn
 from PIL import Image
 from torch import Tensor
 
-from common.buffers import Content, Pack, ragged_index
+from common.buffers import Content
 from common.data.images import read_image, upright_rgb
 from common.data.processor import Processor
-from common.model.attention import PackedAttention, SlotCache
 from common.model.forward import image_features
 
 TURN = "\x02turn\x03"  # nothing else contains it, and no template changes it
@@ -112,17 +111,8 @@ def check_template(processor: Processor, role: str, shows_images: bool) -> None:
 
 
 # -------------------------------------------------------------------------------------------------
-# Prefill of replies
+# Images of replies
 # -------------------------------------------------------------------------------------------------
-
-
-class Resumed(NamedTuple):
-    """A conversation that goes on: a segment that attends to what its slot has cached."""
-
-    slot: int
-    cached: int  # tokens of the slot that stay
-    input_ids: Tensor  # (n,) the last own token, which may not be cached, and the reply
-    positions: Tensor  # (3, n)
 
 
 def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
@@ -141,35 +131,3 @@ def compute_features(model: nn.Module, replies: list[Reply]) -> list[Tensor]:
     for reply, part in zip(replies, parts):
         reply.features = reply.patches[None] if model.trains_vision else part
     return list(parts)
-
-
-def reply_pack(
-    model: nn.Module, cache: SlotCache, resumed: list[Resumed], features: list[Tensor]
-) -> Pack:
-    """One pack of conversations that go on, each after the keys and values of its slot; its
-    end predicts the next turn.
-
-    Args:
-        features: of their images, (K, M, H) each.
-    """
-    compute, device = model.compute, model.compute.device
-    slot, cached = torch.tensor([part[:2] for part in resumed]).T  # (b,) each
-    counts = torch.tensor([len(part.input_ids) for part in resumed])  # (b,)
-    ends = counts.cumsum(0)
-    size = int(ends[-1])  # L; the slots' keys and values follow the pack
-    cache_ends = size + cached.cumsum(0)
-    segments = torch.stack([ends - counts, ends, cache_ends - cached, cache_ends], dim=1).tolist()
-    writes = torch.arange(size), slot.repeat_interleave(counts), ragged_index(cached, counts)
-    reads = slot.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
-    writes, reads = (tuple(x.to(device) for x in part) for part in (writes, reads))
-    ids = torch.cat([part.input_ids for part in resumed])  # (L,)
-    positions = torch.cat([part.positions for part in resumed], dim=1)  # (3, L)
-    image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    return Pack(
-        input_ids=ids[None].to(device),
-        positions=positions[:, None].to(device),
-        image_index=image_index.to(device),
-        features=torch.cat(features, dim=1).to(device) if features else None,
-        attention=PackedAttention(segments, compute.backend, device, cache, writes, reads),
-        predict=ends.to(device) - 1,
-    )

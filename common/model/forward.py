@@ -17,7 +17,7 @@ import inspect
 import math
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Iterable, Iterator
+from typing import Any, Iterable, Iterator, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -407,37 +407,50 @@ def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
     return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 
-def prompt_pack(
-    model: nn.Module, batch: Batch, slots: dict[int, list[int]], cache: SlotCache
+class Prefill(NamedTuple):
+    """Tokens that slots read after what they hold: a prompt, or an environment's reply."""
+
+    slots: list[int]  # several may read one prompt
+    cached: int  # tokens that the slot holds already
+    input_ids: Tensor  # (n,)
+    positions: Tensor  # (3, n)
+
+
+def prefill_pack(
+    model: nn.Module, cache: SlotCache, parts: list[Prefill], features: list[Tensor]
 ) -> Pack:
-    """Prompts in one pack, each to be prefilled into ``slots`` of the cache, by the prompt's index.
-    ``predict`` (b,) is, for every slot in order, the end of its prompt."""
-    compute = model.compute
-    lengths = torch.tensor([batch.prompt_lengths[index] for index in slots])
-    counts = torch.tensor([len(targets) for targets in slots.values()])
-    ends = lengths.cumsum(0)
-    bounds = torch.stack([ends - lengths, ends], dim=1)
-    starts, of_slots = (ends - lengths).repeat_interleave(counts), lengths.repeat_interleave(counts)
-    # where each slot's keys and values come from and go to
+    """The parts in one pack, each after the keys and values of its slot, with the ``features`` (K,
+    M, H) of their images. ``predict`` (b,) is, for every slot in order, the end of its part."""
+    compute, device = model.compute, model.compute.device
+    counts = torch.tensor([len(part.input_ids) for part in parts])
+    cached = torch.tensor([part.cached for part in parts])
+    ends = counts.cumsum(0)
+    cache_ends = ends[-1] + cached.cumsum(0)  # keys and values of the slots follow the pack
+    bounds = torch.stack([ends - counts, ends, cache_ends - cached, cache_ends], dim=1)
+    slots = torch.tensor([slot for part in parts for slot in part.slots])  # (b,)
+    copies = torch.tensor([len(part.slots) for part in parts])
+    counts, cached, ends = (x.repeat_interleave(copies) for x in (counts, cached, ends))  # (b,)
     plan = (
-        ragged_index(starts, of_slots),
-        torch.tensor(sum(slots.values(), [])).repeat_interleave(of_slots),
-        ragged_index(torch.zeros_like(starts), of_slots),
+        ragged_index(ends - counts, counts),
+        slots.repeat_interleave(counts),
+        ragged_index(cached, counts),
     )
-    plan = tuple(part.to(compute.device) for part in plan)
-    ids = torch.cat([batch.prompts[index].input_ids for index in slots])  # (L,)
+    earlier = slots.repeat_interleave(cached), ragged_index(torch.zeros_like(cached), cached)
+    plan, earlier = (tuple(x.to(device) for x in places) for places in (plan, earlier))
+    ids = torch.cat([part.input_ids for part in parts])  # (L,)
+    positions = torch.cat([part.positions for part in parts], dim=1)  # (3, L)
     image_index = torch.isin(ids, model.family.visual_token_ids()).nonzero()[:, 0]  # (M,)
-    positions = torch.cat([positions_of(model, batch, index) for index in slots], dim=1)  # (3, L)
-    features = [batch.features[index] for index in slots if index in batch.features]
-    segments = [(start, end, start, start) for start, end in bounds.tolist()]
-    segments = model.family.attention_segments(segments, image_index)
+    segments = model.family.attention_segments(bounds.tolist(), image_index)
+    attention = PackedAttention(
+        segments, compute.backend, device, cache, plan, earlier if cached.any() else ()
+    )
     return Pack(
-        input_ids=ids[None].to(compute.device),
-        positions=positions[:, None].to(compute.device),
-        image_index=image_index.to(compute.device),
-        features=torch.cat(features, dim=1).to(compute.device) if features else None,
-        attention=PackedAttention(segments, compute.backend, compute.device, cache, plan),
-        predict=(starts + of_slots).to(compute.device) - 1,
+        input_ids=ids[None].to(device),
+        positions=positions[:, None].to(device),
+        image_index=image_index.to(device),
+        features=torch.cat(features, dim=1).to(device) if features else None,
+        attention=attention,
+        predict=ends.to(device) - 1,
     )
 
 
