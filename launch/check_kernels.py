@@ -33,7 +33,7 @@ from common.model.attention import (
     SlotCache,
     choose_backend,
 )
-from common.model.linear_attention import PackedDelta, padded_rule
+from common.model.linear_attention import PackedDelta
 
 # A short prompt, and one that fills its slot but for one token, each with two responses, the first of one token.
 SEGMENTS = [(0, 7, 0, 0), (7, 8, 0, 7), (8, 40, 0, 7), (40, 295, 40, 40), (295, 296, 40, 295), (296, 316, 40, 295)]
@@ -188,7 +188,7 @@ class Check:
         inputs = [self.random(*shape, DELTA_DIM) for _ in "qkv"]
         inputs += [self.random(*shape).float().exp() * -0.05, self.random(*shape).sigmoid()]
         computed = with_gradients(lambda *x: PackedDelta(SEGMENTS, self.device).recur(0, *x), inputs)  # (N, Hv, Dv)
-        host = PackedDelta(SEGMENTS, torch.device("cpu"), rule=padded_rule)
+        host = PackedDelta(SEGMENTS, torch.device("cpu"))
         expected = with_gradients(lambda *x: host.recur(0, *x), [x.float().cpu() for x in inputs])
         bounds = [explained(self.dtype, 8, FULL), *[explained(self.dtype, 16, FULL**2)] * 5]
         yield from compare("delta rule", ("q", "k", "v", "decay", "strength"), computed, expected, bounds)

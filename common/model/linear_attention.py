@@ -102,8 +102,7 @@ class DeltaNet(nn.Module):
     It takes over all that the layer has. Weights keep their names, but for the two in `Decay`.
 
     Raises:
-        ValueError: a convolution of another width, another activation, heads of keys that do not
-            divide those of values.
+        ValueError: a convolution of another width, another activation.
     """
 
     def __init__(self, theirs: nn.Module):
@@ -112,11 +111,6 @@ class DeltaNet(nn.Module):
             raise ValueError(
                 f"linear attention with linear_conv_kernel_dim {theirs.conv_kernel_size} and "
                 f"hidden_act {theirs.activation} is not supported; Qwen3.5 has {WIDTH} and silu"
-            )
-        if theirs.num_v_heads % theirs.num_k_heads:
-            raise ValueError(
-                f"linear_num_key_heads {theirs.num_k_heads} does not divide "
-                f"linear_num_value_heads {theirs.num_v_heads}"
             )
         vars(self).update(vars(theirs))
         self.decay = Decay(self._parameters.pop("A_log"), self._parameters.pop("dt_bias"))
@@ -160,8 +154,7 @@ class Stretch:
     """Segments of a row that one call of the delta rule takes.
 
     Attributes:
-        rows: (n,) their rows of the pack, one segment after the other; None: all, as they
-            lie.
+        rows: (n,) their rows of the pack, one segment after the other; None: all rows.
         bounds: (segments + 1,) int64, where each begins and ends among these.
         padded: (segments, longest) rows of the pack; padding points at a segment's first.
         is_padding: (segments, longest, 1) bool.
@@ -183,11 +176,7 @@ class PackedDelta:
         segments: as of `attention.PackedAttention`.
         states, plan: prefill. Where a segment's last token goes to a slot, by `plan` as of
             `attention.PackedAttention`, its final state and last inputs go there, too.
-        rule: None: that of `choose_rule`.
         resumed: each segment goes on where its slot is; prefixes mean keys of the slot.
-
-    Raises:
-        ValueError: a prefix that is not a whole segment.
     """
 
     def __init__(
@@ -196,32 +185,35 @@ class PackedDelta:
         device: torch.device,
         states: "SlotStates | None" = None,
         plan: tuple[Tensor, ...] = (),
-        rule: Callable | None = None,
         resumed: bool = False,
     ):
-        self.device, self.states, self.rule, self.resumed = device, states, rule, resumed
+        self.device, self.states, self.resumed = device, states, resumed
         table = np.asarray([segment[:4] for segment in segments], dtype=np.int64)
         if resumed:
             table[:, 2:] = table[:, :1]
         start, end, prefix_start, prefix_end = table.T
         whole = np.flatnonzero(prefix_start == prefix_end)
         forked = np.flatnonzero(prefix_start < prefix_end)
-        ends_of = dict(zip(start[whole], end[whole]))
-        if any(ends_of.get(first) != last for first, last in table[forked, 2:]):
-            raise ValueError("a prefix must be a whole segment where layers have a state")
         parent = np.searchsorted(start[whole], prefix_start[forked])
         self.parent = self.to_device(parent)  # (R,) which of the W segments each continues
-        self.size = end[-1]
+        self.size = end[-1]  # N
         self.whole = self.stretch(table[whole])
-        self.forked = self.stretch(table[forked]) if len(forked) else None
-        order = np.concatenate([whole, forked])
-        self.order = None  # (N,) where the two calls' outputs hold each row
+        self.forked = None
         if len(forked):
-            places = np.concatenate([np.arange(start[i], end[i]) for i in order])
-            self.order = self.to_device(np.argsort(places))
-        self.first, self.sources = map(self.to_device, beyond_segments(table, resumed))
+            self.forked = self.stretch(table[forked])
+            # (N,) where the two calls' outputs hold each row
+            self.order = torch.cat([self.whole.rows, self.forked.rows]).argsort()
+        inputs = convolved_rows(table, resumed)  # (S, K - 1 + longest)
+        # The convolution of the first K - 1 tokens of each segment reaches beyond its start.
+        windows = np.lib.stride_tricks.sliding_window_view(inputs, WIDTH, axis=1)  # of each token
+        first, windows = inputs[:, WIDTH - 1 : 2 * WIDTH - 2], windows[:, : WIDTH - 1]
+        inside = first < end[:, None]
+        self.first = self.to_device(first[inside])  # (F,)
+        self.sources = self.to_device(windows[inside])  # (F, K) rows under it, oldest first
         if states is not None:
-            self.keep(table[whole], plan)
+            ends = (end - start)[:, None] + np.arange(WIDTH - 1)
+            last = np.take_along_axis(inputs, ends, axis=1)  # (S, K - 1)
+            self.keep(end[whole], last[whole], plan)
 
     def to_device(self, array: np.ndarray) -> Tensor:
         return torch.as_tensor(array).to(self.device, non_blocking=True)
@@ -232,26 +224,23 @@ class PackedDelta:
         inside = step < lengths[:, None]  # (segments, longest)
         padded = np.where(inside, table[:, :1] + step, table[:, :1])
         rows = padded[inside]
-        in_order = (rows == np.arange(len(rows))).all() and table[-1, 1] == len(rows)
         return Stretch(
-            rows=None if in_order else self.to_device(rows),
+            rows=None if len(rows) == self.size else self.to_device(rows),
             bounds=self.to_device(np.append(0, np.cumsum(lengths))),
             padded=self.to_device(padded),
             is_padding=self.to_device(~inside[..., None]),
             places=self.to_device(np.flatnonzero(inside)),
         )
 
-    def keep(self, table: np.ndarray, plan: tuple[Tensor, ...]) -> None:
-        """Which segment's end (k,) goes to which slot (k,), and the rows (W, K - 1) of the last
-        inputs; for rows from N on see `before_segments`."""
+    def keep(self, ends: np.ndarray, last: np.ndarray, plan: tuple[Tensor, ...]) -> None:
+        """Which of the segments that end at ``ends`` (W,) goes to which slot, and the rows (k, K -
+        1) of its last inputs."""
         rows, slots, _ = plan
-        ends = self.to_device(table[:, 1].copy())  # (W,)
+        ends = self.to_device(ends)
         is_last = torch.isin(rows, ends - 1)
-        self.ending = torch.searchsorted(ends, rows[is_last], right=True)
+        self.ending = torch.searchsorted(ends, rows[is_last], right=True)  # (k,)
         self.slots = slots[is_last]
-        last = table[:, 1:2] - np.arange(WIDTH - 1, 0, -1)
-        earlier = before_segments(table, last, self.resumed)
-        self.last = self.to_device(np.where(last < table[:, :1], earlier, last))
+        self.last = self.to_device(last)[self.ending]
 
     def convolve(self, layer: int, x: Tensor, taps: Tensor) -> Tensor:
         """The causal convolution, x (N, C) and taps (K, C) -> (N, C): over the row, and once more
@@ -267,7 +256,7 @@ class PackedDelta:
             out = out + padded[i : i + len(x)] * weights[i]
         again = (rows[self.sources] * weights).sum(dim=1)
         if self.states is not None:
-            self.states.inputs[layer, self.slots] = rows[self.last[self.ending]].to(x.dtype)
+            self.states.inputs[layer, self.slots] = rows[self.last].to(x.dtype)
         return out.index_copy(0, self.first, again).to(x.dtype)
 
     def recur(
@@ -276,7 +265,7 @@ class PackedDelta:
         """The delta rule: q, k (N, Hv, Dk), v (N, Hv, Dv), logarithm of the decay and strength of
         the update (N, Hv) -> (N, Hv, Dv)."""
         inputs = q, k, v, decay, strength
-        rule = self.rule or choose_rule(q.device.type, q.dtype)
+        rule = choose_rule(q.device.type, q.dtype)
         held = self.states.states[layer, self.slots] if self.resumed else None
         out, state = rule(self.whole, inputs, held)  # (n, Hv, Dv), (W, Hv, Dk, Dv)
         if self.states is not None:
@@ -287,30 +276,18 @@ class PackedDelta:
         return torch.cat([out, after]).index_select(0, self.order)
 
 
-def before_segments(table: np.ndarray, rows: np.ndarray, resumed: bool) -> np.ndarray:
-    """What stands for ``rows`` (S, ...) before the start of their segments: row N, which is one of
-    zeros, or, for segments that are resumed, the rows after it: K - 1 inputs from each slot."""
-    size = table[-1, 1]  # N
-    if not resumed:
-        return np.full_like(rows, size)
-    count = np.arange(1, len(table) + 1)
-    ends = size + 1 + count * (WIDTH - 1)  # of each slot's inputs
-    away = ends - table[:, 0]
-    return rows + away.reshape(-1, *[1] * (rows.ndim - 1))
-
-
-def beyond_segments(table: np.ndarray, resumed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """The rows (F,) whose convolution reaches beyond the start of their segment, and the rows (F,
-    K) under it, oldest first; for rows from N on see `before_segments`."""
-    start, end, prefix_start, prefix_end = (table[:, i, None, None] for i in range(4))
-    first = start + np.arange(WIDTH - 1)[:, None]  # (S, K - 1, 1)
-    rows = first - np.arange(WIDTH - 1, -1, -1)  # (S, K - 1, K)
-    before = start - rows  # above 0: so many tokens before the segment
-    earlier = before_segments(table, rows, resumed)
-    rows = np.where(before > 0, prefix_end - before, rows)
-    rows = np.where(before > prefix_end - prefix_start, earlier, rows)
-    inside = (first < end)[:, :, 0]
-    return first[:, :, 0][inside], rows[inside]
+def convolved_rows(table: np.ndarray, resumed: bool) -> np.ndarray:
+    """(S, K - 1 + longest) the rows that the convolution sees of each segment: the last K - 1 before
+    it, then its own, and more. Before a segment is its prefix; before that row N, which is one of
+    zeros. Before segments that are resumed are the rows after it: K - 1 inputs from each slot."""
+    size, width = table[-1, 1], WIDTH - 1
+    start, end, prefix_start, prefix_end = (table[:, i : i + 1] for i in range(4))  # (S, 1)
+    before = prefix_end + np.arange(-width, 0)
+    before = np.where(before < prefix_start, size, before)
+    if resumed:
+        before = size + 1 + np.arange(width * len(table)).reshape(-1, width)
+    own = start + np.arange(max((end - start).max(), width))
+    return np.concatenate([before, own], axis=1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -320,36 +297,20 @@ def beyond_segments(table: np.ndarray, resumed: bool) -> tuple[np.ndarray, np.nd
 
 @functools.cache
 def choose_rule(device: str, dtype: torch.dtype) -> Callable:
-    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`. Raises
-    ValueError: the package is installed and does not load."""
-    runs = device == "cuda" and dtype != torch.float32
-    if not runs or importlib.util.find_spec("fla") is None:
+    """`fla_rule` where its package is installed and its kernels run, or else `padded_rule`."""
+    if device != "cuda" or dtype == torch.float32:
+        return padded_rule
+    if importlib.util.find_spec("fla") is None:
+        if distributed.is_main():
+            print(f"linear attention runs in plain torch; faster: {FLA_INSTALL}", flush=True)
         return padded_rule
     load_fla()
     return fla_rule
 
 
-@functools.cache
-def announce_rule(device: str, dtype: torch.dtype) -> None:
-    """The main rank prints the rule of this device and type, once."""
-    name, hint = "torch", ""
-    if choose_rule(device, dtype) is fla_rule:
-        name = "flash-linear-attention"
-    elif device == "cuda" and dtype != torch.float32:
-        hint = f" (flash-linear-attention is not installed, which is faster: {FLA_INSTALL})"
-    if distributed.is_main():
-        print(f"linear attention: {name}{hint}", flush=True)
-
-
 def load_fla() -> Callable:
-    """The kernel of flash-linear-attention. Raises ValueError: it does not load."""
-    try:
-        return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    except (ImportError, OSError, AttributeError) as error:
-        raise ValueError(
-            f"flash-linear-attention is installed, but cannot be used: {error}; install it anew "
-            f"({FLA_INSTALL}) or remove it"
-        ) from error
+    """The kernel of flash-linear-attention."""
+    return importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
 
 
 def fla_rule(

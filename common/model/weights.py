@@ -40,7 +40,7 @@ from common.data.folder import read_json, read_model_config
 from common.data.processor import Processor
 from common.flags import ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
-from common.model.attention import FLASH_ATTN_INSTALL, choose_backend, flash_attn_problem
+from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
 from common.model.forward import (
     check_decoder,
@@ -54,7 +54,7 @@ from common.model.forward import (
 )
 from common.model.fsdp import copy_shard, shard, shard_of
 from common.model.layers import use_fewer_kernels
-from common.model.linear_attention import announce_rule
+from common.model.linear_attention import choose_rule
 
 # Hub files and modules spell the same weights differently; tried in this order.
 KEY_SPELLINGS = (
@@ -173,7 +173,7 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
         backend = choose_backend(args.attention, device, dtype)
         install = ""
         if backend == "varlen" and flash_attn_problem():
-            install = f" ({flash_attn_problem()}; to build it: {FLASH_ATTN_INSTALL})"
+            install = f" ({flash_attn_problem()})"
         if distributed.is_main():
             ranks = f"{distributed.world_size()} x {device.type}"
             print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
@@ -303,7 +303,7 @@ def build_model(
     if not trains_vision:
         freeze(tower_parameters(model), compute.dtype)
     if float32_parts(model) and compute.device.type != "meta":
-        announce_rule(compute.device.type, compute.dtype)
+        choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
 
 
