@@ -45,21 +45,15 @@ def choose_backend(
         return "varlen" if flash_attn_problem() else "flash_attn"
     if requested == "sdpa":
         return requested
+    problem = ""
     if device.type != "cuda":
-        raise ValueError(
-            f"--attention {requested} needs a CUDA device and this run is on {device.type}; use "
-            "sdpa"
-        )
-    if dtype == torch.float32:
-        raise ValueError(
-            f"--attention {requested} computes in bfloat16 only, and --dtype is float32; use sdpa"
-        )
-    problem = flash_attn_problem() if requested == "flash_attn" else ""
+        problem = f"it needs a CUDA device and this run is on {device.type}"
+    elif dtype == torch.float32:
+        problem = "it computes in bfloat16 only, and --dtype is float32"
+    elif requested == "flash_attn":
+        problem = flash_attn_problem()
     if problem:
-        raise ValueError(
-            f"--attention flash_attn: {problem}; to build it: {FLASH_ATTN_INSTALL}, or choose "
-            "--attention varlen"
-        )
+        raise ValueError(f"--attention {requested}: {problem}; use auto")
     return requested
 
 
@@ -69,7 +63,7 @@ def flash_attn_problem() -> str:
     try:
         importlib.import_module("flash_attn").flash_attn_with_kvcache
     except (ImportError, OSError, AttributeError) as error:
-        return f"flash-attn cannot be used: {error}"
+        return f"flash-attn cannot be used: {error}; to build it: {FLASH_ATTN_INSTALL}"
     return ""
 
 
@@ -451,13 +445,16 @@ class DecodeAttention:
         from flash_attn import flash_attn_with_kvcache
 
         left = -1 if window is None else window - 1
-        options = {
-            "softmax_scale": scale,
-            "cache_seqlens": self.stored,
-            "causal": True,
-            "window_size": (left, -1),
-        }
-        return flash_attn_with_kvcache(q[:, None], keys, values, **options)[:, 0]
+        out = flash_attn_with_kvcache(
+            q[:, None],
+            keys,
+            values,
+            softmax_scale=scale,
+            cache_seqlens=self.stored,
+            causal=True,
+            window_size=(left, -1),
+        )
+        return out[:, 0]
 
     def attend_varlen(
         self, q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
