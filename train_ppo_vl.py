@@ -37,7 +37,7 @@ from PIL import Image
 from torch import Tensor
 
 from common import data, distributed, flags, logging, logprobs, losses, rewards
-from common.buffers import Batch, Pack
+from common.buffers import Batch, Pack, fill_packs
 from common.distributed import UserError
 from common.envs import dialogue, environments, replies
 from common.flags import flag
@@ -2110,19 +2110,6 @@ class RolloutEngine:
         for old, new in zip(source, target):
             self.slots[new], self.slots[old] = self.slots[old], None
         self.done[source] = True
-
-
-def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
-    """The items in order, as many together as have at most so many tokens; one may have more."""
-    part, total = [], 0
-    for item, size in zip(items, sizes):
-        if part and total + size > most:
-            yield part
-            part, total = [], 0
-        part.append(item)
-        total += size
-    if part:
-        yield part
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import itertools
 import math
 from collections import ChainMap
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, Iterable
+from typing import Annotated, Any, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -367,14 +367,22 @@ def make_blocks(
         saved = (len(samples) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
         spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # masked halves of the responses
         longest = max_tokens if saved > spent else 0  # 0: each response alone
-        size = math.inf  # of the block in progress; there is none yet
-        for i in samples:
-            if size + lengths[i] > longest:
-                blocks.append((index, []))
-                size = prompt
-            blocks[-1][1].append(i)
-            size += lengths[i]
+        sizes = [lengths[i] for i in samples]
+        blocks += [(index, part) for part in fill_packs(samples, sizes, longest - prompt)]
     return blocks
+
+
+def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
+    """The items in order, as many together as have at most so many tokens; one may have more."""
+    part, total = [], 0
+    for item, size in zip(items, sizes):
+        if part and total + size > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += size
+    if part:
+        yield part
 
 
 def balanced_partition(items: Iterable[int], costs: list[float], bins: int) -> list[list[int]]:

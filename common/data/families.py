@@ -138,9 +138,6 @@ class Family:
     def token(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id)
 
-    def placeholder_of(self, grid: Grid) -> str:
-        return self.clip_placeholder if is_clip(grid) else self.placeholder
-
     def grid(self, width: int, height: int) -> Grid:
         """The grid of an image of width x height pixels. Raises ValueError: sides too unlike each
         other."""
@@ -286,16 +283,17 @@ class Qwen(Family):
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         t, h, w = grid[:3]
+        tokens = h * w // self.merge_size**2  # of a temporal patch; an image is one
         if not is_clip(grid):
-            return self.placeholder, [t * h * w // self.merge_size**2]
+            return self.placeholder, [tokens]
         if not self.is_third:
-            return self.clip_placeholder, [t * h * w // self.merge_size**2]
+            return self.clip_placeholder, [t * tokens]
         start = self.token(self.config.vision_start_token_id)
         end = self.token(self.config.vision_end_token_id)
         text = ""
         for second in grid[4:]:  # each temporal patch with its time
             text += f"<{second:.1f} seconds>{start}{self.clip_placeholder}{end}"
-        return text, [h * w // self.merge_size**2] * t
+        return text, [tokens] * t
 
     def patches(self, image: Image.Image) -> Patches:
         batch = self.prepared([image])
@@ -305,8 +303,6 @@ class Qwen(Family):
         """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the
         families' video processors, and (t, h, w). The last frame is repeated to fill the last
         temporal patch."""
-        if any(frame.size != frames[0].size for frame in frames):
-            raise ValueError("the frames of a clip differ in size")
         deep, side = self.depth, self.patch_size
         width, height = self.frame_size(*frames[0].size, len(frames))
         frames = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]
@@ -462,7 +458,3 @@ def family_of(config) -> Family:
     if config.model_type not in FAMILIES:
         raise ValueError(f"family {config.model_type!r} is not one of {', '.join(FAMILIES)}")
     return FAMILIES[config.model_type](config)
-
-
-def video_model_types() -> list[str]:
-    return [model_type for model_type, family in FAMILIES.items() if family.takes_videos]

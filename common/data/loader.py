@@ -8,7 +8,6 @@ and the numbers.
 """
 
 import hashlib
-import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable
 
@@ -79,15 +78,9 @@ def prompt_of(row: Any) -> Prompt:
 def mix(weights: list[float], draws: int) -> np.ndarray:
     """(draws,) set of each draw. Draw j of set i has the time (j + 1/2) / weight i: shares are kept
     at every moment, and a longer plan begins like a shorter one."""
-    if not weights:  # --eval_only needs no --data
-        return np.arange(0)
-    # At any time each other set may be half a draw behind its share, all of which are this one's
-    # then.
-    most = len(weights) // 2 + 1
-    counts = [math.ceil(draws * weight / sum(weights)) + most for weight in weights]
-    times = [(np.arange(count) + 0.5) / weight for count, weight in zip(counts, weights)]
-    which = np.repeat(np.arange(len(weights)), counts)
-    return which[np.lexsort((which, np.concatenate(times)))[:draws]]
+    times = (np.arange(draws) + 0.5) / np.reshape(weights, (-1, 1))  # (sets, draws)
+    which = np.repeat(np.arange(len(weights)), draws)
+    return which[np.lexsort((which, times.ravel()))[:draws]]
 
 
 def data_order(draws: range, rows: int, seed: int) -> list[int]:

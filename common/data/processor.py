@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.data.families import family_of
+from common.data.families import family_of, is_clip
 from common.data.folder import read_model_config, read_settings, read_tokenizer
 from common.flags import DataArgs
 
@@ -81,7 +81,7 @@ class Processor:
 
     def _known(self, ids: set[int | None]) -> tuple[int, ...]:
         """Those in the model's vocabulary: a small model may keep the large ones' default ids."""
-        return tuple(sorted(i for i in ids if i is not None and 0 <= i < self.vocab_size))
+        return tuple(sorted(ids.intersection(range(self.vocab_size))))
 
     def banned_mask(self) -> Tensor:
         """(V,) bool: the ids that are never sampled."""
@@ -184,9 +184,11 @@ class Processor:
         """A rendered prompt with what stands for each image and clip in the placeholders' places,
         and how often each image token in it is repeated."""
         family = self.family
-        marks = [mark for mark in (family.placeholder, family.clip_placeholder) if mark]
-        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
-        if pieces[1::2] != [family.placeholder_of(grid) for grid in grids]:
+        marks = family.placeholder, family.clip_placeholder
+        pattern = "|".join(re.escape(mark) for mark in marks if mark)
+        pieces = re.split(f"({pattern})", text) if pattern else [text]
+        expected = [marks[is_clip(grid)] for grid in grids]
+        if pieces[1::2] != expected:
             raise ValueError(
                 f"image-token mismatch: placeholders {pieces[1::2]} in the rendered prompt for "
                 f"{len(grids)} images and videos (a template for text only?)"

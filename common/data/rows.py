@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from common import distributed
-from common.data.families import Family, video_model_types
+from common.data.families import Family, Qwen
 from common.data.folder import is_inside
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
@@ -407,7 +407,7 @@ def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
         raise ValueError(f"{len(items)} images for {name}, a model of text only")
     if clips and not family.takes_videos:
         raise ValueError(
-            f"{clips} videos for {name}; only {', '.join(video_model_types())} take videos"
+            f"{clips} videos for {name}; only {', '.join(Qwen.model_types)} take videos"
         )
 
 

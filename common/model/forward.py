@@ -31,6 +31,7 @@ from common.buffers import (
     Pack,
     assign_blocks,
     build_pack,
+    fill_packs,
     image_keys,
     make_blocks,
     of_sample,
@@ -238,23 +239,17 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
     the vision tower. A model that trains its tower computes them in its own forward instead, and
     its rollout's serve that rollout alone.
     """
-    waiting: list[int] = []
-    size = 0
-    indices = sorted(batch.patches.keys() - batch.features.keys())
-    for index in indices:
-        waiting.append(index)
-        # about patches, also where images come as tiles
-        size += batch.patches[index][0].numel() // 1024
-        if size < model.compute.max_tokens_per_pack and index != indices[-1]:
-            continue
-        pixels, grids = zip(*(batch.patches[g] for g in waiting))
+    waiting = sorted(batch.patches.keys() - batch.features.keys())
+    # about patches, also where images come as tiles
+    sizes = [batch.patches[index][0].numel() // 1024 for index in waiting]
+    for part in fill_packs(waiting, sizes, model.compute.max_tokens_per_pack):
+        pixels, grids = zip(*(batch.patches[index] for index in part))
         features = image_features(model, torch.cat(pixels), torch.cat(grids)).cpu()  # (K, M, H)
-        counts = [batch.prompts[g].image_tokens for g in waiting]
-        batch.features.update(zip(waiting, features.split(counts, dim=1)))
+        counts = [batch.prompts[index].image_tokens for index in part]
+        batch.features.update(zip(part, features.split(counts, dim=1)))
         if not model.trains_vision:
-            for g in waiting:
-                del batch.patches[g]
-        waiting, size = [], 0
+            for index in part:
+                del batch.patches[index]
 
 
 def prompt_positions(model: nn.Module, prompt) -> Tensor:
