@@ -459,8 +459,7 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     assert samples_of_steps(tmp_path / "parts") == samples_of_steps(tmp_path / "whole")
     state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == taken
-    moments = losses.RunningMoments()                           # of all that were scored, and then dropped
-    moments.load_state_dict(state["moments"])
+    moments = losses.RunningMoments(**state["moments"])         # of all that were scored, and then dropped
     assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5)) and len(scored) > 4 * 8
     assert moments.std == pytest.approx(np.std(scored, ddof=1))
 
