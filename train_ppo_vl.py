@@ -39,7 +39,7 @@ from torch import Tensor
 from common import data, distributed, flags, logging, logprobs, losses, rewards
 from common.buffers import Batch, Pack, fill_packs
 from common.distributed import UserError
-from common.envs import dialogue, environments, replies
+from common.envs import dialogue, environments
 from common.flags import flag
 from common.model import (
     attention,
@@ -1239,7 +1239,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if batch.values is not None:
         # not GAE's returns, which contain the values themselves where lambda is below 1
-        explained = losses.explained_variance(batch.values, returns_to_explain(inputs))
+        explained = losses.explained_variance(batch.values, inputs.rewards_to_go)
         metrics["train/explained_variance"] = float(explained)
     return metrics
 
@@ -1531,7 +1531,7 @@ def evaluate(
     pictures: list[Image.Image] = []
     conversations = []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
-    gaps: list[Tensor] = []  # (k,) each, see `vision_gaps`
+    gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
         for _ in range(len(order)):
             prompts = loader.take(least=0)
@@ -1541,10 +1541,10 @@ def evaluate(
                 judged.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
-            gaps.append(vision_gaps(actor, batch))
+            gaps.append(looks.vision_gaps(actor, batch, compute_logprobs))
             answers = rewards.sample_records(batch, actor.processor)
             picks = list(range(len(batch)))[: max(0, args.run.log_samples - len(records))]
-            pictures += shown_samples(batch, answers, picks)
+            pictures += rewards.sample_cards(batch, answers, picks)
             records += answers
             conversations += batch.conversations
     if not records:
@@ -1560,18 +1560,6 @@ def evaluate(
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
 
 
-def vision_gaps(policy: Policy, batch: Batch) -> Tensor:
-    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; empty
-    for a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
-    bfloat16."""
-    seeing = looks.has_images(batch)
-    if not seeing.any():
-        return torch.zeros(0)
-    blanked = looks.with_images(batch, policy.model, policy.processor, looks.blank)
-    gaps = compute_logprobs(policy, batch).double() - compute_logprobs(policy, blanked).double()
-    return batch.per_sample_sum(gaps)[seeing]
-
-
 def values_and_returns(
     critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
@@ -1579,24 +1567,10 @@ def values_and_returns(
     what they earned from it on; without a KL, which evaluations do not compute, and without rows
     that are measured and never rewarded."""
     values = compute_values(critic, batch)
-    returns = returns_to_explain(advantage_inputs(batch, state, args))
+    returns = advantage_inputs(batch, state, args).rewards_to_go
     rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
     mask = torch.tensor(rewarded).repeat_interleave(batch.lengths)  # (N,)
     return torch.stack([values, returns])[:, mask]
-
-
-def returns_to_explain(inputs: losses.AdvantageInputs) -> Tensor:
-    """(N,) the discounted sum of what was earned from each token on."""
-    return losses.rewards_to_go(inputs.token_rewards, inputs.lengths, inputs.gamma)
-
-
-def shown_samples(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
-    """Pictures of the samples ``picks``, on rank 0; every rank calls, with its records if it has
-    any."""
-    images = rewards.gather_images(batch, picks)
-    if not distributed.is_main():
-        return []
-    return rewards.sample_cards([records[i] for i in picks], images)
 
 
 # what the console shows after the accuracies of an evaluation: word -> metric
@@ -1699,7 +1673,7 @@ def report(
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
             records = rewards.sample_records(batch, actor.processor)
-        log.samples(step, records, shown_samples(batch, records, picks))
+        log.samples(step, records, rewards.sample_cards(batch, records, picks))
     log.step(step, metrics | checkpoints.metrics(), accuracy_columns(metrics) | STEP_COLUMNS)
     for record in records[:1]:
         answer = f"{record['question'][-200:]!r} -> {record['response'][:500]!r}"
@@ -2056,7 +2030,7 @@ class RolloutEngine:
     def resume(self, episodes: list[tuple[int, dialogue.Episode]]) -> None:
         """Prefill the replies to the episodes of some slots after what these have cached, and sample
         the first token of their next turns."""
-        features = replies.compute_features(self.actor.model, [e.reply for _, e in episodes])
+        features = self.envs.reply_features([episode for _, episode in episodes])
         parts, state = [], []
         for slot, episode in episodes:
             group, _ = episode.key

@@ -65,6 +65,11 @@ class AdvantageInputs:
         """(N,) -> (S,) sums."""
         return torch.stack([part.sum() for part in per_token.split(self.lengths.tolist())])
 
+    @functools.cached_property
+    def rewards_to_go(self) -> Tensor:
+        """(N,) the discounted sum of what is earned from each token on."""
+        return rewards_to_go(self.token_rewards, self.lengths, self.gamma)
+
     def per_token(self, per_sample: Tensor) -> Tensor:
         """(S,) -> (N,)."""
         return per_sample.repeat_interleave(self.lengths)
@@ -80,14 +85,12 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def reinforce(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The discounted reward to go (Williams 1992)."""
-    to_go = rewards_to_go(x.token_rewards, x.lengths, x.gamma)
-    return to_go, to_go
+    return x.rewards_to_go, x.rewards_to_go
 
 
 def remax(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward to go less the undiscounted reward of the greedy response (Li et al. 2024)."""
-    to_go = rewards_to_go(x.token_rewards, x.lengths, x.gamma)
-    return to_go - x.per_token(x.greedy_rewards), to_go
+    return x.rewards_to_go - x.per_token(x.greedy_rewards), x.rewards_to_go
 
 
 def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:

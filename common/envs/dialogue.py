@@ -121,6 +121,10 @@ class EnvRollout:
         if self.args.env_workers == 0:
             self.workers.wait_for_any([episode.call])
 
+    def reply_features(self, episodes: list[Episode]) -> list[Tensor]:
+        """Image features (K, M, H) of the replies to episodes, where these show images."""
+        return replies.compute_features(self.model, [episode.reply for episode in episodes])
+
     # First observations
 
     def open(self, batch: Batch, indices: list[int], count: int) -> Batch:

@@ -4,6 +4,7 @@ other images, which is scored like any other.
     with_images   every image of the prompts and of environments changed
     blank         a change: the image in one colour
     has_images    which samples a change of images concerns
+    vision_gaps   what answers lose with blank images: the vision audit
 """
 
 from dataclasses import replace
@@ -65,6 +66,18 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
     if not model.trains_vision:
         compute_features(model, changed)
     return changed
+
+
+def vision_gaps(policy: nn.Module, batch: Batch, compute_logprobs: Callable) -> Tensor:
+    """(k,) what each of the k answers to images loses in log-prob (nats) if these are blank; empty
+    for a batch without images. Two packed forwards: the sampler's log-probs are too coarse in
+    bfloat16."""
+    seeing = has_images(batch)
+    if not seeing.any():
+        return torch.zeros(0)
+    blanked = with_images(batch, policy.model, policy.processor, blank)
+    gaps = compute_logprobs(policy, batch).double() - compute_logprobs(policy, blanked).double()
+    return batch.per_sample_sum(gaps)[seeing]
 
 
 def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:

@@ -4,4 +4,4 @@ from common.rewards.judge import load_responses, load_rl_rows
 from common.rewards.models import Script, build as build_models
 from common.rewards.records import sample_cards, sample_records, summarise
 from common.rewards.scoring import RewardMix, load, prompts_with_spread
-from common.rewards.transcripts import conversation_metrics, gather_images
+from common.rewards.transcripts import conversation_metrics

@@ -4,12 +4,13 @@ import math
 
 from PIL import Image
 
+from common import distributed
 from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import user_text
 from common.rewards.cards import sample_card
-from common.rewards.transcripts import messages, turn_texts
+from common.rewards.transcripts import gather_images, messages, turn_texts
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
@@ -58,11 +59,16 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
     return record
 
 
-def sample_cards(records: list[dict], images_shown: list[list[Image.Image]]) -> list[Image.Image]:
-    """Pictures of samples: the images, frames of the videos and what environments have ``images_shown``,
-    what was asked and answered, turn by turn, and what it earned."""
+def sample_cards(batch: Batch, records: list[dict], picks: list[int]) -> list[Image.Image]:
+    """Pictures of the samples ``picks``, on rank 0: images, frames of videos and what environments
+    have shown, what was asked and answered, turn by turn, and what it earned. Every rank calls, with
+    its records if it has any."""
     cards = []
-    for record, images in zip(records, images_shown):
+    images_shown = gather_images(batch, picks)
+    if not distributed.is_main():
+        return cards
+    for i, images in zip(picks, images_shown):
+        record = records[i]
         frames = read_frames(record["images"], 6)
         caption = f"reward {record['reward']:.2f}"
         if "advantage" in record:

@@ -27,7 +27,7 @@ from common import losses
 from common.envs import dialogue, environments
 from common.rewards import judge as judgements, scoring
 from common.distributed import LateError, Workers
-from common.model import linear_attention
+from common.model import looks, linear_attention
 from common.model.linear_attention import SlotStates
 from common.data.processor import Processor
 
@@ -357,7 +357,7 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
         assert (conversation.ended == "error") == (number == 0)
         assert conversation.opening[0]["text"] == "the board" and conversation.images[0].size[1] == 56
         assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
-    assert len(ppo.vision_gaps(env.actor, batch)) == 4
+    assert len(looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)) == 4
 
 
 def test_a_first_observation_that_does_not_fit_fails_its_samples(qwen25, picture_rows):

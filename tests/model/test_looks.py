@@ -61,7 +61,7 @@ def in_mean_colour(processor, prompt):
 def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     env = start(checkpoint, rows, *flags)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    gaps = ppo.vision_gaps(env.actor, batch)
+    gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
     oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
     seen = by_hugging_face(env, oracle, batch, {
         group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)})
@@ -70,7 +70,7 @@ def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     assert gaps.tolist() == pytest.approx([a - b for a, b in zip(seen[:6], blank)], abs=1e-3)
     assert gaps.abs().max() > 0.1
     text = batch.select_prompts([3])
-    assert not looks.has_images(text).any() and len(ppo.vision_gaps(env.actor, text)) == 0
+    assert not looks.has_images(text).any() and len(looks.vision_gaps(env.actor, text, ppo.compute_logprobs)) == 0
 
 
 def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
@@ -78,7 +78,7 @@ def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
     env = start(qwen25, rows, "--dtype", "bfloat16")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     monkeypatch.setattr(looks, "blank", lambda image: image)
-    assert ppo.vision_gaps(env.actor, batch).tolist() == [0.0] * 6
+    assert looks.vision_gaps(env.actor, batch, ppo.compute_logprobs).tolist() == [0.0] * 6
 
 
 def test_images_of_environments_are_changed_too(qwen25, rows):
@@ -109,7 +109,7 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         logprobs = ppo.compute_logprobs(env.actor, same)
         assert (logprobs - ppo.compute_logprobs(env.actor, batch)).abs().max() < ROUNDING
         assert (logprobs - ppo.compute_logprobs(env.actor, changed)).abs().max() > 1e-3
-        gaps = ppo.vision_gaps(env.actor, batch)
+        gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
         assert len(gaps) == int(looks.has_images(batch).sum()) and gaps.isfinite().all()
 
 
