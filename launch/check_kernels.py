@@ -1,6 +1,7 @@
 """Do this machine's kernels compute what they should? A table of errors and bounds, PASS or FAIL; seconds.
 
     python launch/check_kernels.py [--dtype bfloat16] [--attention flash_attn] [--head_dim 128] [--heads 28] [--kv_heads 4]
+        [--train_vision]
 
 Kernels of a GPU come from many hands, and one that errs does so silently: sampler and trainer may share the fault, and
 nothing in a run's metrics would show it. Attention of packs that share prompts, decoding from slots, attention of a vision
@@ -52,9 +53,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--attention", choices=BACKENDS, nargs="*", default=BACKENDS)
     for name, value in (("heads", 28), ("kv_heads", 4), ("head_dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--train_vision", action="store_true", help="the backward of vision towers as well")
     args = parser.parse_args(argv)
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), getattr(torch, args.dtype)
-    failed = False
+    failing: dict[tuple[str, str], None] = {}  # (back-end, part), in the order found
     for backend in args.attention:
         try:
             choose_backend(backend, device, dtype)
@@ -62,12 +64,26 @@ def main(argv: list[str] | None = None) -> int:
             print(f"without {backend}: {error}")
             continue
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")
-        for name, error, bound in Check(args, backend, device, dtype).measure():
+        for part, name, error, bound in Check(args, backend, device, dtype).measure():
             right = error <= bound
-            failed |= not right
+            if not right:
+                failing[backend, part] = None
             print(f"  {name:32} {error:8.1e} {bound:8.1e}  {'ok' if right else 'FAILS'}")
-    print("FAIL" if failed else "PASS")
-    return int(failed)
+    for backend, part in failing:
+        print(f"{backend} fails in: {part}; what avoids it: {remedy(backend, part)}")
+    print("FAIL" if failing else "PASS")
+    return int(bool(failing))
+
+
+def remedy(backend: str, part: str) -> str:
+    """The flag of a run that does without a part of a back-end."""
+    others = "--attention " + " or ".join(name for name in BACKENDS if name != backend)
+    special = {
+        "vision trained": f"no --train_vision, or {others}",
+        "delta rule": "pip uninstall fla-core",
+        "head": "--dtype float32",
+    }
+    return special.get(part, others)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -128,19 +144,22 @@ class Check:
         """Normal numbers, rounded to the type."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def measure(self) -> Iterator[tuple[str, float, float]]:
-        """The name of each part, its error, and its bound. A kernel may raise anything: that is an infinite error."""
+    def measure(self) -> Iterator[tuple[str, str, float, float]]:
+        """Each part, what was compared in it, its error, and its bound. A kernel may raise anything: that is an infinite
+        error."""
         parts = {"packs": self.packs(None), "packs, window": self.packs(24), "decoding": self.decoding(),
                  "delta rule": self.delta_rule(), "head": self.head()}
         if self.backend != "sdpa":  # whose tower is transformers' own
-            parts["vision"] = self.vision()
+            parts["vision"] = self.vision("vision", lambda function, qkv: [function(*qkv)])
+            if self.args.train_vision:
+                parts["vision trained"] = self.vision("vision trained", with_gradients)
         for part, checked in parts.items():
             try:
                 for name, computed, expected, bound in checked:
-                    yield name, relative_error(computed, expected), bound
+                    yield part, name, relative_error(computed, expected), bound
             except Exception as error:
                 print(f"  {part}: {type(error).__name__}: {error}")
-                yield part, math.inf, 1.0
+                yield part, part, math.inf, 1.0
 
     def attention_bounds(self) -> list[float]:
         return [explained(self.dtype, 4, self.sums), *[explained(self.dtype, 12, self.sums)] * 3]
@@ -169,18 +188,19 @@ class Check:
         for i, slot in enumerate(("short", "full")):
             yield f"decoding, {slot} slot", decoded[:, i], expected[:, DECODED[i]], explained(self.dtype, 4, self.sums)
 
-    def vision(self) -> Checked:
-        """Windows of a tower: every patch sees its own window in both directions."""
+    def vision(self, name: str, run: Callable) -> Checked:
+        """Windows of a tower: every patch sees its own window in both directions. ``run``: `with_gradients`, or the forward
+        alone, which is all that a frozen tower needs."""
         bounds = torch.tensor([0, 16, 80, TOKENS], dtype=torch.int32, device=self.device)
         longest = TOKENS - 80
         sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         call = attention.AttentionInterface()[attention.VISION_ATTENTION_NAME + self.backend]
         qkv = [self.random(1, 16, TOKENS, 80) for _ in range(3)]
-        computed = with_gradients(lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0], qkv)
+        computed = run(lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0], qkv)
         window = torch.bucketize(torch.arange(TOKENS), bounds[1:-1].cpu(), right=True)
         seen = window[:, None] == window
-        expected = with_gradients(lambda *x: naive_attention(*x, 80**-0.5, seen), on_host(qkv))
-        yield from compare("vision", "qkv", computed, expected, self.attention_bounds())
+        expected = run(lambda *x: naive_attention(*x, 80**-0.5, seen), on_host(qkv))
+        yield from compare(name, "qkv", computed, expected, self.attention_bounds())
 
     def delta_rule(self) -> Checked:
         """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain torch itself."""

@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{error}\nFAIL")
         return 1
     print(f"{gpus} GPUs, torch {torch.__version__}; {args.out}", flush=True)
-    if check_kernels.main([]):
+    if check_kernels.main(["--train_vision"] if "--train_vision" in flags else []):
         return 1
     task = [] if "--model" in flags else write_random_task(args.out / "task")
     runs = []

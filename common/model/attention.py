@@ -34,7 +34,7 @@ def choose_backend(
     requested: str, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> str:
     """Resolve ``--attention auto`` to a back-end that runs here; `flash_attn_problem` says why that
-    is not flash_attn.
+    is not flash_attn. With varlen, cuDNN's attention is switched off in this process.
 
     Raises:
         ValueError: the requested back-end cannot run here.
@@ -42,7 +42,7 @@ def choose_backend(
     if requested == "auto":
         if device.type != "cuda" or dtype == torch.float32:
             return "sdpa"
-        return "varlen" if flash_attn_problem() else "flash_attn"
+        requested = "varlen" if flash_attn_problem() else "flash_attn"
     if requested == "sdpa":
         return requested
     problem = ""
@@ -54,6 +54,10 @@ def choose_backend(
         problem = flash_attn_problem()
     if problem:
         raise ValueError(f"--attention {requested}: {problem}; use auto")
+    if requested == "varlen":
+        # varlen_attn of torch 2.15 gives calls that are not causal to cuDNN, which plans for
+        # 40 ms and more whenever the lengths are new.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return requested
 
 

@@ -7,9 +7,11 @@ the backward: autograd's engine asks the driver.)
 
 import pytest
 import torch
+import torch.nn.attention.varlen as torch_varlen
 from conftest import write_checkpoint
 from test_launches import DEVICE, WAITS, filled
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_ppo_vl as ppo
@@ -73,3 +75,28 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     assert any("varlen" in name or "_flash_attention" in name for name in found.names)
     assert {types[0] for types in found.products} == {torch.bfloat16}  # no product of float32 by float32
     assert logp.requires_grad and logp.shape == entropy.shape == (20,) and logp.dtype == torch.float32
+
+
+SELECTOR = {"_should_use_cudnn": True, "_cudnn_version": 92600, "_cudnn_supports_head_dims": True}
+
+
+@pytest.mark.skipif(not hasattr(torch_varlen, "_select_backend"), reason="this torch has no choice: 2.15 is the first")
+def test_varlen_never_takes_cudnn(monkeypatch):
+    """Which torch would choose for the windows of a vision tower on an H100."""
+    for name, answer in SELECTOR.items():
+        monkeypatch.setattr(torch_varlen, name, lambda *_, answer=answer: answer)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(512, 16, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(3))
+        bounds = torch.zeros(5, dtype=torch.int32, device=DEVICE)
+
+        def chosen() -> int:
+            return torch_varlen._select_backend(q, k, v, bounds, bounds, 256, [-1, -1])
+
+        enabled = torch.backends.cuda.cudnn_sdp_enabled()
+        try:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+            assert chosen() == SDPBackend.CUDNN_ATTENTION.value
+            vlm_attention.choose_backend("varlen", DEVICE)
+            assert chosen() == SDPBackend.FLASH_ATTENTION.value
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(enabled)
