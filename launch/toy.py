@@ -147,11 +147,21 @@ def question_cells() -> list[tuple[str, str, dict[str, str]]]:
     return cells
 
 
-def random_board(rng: random.Random, known: dict[str, str]) -> dict[str, str]:
-    """{"colour", "shape", "count"} of a board of which some is known."""
-    board = {"colour": rng.choice(ANSWERS["colour"]), "shape": rng.choice(ANSWERS["shape"])}
-    board["count"] = known["count"] if "count" in known else rng.choice(COUNTS)
-    return board | known
+def random_thing(rng: random.Random) -> tuple[str, str]:
+    return rng.choice(ANSWERS["colour"]), rng.choice(ANSWERS["shape"])
+
+
+def random_copies(rng: random.Random, known: dict[str, str]) -> Objects:
+    """A board of one to four copies of one object, of which some is known."""
+    colour, shape = random_thing(rng)
+    thing = known.get("colour", colour), known.get("shape", shape)
+    count = known["count"] if "count" in known else rng.choice(COUNTS)
+    return dict.fromkeys(rng.sample(CELLS, int(count)), thing)
+
+
+def random_objects(rng: random.Random, count: int) -> Objects:
+    """One in each of the first `count` cells, in reading order."""
+    return {place: random_thing(rng) for place in CELLS[:count]}
 
 
 def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image:
@@ -162,17 +172,28 @@ def draw_objects(rng: random.Random, objects: Objects, cell: int) -> Image.Image
         fill = COLOURS[colour]
         size = rng.randint(cell * 4 // 7, cell * 6 // 7)
         x, y = (at * cell + rng.randint(1, cell - size - 1) for at in (column, row))
-        box = (x, y, x + size, y + size)
+        right, bottom = x + size, y + size
+        box = (x, y, right, bottom)
         if shape == "circle":
             draw.ellipse(box, fill=fill)
         elif shape == "square":
             draw.rectangle(box, fill=fill)
         elif shape == "triangle":
-            draw.polygon([(x + size // 2, y), (x, y + size), (x + size, y + size)], fill=fill)
+            draw.polygon((x + size // 2, y, x, bottom, right, bottom), fill=fill)
         else:
-            draw.line([(x, y), (x + size, y + size)], fill=fill, width=cell // 5)
-            draw.line([(x, y + size), (x + size, y)], fill=fill, width=cell // 5)
+            for line in (box, (x, bottom, right, y)):
+                draw.line(line, fill=fill, width=cell // 5)
     return image
+
+
+def new_picture(rng: random.Random, board: Callable, known, cell: int, seen: set[bytes]) -> tuple[Objects, Image.Image]:
+    """Objects from `board(rng, known)`, and a picture of them that is not in `seen`."""
+    while True:
+        objects = board(rng, known)
+        image = draw_objects(rng, objects, cell)
+        if image.tobytes() not in seen:
+            seen.add(image.tobytes())
+            return objects, image
 
 
 def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
@@ -182,41 +203,25 @@ def random_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> 
         if not cells:
             cells = question_cells()
             rng.shuffle(cells)
-        label, question, known = cells[-1]
-        board = random_board(rng, known)
-        places = rng.sample(CELLS, int(board["count"]))
-        image = draw_objects(rng, {place: (board["colour"], board["shape"]) for place in places}, cell)
-        if image.tobytes() in seen:
-            continue
-        seen.add(image.tobytes())
-        cells.pop()
-        rows.append({"prompt": question, "board": board, "sights": list(board.values()), "images": [image],
-                     "answer": board[label], "label": label})
+        label, question, known = cells.pop()
+        objects, image = new_picture(rng, random_copies, known, cell, seen)
+        sights = [*next(iter(objects.values())), str(len(objects))]
+        rows.append({"prompt": question, "sights": sights, "images": [image], "answer": known[label], "label": label})
     return rows
-
-
-def random_objects(rng: random.Random, count: int) -> Objects:
-    """One in each of the first `count` cells, in reading order."""
-    return {place: (rng.choice(ANSWERS["colour"]), rng.choice(ANSWERS["shape"])) for place in CELLS[:count]}
 
 
 def description(objects: Objects) -> str:
     """As in "red circle, blue cross, 2": 3 tokens per object, 3 for the number and the end."""
-    return ", ".join([*(" ".join(one) for one in objects.values()), str(len(objects))])
+    return ", ".join([*map(" ".join, objects.values()), str(len(objects))])
 
 
 def description_rows(rng: random.Random, count: int, cell: int, seen: set[bytes]) -> list[dict]:
     """`count` rows of --task describe with new pictures; equally many with each of OBJECT_COUNTS."""
     rows = []
-    while len(rows) < count:
-        objects = random_objects(rng, OBJECT_COUNTS[len(rows) % len(OBJECT_COUNTS)])
-        image = draw_objects(rng, objects, cell)
-        if image.tobytes() in seen:
-            continue
-        seen.add(image.tobytes())
-        sights = [" ".join(one) for one in objects.values()]
-        rows.append({"prompt": LIST_PROMPT, "sights": sights, "images": [image], "answer": description(objects),
-                     "label": "description"})
+    for number in range(count):
+        objects, image = new_picture(rng, random_objects, OBJECT_COUNTS[number % 3], cell, seen)
+        rows.append({"prompt": LIST_PROMPT, "sights": list(map(" ".join, objects.values())), "images": [image],
+                     "answer": description(objects), "label": "description"})
     rng.shuffle(rows)
     return rows
 
@@ -247,10 +252,10 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
             judgements.append({"question": row["prompt"], "images": row["files"], "response": response,
                                "correct": correct})
         others = [other for other in rng.sample(boards, min(len(boards), 60))
-                  if not set(other["board"].values()) & set(row["board"].values())]
+                  if not set(other["sights"]) & set(row["sights"])]
         if number % 2 and others:
             files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
-            judgements.append({"prompt": "{colour} {shape} {count}".format(**row["board"]), "images": files[::order],
+            judgements.append({"prompt": " ".join(row["sights"]), "images": files[::order],
                                "preferred": "A" if order > 0 else "B"})
     return judgements
 
