@@ -448,7 +448,7 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
     """a.jsonl:0.7,b.jsonl:0.3 -> [("a.jsonl", 0.7), ("b.jsonl", 0.3)]; without weights: None.
 
     Raises:
-        ValueError: a weight that is not above 0, or weights for some of the files only.
+        ValueError: no file, a weight that is not above 0, or weights for some of the files only.
     """
     sets: list[tuple[str, float | None]] = []
     for part in filter(None, map(str.strip, spec.split(","))):
@@ -457,7 +457,8 @@ def parse_datasets(spec: str) -> list[tuple[str, float | None]]:
         is_weight = re.fullmatch(NUMBER, weight)
         sets.append((path, float(weight)) if path and is_weight else (part, None))
     weights = [weight for _, weight in sets if weight is not None]
-    if len(weights) not in (0, len(sets)) or not all(weight > 0 for weight in weights):
+    complete = len(weights) in (0, len(sets)) and bool(sets) == bool(spec)
+    if not complete or not all(weight > 0 for weight in weights):
         raise ValueError(
             f"{spec}: expected files separated by commas, all of them or none with a weight above "
             "0, as in a.jsonl:0.7,b.jsonl:0.3"

@@ -286,7 +286,7 @@ class Images:
 def read_rows(path: Path) -> Iterator[str | dict]:
     """The rows of a table, the lines of JSONL."""
     if path.suffix == ".jsonl":
-        with open(path, encoding="utf-8-sig", newline="\n") as lines:
+        with open(path, encoding="utf-8-sig") as lines:
             yield from lines
         return
     try:
@@ -303,7 +303,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path in paths:
             for number, row in enumerate(read_rows(path), start=1):
-                if row == "\n":
+                if isinstance(row, str) and row.isspace():
                     continue
                 images = Images(folder / "images", f"{split}-{total:05d}", args.image_root or path.parent)
                 try:

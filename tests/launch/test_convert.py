@@ -43,9 +43,10 @@ def test_a_picture_is_written_as_it_is(tmp_path, form):
 # ---- Rows
 
 def run(tmp_path, rows: list[dict], *flags: str, name: str = "rows.jsonl") -> list[dict]:
-    """Convert rows as a program does; returns what stands in the new file, <tmp_path>/out/rows.jsonl."""
+    """Convert rows as a program does; returns what stands in the new file, <tmp_path>/out/rows.jsonl. Lines end as on
+    Windows, the last one is blank."""
     source = tmp_path / name
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source.write_text("".join(json.dumps(row) + "\r\n" for row in rows) + " \r\n")
     convert.main([str(source), "--out", str(tmp_path / "out"), *flags])
     return read(tmp_path / "out" / "rows.jsonl")
 
