@@ -261,8 +261,6 @@ class Images:
             return image
         if not image or not isinstance(image, str):
             raise ValueError(f"an image must be bytes, base64, a data URL or a path, not {image!r:.80}")
-        if image.startswith("http"):
-            raise ValueError(f"{image:.120}: nothing is downloaded; fetch the file and give its path")
         file = self.root / image.removeprefix("file://")
         if os.path.isfile(file):
             return file.read_bytes()

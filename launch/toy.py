@@ -100,6 +100,9 @@ PATCH_SIZE = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}  # pixels; a cell
 VISION_TOKENS = {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>", "image": "<|image_pad|>",
                  "video": "<|video_pad|>"}
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *VISION_TOKENS.values())
+# A question about a board as the chat template writes it, with one image token per cell.
+PICTURE = "<|vision_start|>" + "<|image_pad|>" * len(CELLS) + "<|vision_end|>"
+ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' }}
@@ -363,15 +366,6 @@ def make_image_processor(kind: str) -> Qwen2VLImageProcessorPil:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def encode_prompt(tokenizer: Qwen2Tokenizer, text: str) -> list[int]:
-    """Token ids of a question about one board, its image placeholder expanded to one token per cell."""
-    content = [{"type": "image"}, {"type": "text", "text": text}]
-    ids = tokenizer.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True,
-                                        return_dict=False)
-    at = ids.index(tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-    return ids[:at] + [ids[at]] * len(CELLS) + ids[at + 1:]
-
-
 def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> dict:
     """Keyword arguments of the forward pass for ids (B, T) that show boards, and patches (boards, 16, C)."""
     return {"input_ids": input_ids, "pixel_values": pixel_values.flatten(0, 1),
@@ -379,14 +373,19 @@ def model_inputs(model, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> 
             "mm_token_type_ids": (input_ids == model.config.image_token_id).int()}
 
 
-def next_token_loss(model, tokenizer: Qwen2Tokenizer, sequences: list[list[int]], labels: list[list[int]],
-                    pixel_values: torch.Tensor) -> torch.Tensor:
-    """Mean over the labels that are not -100; patches (boards, 16, C) of the boards that the sequences show."""
-    pad = torch.nn.utils.rnn.pad_sequence
+def next_token_loss(model, tokenizer: Qwen2Tokenizer, dialogues: list[list[str]], pixel_values: torch.Tensor) -> torch.Tensor:
+    """Mean over the tokens of the responses. A dialogue is a prompt, its response, a further prompt and so on; patches
+    (boards, 16, C) of the boards that the dialogues show."""
+    sequences, labels = [], []
+    for texts in dialogues:
+        ids = tokenizer(texts)["input_ids"]
+        targets = [part if number % 2 else [-100] * len(part) for number, part in enumerate(ids)]
+        sequences.append(torch.tensor(sum(ids, [])))
+        labels.append(torch.tensor(sum(targets, [])))
     # Padding stands after the response, where a causal model's response tokens cannot see it: no mask needed.
-    input_ids = pad([torch.tensor(ids) for ids in sequences], True, tokenizer.pad_token_id)  # (B, T)
-    targets = pad([torch.tensor(ids) for ids in labels], True, -100)
-    return model(**model_inputs(model, input_ids, pixel_values), labels=targets, use_cache=False).loss
+    pad = torch.nn.utils.rnn.pad_sequence
+    inputs = model_inputs(model, pad(sequences, True, tokenizer.pad_token_id), pixel_values)
+    return model(**inputs, labels=pad(labels, True, -100), use_cache=False).loss
 
 
 def blind_answer(rng: random.Random, label: str) -> str:
@@ -398,13 +397,16 @@ def blind_answer(rng: random.Random, label: str) -> str:
     return rng.choices(answers, [2] + [1] * (len(answers) - 1))[0]
 
 
-def warm_start_example(rng: random.Random, row: dict, caption_prompt: str, blind_share: float) -> tuple[str, str]:
-    """(prompt, response) about a board: mostly what is to be seen, in random order, else its question, blindly."""
-    if rng.random() < blind_share:
-        return row["prompt"], blind_answer(rng, row["label"])
-    if row["label"] == "description":
-        return caption_prompt, ", ".join(row["sights"])
-    return caption_prompt, "\n".join(rng.sample(row["sights"], 3))
+def warm_start_example(rng: random.Random, row: dict, task: Task) -> list[str]:
+    """Prompt and response about a board: mostly what is to be seen, in random order, else its question, blindly."""
+    prompt = task.caption_prompt
+    if rng.random() < task.blind_share:
+        prompt, response = row["prompt"], blind_answer(rng, row["label"])
+    elif row["label"] == "description":
+        response = ", ".join(row["sights"])
+    else:
+        response = "\n".join(rng.sample(row["sights"], 3))
+    return [ASK.format(PICTURE + prompt), response + "<|im_end|>"]
 
 
 def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int,
@@ -412,17 +414,11 @@ def warm_start(model, tokenizer: Qwen2Tokenizer, rows: list[dict], pixels: torch
     """Train all weights, tower included, by next-token prediction on the responses; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, 1 - step / (steps + 1)))
-    prompts = {text: encode_prompt(tokenizer, text) for text in {task.caption_prompt, *(row["prompt"] for row in rows)}}
     model.train()
     for step in range(1, steps + 1):
         chosen = rng.sample(range(len(rows)), 64)
-        sequences, labels = [], []
-        for i in chosen:
-            prompt, response = warm_start_example(rng, rows[i], task.caption_prompt, task.blind_share)
-            target = tokenizer.encode(response) + [tokenizer.eos_token_id]
-            sequences.append(prompts[prompt] + target)
-            labels.append([-100] * len(prompts[prompt]) + target)
-        loss = next_token_loss(model, tokenizer, sequences, labels, pixels[chosen])
+        dialogues = [warm_start_example(rng, rows[i], task) for i in chosen]
+        loss = next_token_loss(model, tokenizer, dialogues, pixels[chosen])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

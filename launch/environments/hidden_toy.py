@@ -18,9 +18,6 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import toy
 
-PICTURE = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
-ASK = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-
 
 def hide(source: Path, target: Path) -> None:
     """Write the rows of both splits with their pictures in the column "hidden"."""
@@ -32,32 +29,26 @@ def hide(source: Path, target: Path) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def example(rng: random.Random, row: dict) -> tuple[list[tuple[str, bool]], bool]:
-    """Pieces of text, each with whether it is to be learned, and whether the picture is seen."""
-    blind = rng.choice(toy.ANSWERS[row["label"]])
+def example(rng: random.Random, row: dict) -> list[str]:
+    """Prompts and responses by turns."""
+    blind = rng.choice(toy.ANSWERS[row["label"]]) + "<|im_end|>"
     if rng.random() < 0.3:  # keep what it sees: the toy's own descriptions
         caption = "\n".join(rng.sample(row["sights"], 3))
-        return [(ASK.format(PICTURE + toy.CAPTION_PROMPT), False), (caption + "<|im_end|>", True)], True
-    first = ASK.format(row["prompt"]), False
+        return [toy.ASK.format(toy.PICTURE + toy.CAPTION_PROMPT), caption + "<|im_end|>"]
+    question = toy.ASK.format(row["prompt"])
     if rng.random() >= 0.3:
-        return [first, (blind + "<|im_end|>", True)], False
-    second = "\n" + ASK.format(PICTURE + row["prompt"]), False
-    return [first, ("look<|im_end|>", True), second, (blind + "<|im_end|>", True)], True
+        return [question, blind]
+    return [question, "look<|im_end|>", "\n" + toy.ASK.format(toy.PICTURE + row["prompt"]), blind]
 
 
 def teach(model, tokenizer, rows: list[dict], pixels: torch.Tensor, rng: random.Random, steps: int) -> None:
     """Train by next-token prediction; pixels (rows, 16, C)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
-        sequences, labels, seen = [], [], []
-        for i in rng.sample(range(len(rows)), 32):
-            pieces, sees = example(rng, rows[i])
-            ids = [tokenizer.encode(text) for text, _ in pieces]
-            learned = [part if loss else [-100] * len(part) for part, (_, loss) in zip(ids, pieces)]
-            sequences.append(sum(ids, []))
-            labels.append(sum(learned, []))
-            seen += [i] if sees else []
-        toy.next_token_loss(model, tokenizer, sequences, labels, pixels[seen]).backward()
+        chosen = rng.sample(range(len(rows)), 32)
+        dialogues = [example(rng, rows[i]) for i in chosen]
+        looked = [i for i, texts in zip(chosen, dialogues) if toy.PICTURE in "".join(texts)]
+        toy.next_token_loss(model, tokenizer, dialogues, pixels[looked]).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -7,7 +7,7 @@ its width and height; any other turn is the answer.
 import re
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 CALL = re.compile(r"<zoom>\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*,\s*(\d+)\s*</zoom>")
 
@@ -31,6 +31,5 @@ class Zoom:
         if box[2] - box[0] < 1 or box[3] - box[1] < 1:
             return "An empty region: left < right and top < bottom, please.", 0.0, False
         crop = self.picture.crop(box)
-        scale = max(self.picture.size) / max(crop.size)
-        size = max(1, round(crop.width * scale)), max(1, round(crop.height * scale))
-        return [crop.resize(size, Image.Resampling.BICUBIC)], 0.0, False
+        longer = max(self.picture.size)
+        return [ImageOps.contain(crop, (longer, longer))], 0.0, False

@@ -284,7 +284,7 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
       "response": ["a", "b"], "human_ranking": [0, 1]}, "ValueError: images of a pair come with its messages or in a column"),
     (GOOD | {"image": "a.png"}, "ValueError: columns 'image' and 'images'"),
     (GOOD | {"images": ["none.png"]}, "ValueError: 'none.png' is neither a file in "),
-    (GOOD | {"images": ["http://host/a.png"]}, "ValueError: http://host/a.png: nothing is downloaded"),
+    (GOOD | {"images": ["http://host/a.png"]}, "ValueError: 'http://host/a.png' is neither a file in "),
     (GOOD | {"images": [CUT_IMAGE]}, "ValueError: an image cannot be decoded ("),
     (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
     (GOOD | {"answer": [1]}, "ValueError: answer and label must be text or a number, not [1]"),

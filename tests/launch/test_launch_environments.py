@@ -116,8 +116,9 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
     rows = [json.loads(line) for line in (tmp_path / "look" / "train.jsonl").read_text().splitlines()]
     assert all("images" not in row and (tmp_path / "look" / row["hidden"]).exists() for row in rows)
-    pieces = [hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0]) for seed in range(40)]
-    assert {len(part) for part, _ in pieces} == {2, 4} and {"look<|im_end|>"} == {part[1][0] for part, _ in pieces if len(part) == 4}
+    dialogues = [hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0]) for seed in range(40)]
+    assert {len(texts) for texts in dialogues} == {2, 4}
+    assert {"look<|im_end|>"} == {texts[1] for texts in dialogues if len(texts) == 4}
     look = program("hidden_picture").Look()
     row = rows[0] | {"folder": str(tmp_path / "look")}
     look.reset(row)

@@ -46,7 +46,7 @@ def test_files_load_and_fit_each_other(folder):
     patches = processor(images=[image], return_tensors="pt")
     assert image.mode == "RGB"
     assert patches["image_grid_thw"].tolist() == [[1, 4, 4]]  # pictures keep their size: one image token per cell
-    prompt = torch.tensor([toy.encode_prompt(tokenizer, row["prompt"])])
+    prompt = torch.tensor([tokenizer.encode(toy.ASK.format(toy.PICTURE + row["prompt"]))])
     logits = model(**toy.model_inputs(model, prompt, patches["pixel_values"][None])).logits
     assert logits.shape == (1, prompt.shape[1], len(tokenizer)) and logits.isfinite().all()
 
