@@ -222,6 +222,21 @@ def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+def save_weights(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    """As the one file of a checkpoint."""
+    from safetensors.torch import save_file
+
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def responses_by_prompt(samples) -> list[list[torch.Tensor]]:
+    """The tokens of each prompt's samples, as `with_targets` takes them."""
+    lists = [[] for _ in samples.prompts]
+    for index, tokens in responses_of(samples):
+        lists[index].append(tokens)
+    return lists
+
+
 def responses_of(samples) -> Iterator[tuple[int, torch.Tensor]]:
     """Index of the prompt and tokens of each sample."""
     return zip(samples.prompt_index.tolist(), samples.split(samples.tokens))

@@ -17,9 +17,9 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, logits_of, read_json, read_rows, records, reproducible,
-                      responses_of, rounding, same_tensors, start, take, token_logprobs, user_error, with_flags, words,
-                      write_checkpoint, write_image, write_judge, write_rows)
+from conftest import (ROUNDING, assert_same_records, computing, hugging_face, inputs_of, logits_of, read_json, read_rows,
+                      records, reproducible, responses_of, rounding, same_tensors, start, take, token_logprobs,
+                      user_error, with_flags, words, write_checkpoint, write_image, write_judge, write_rows)
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForImageTextToText
@@ -118,6 +118,18 @@ def train(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> list[di
     """A whole run in this process; the records of its steps."""
     ppo.main(flags(checkpoint, task, out, *more))
     return records(out)
+
+
+def resumed(checkpoint: Path, task: Path, folder: Path, *more: str | Path) -> Path:
+    """A run of four steps, and one of two and two, are the same in every bit; the folder of the first."""
+    whole, parts = folder / "whole", folder / "parts"
+    train(checkpoint, task, whole, *more, "--steps 4 --save_every 2")
+    for steps in (2, 4):
+        train(checkpoint, task, parts, *more, f"--steps {steps} --save_every 2")
+    assert_same_records(records(whole), records(parts))
+    for place in ("export", "checkpoints"):
+        assert same_tensors(tensors(whole / place / "step-4"), tensors(parts / place / "step-4"))
+    return whole
 
 
 def samples_of(out: Path, name: str) -> list[dict]:

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROUNDING, computing, our_name, rounding, start, take
+from conftest import (ROUNDING, computing, our_name, read_json, read_rows, responses_of, rounding, save_weights, start,
+                      take, token_logprobs, user_error, words)
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from test_packed import COMPUTE, random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
@@ -178,16 +179,16 @@ def write_family(kind: str, folder: Path, picture_rows: str):
         weights = load_file(folder / "model.safetensors")
         weights = {name.replace("vision_tower.", "vision_tower.vision_model."):
                    value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in weights.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(folder, weights)
     if kind.startswith("qwen3_5_moe"):                      # which on the hub are one tensor for all experts, as the module's
         weights = {name: value.contiguous() for name, value in model.state_dict().items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(folder, weights)
     if kind in TEXT_ONLY:
         tokenizer.save_pretrained(folder)
     else:
         save_processor(kind, folder, tokenizer)
     source = Path(picture_rows)
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
+    rows = read_rows(source)
     for row in rows:
         row["images"] = [] if kind in TEXT_ONLY else [str(source.parent / name) for name in row["images"]]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -283,7 +284,7 @@ def check_logprobs(family, counts: list[int], inputs_of) -> None:
     batch = responses_to(env, counts, family.oracle.config.get_text_config().vocab_size)
     with torch.no_grad():
         expected = []
-        for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
+        for group, tokens in responses_of(batch):
             inputs = inputs_of(family, env.prompts[group])
             start_row = inputs["input_ids"].shape[1] - 1
             for name in inputs.keys() & {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"}:
@@ -291,7 +292,7 @@ def check_logprobs(family, counts: list[int], inputs_of) -> None:
                 inputs[name] = torch.cat([inputs[name], more[None].to(inputs[name].dtype)], dim=1)
             logits = family.oracle(**inputs, use_cache=False).logits[0, start_row:-1].float()
             logits[:, list(env.processor.banned_ids)] = -torch.inf
-            expected.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+            expected.append(token_logprobs(logits, tokens))
     expected, ours = torch.cat(expected), logprobs(env.actor, batch, env.sampling)
     finite = expected.isfinite()                                           # a drawn token may be a banned one
     assert finite.sum() > 0.9 * len(finite)
@@ -318,8 +319,8 @@ def check_rollouts(family, inputs_of) -> None:
 def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
     """The reward model's evaluation, which pads prompts of several lengths into one batch, generates the same."""
     args = grm.parse_args(
-        ["--model", str(family.folder), "--data", str(data), "--eval_data", str(data), "--out", str(data.parent / "judge"),
-         "--eval_max_new_tokens", "5", "--eval_batch", "4", *flags])
+        words("--model", family.folder, "--data", data, "--eval_data", data, "--out", data.parent / "judge",
+              "--eval_max_new_tokens 5 --eval_batch 4", *flags))
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
     judge, processor = grm.build_judge(args, rows, ranks), rows.processor
     with PromptLoader(processor, args.data, InOrder(rows.held_out, len(rows.held_out))) as loader:
@@ -343,9 +344,9 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
     more = {"qwen3_vl_moe": "--aux_loss_coef 0.01 --max_tokens_per_pack 524", "qwen2": "--gradient_checkpointing",
             "qwen3_5": "--gradient_checkpointing", "qwen3_5_moe": "--aux_loss_coef 0.01 --max_tokens_per_pack 524",
             "gemma3": "--gradient_checkpointing --advantage grpo"}.get(kind, "")
-    return ["--model", str(folder), "--data", str(folder / "rows.jsonl"), "--max_prompt_tokens", "512", "--max_new_tokens", "6",
-            "--prompts_per_step", "3", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward",
-            f"{out / 'reward.py'}:letters", "--out", str(out / kind), *more.split()]
+    return words("--model", folder, "--data", folder / "rows.jsonl",
+                 "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 3 --samples_per_prompt 2 --steps 1 "
+                 "--actor_lr 1e-3", "--reward", f"{out / 'reward.py'}:letters", "--out", out / kind, *more.split())
 
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
@@ -387,7 +388,7 @@ def test_two_ranks_take_the_same_step(tmp_path, picture_rows):
 
 
 def test_the_judge_generates_what_generate_does(family, tmp_path):
-    rows = [json.loads(line) for line in family.data.read_text().splitlines()]
+    rows = read_rows(family.data)
     (tmp_path / "judge.jsonl").write_text("".join(json.dumps(
         {"prompt": row["prompt"], "images": row["images"], "response": "a circle"}) + "\n" for row in rows))
     check_judgements(family, tmp_path / "judge.jsonl", hf_inputs)
@@ -416,7 +417,7 @@ def test_unknown_families_are_refused_by_name(tmp_path):
 
 def edit_config(folder: Path, part: str | None, **changes) -> None:
     """Change settings in config.json, or in a part of it."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     (config[part] if part else config).update(changes)
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -427,9 +428,9 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     model = write_family("internvl", tmp_path, picture_rows)
     rope, data = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}, tmp_path / "rows.jsonl"
     edit_config(tmp_path, "text_config", rope_parameters=rope, max_position_embeddings=512)
-    with pytest.raises(distributed.UserError, match="dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
+    with user_error("dynamic is supported up to its max_position_embeddings 512; .* of 524 tokens"):
         start(tmp_path, data)
-    env = start(tmp_path, data, "--max_prompt_tokens", "500")
+    env = start(tmp_path, data, "--max_prompt_tokens 500")
     rotary = env.actor.model.model.language_model.rotary_emb
     before = rotary.inv_freq.clone()
     rotary(torch.zeros(1), torch.tensor([[10**4]]))                                     # and it looks at no position
@@ -439,8 +440,8 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     check_logprobs(family, [2, 1, 1, 2], hf_inputs)
     shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
     edit_config(other, "text_config", max_position_embeddings=511)
-    with pytest.raises(distributed.UserError, match="max_position_embeddings 511; .* of 512 tokens"):
-        start(tmp_path, data, "--max_prompt_tokens", "500", "--critic_model", str(other))
+    with user_error("max_position_embeddings 511; .* of 512 tokens"):
+        start(tmp_path, data, "--max_prompt_tokens 500", "--critic_model", str(other))
 
 
 def test_what_our_attention_is_not_is_refused():
@@ -462,14 +463,14 @@ def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):
     weights = load_file(tmp_path / "model.safetensors")
     assert "lm_head.weight" not in weights
     head = weights["model.embed_tokens.weight"].clone()
-    save_file(weights | {"lm_head.weight": head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_weights(tmp_path, weights | {"lm_head.weight": head})
     env, export = start(tmp_path, tmp_path / "rows.jsonl"), tmp_path / "export" / "step-1"
     export.parent.mkdir()
     assert vlm_weights.export(env.actor, env.processor, export) is None
     assert torch.equal(model.from_pretrained(export).lm_head.weight, head)
     assert load_file(export / "model.safetensors").keys() == {*weights, "lm_head.weight"}
-    save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(distributed.UserError, match="weight differs from the weight that config.json ties it to"):
+    save_weights(tmp_path, weights | {"lm_head.weight": head + 1})
+    with user_error("weight differs from the weight that config.json ties it to"):
         start(tmp_path, tmp_path / "rows.jsonl")
 
 
@@ -478,7 +479,7 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     write_family("mistral", tmp_path / "actor", picture_rows)
     data, other = tmp_path / "actor" / "rows.jsonl", Path(shutil.copytree(tmp_path / "actor", tmp_path / "other"))
     edit_config(other, None, sliding_window=None, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
-    flags = "--kl_coef", "0.1", "--reference_model", str(other), "--critic_model", str(other)
+    flags = "--kl_coef 0.1", "--reference_model", str(other), "--critic_model", str(other)
     env, alone = start(tmp_path / "actor", data, *flags), start(other, data)
     batch = responses_to(env, [3, 2, 2, 3], 64)
     for critic in (env.critic, alone.critic):
@@ -489,13 +490,13 @@ def test_critic_and_reference_are_read_by_their_own_config(tmp_path, picture_row
     assert torch.equal(of_reference, expected)
     assert (of_actor - expected).abs().max() > 0.01
     edit_config(other, None, vocab_size=400)
-    with pytest.raises(distributed.UserError, match=r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
+    with user_error(r"other: vocab_size 400, the actor's is \d+: critic and reference read its tokens"):
         start(tmp_path / "actor", data, *flags)
 
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_text_model_refuses_pictures(family, picture_rows):
-    with pytest.raises(distributed.UserError, match=f"1 images for {family.kind}, a model of text only"):
+    with user_error(f"1 images for {family.kind}, a model of text only"):
         start(family.folder, picture_rows)
 
 
@@ -517,7 +518,7 @@ def test_balance_loss_equals_hugging_faces_over_the_batch_of_samples(family, bud
     assert (packs == 1) == (budget > 10**5)
 
     batch: dict[str, list] = {}
-    for group, tokens in zip(samples.prompt_index.tolist(), samples.split(samples.tokens)):
+    for group, tokens in responses_of(samples):
         inputs = hf_inputs(family, env.prompts[group])
         more = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "mm_token_type_ids": torch.zeros_like(tokens)}
         for name, value in inputs.items():
@@ -542,7 +543,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
     data = tmp_path / "ptx.jsonl"
     data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
-    env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef", "1"), {}
+    env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef 1"), {}
     text = env.rows.text
     drawn = [row for row, _ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
@@ -555,6 +556,15 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     assert (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
 
 
+def without_advantage(env) -> Batch:
+    """Random samples, ready for an update, which the policy's loss does not move."""
+    samples = responses_to(env, [3, 2, 2, 3], 64)
+    samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
+    samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
+    samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
+    return samples
+
+
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
 def test_actor_and_critic_are_balanced(family):
     """While the critic's head and the advantages are zero, nothing but the balance moves their routers."""
@@ -563,10 +573,7 @@ def test_actor_and_critic_are_balanced(family):
 
     for coef in (0.0, 0.5):
         env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
-        samples = responses_to(env, [3, 2, 2, 3], 64)
-        samples.values = samples.returns = samples.advantages = torch.zeros(len(samples.tokens))
-        samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
-        samples.old_logprobs = samples.logprobs = logprobs(env.actor, samples, env.sampling)
+        samples = without_advantage(env)
         for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
             trained = fsdp.Trainable(module, env.args.optim, 1e-3)
@@ -580,13 +587,11 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
     """With adapters the reference is the actor itself: its forward has router logits, too."""
     found = []
     for estimator in ("k2", "full"):
-        env = start(family.folder, family.data, "--aux_loss_coef", "0.5", "--lora_rank", "4", "--advantage", "grpo",
-                    "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", estimator)
-        samples = responses_to(env, [3, 2, 2, 3], 64)
-        samples.logprobs = logprobs(env.actor, samples, env.sampling)
+        env = start(family.folder, family.data,
+                    "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss", "--kl_estimator",
+                    estimator)
+        samples = without_advantage(env)
         ppo.fill_logprobs_and_values(samples, env.actor, None, env.reference, env.args)
-        samples.advantages = torch.zeros(len(samples.tokens))
-        samples.in_policy_loss = torch.ones(len(samples.tokens), dtype=torch.bool)
         trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
         found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
@@ -611,8 +616,8 @@ def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2"], indirect=True)
 def test_a_dense_model_has_no_experts_to_balance(family):
-    with pytest.raises(distributed.UserError, match="--aux_loss_coef 0.1: .* has no experts to balance"):
-        start(family.folder, family.data, "--aux_loss_coef", "0.1")
+    with user_error("--aux_loss_coef 0.1: .* has no experts to balance"):
+        start(family.folder, family.data, "--aux_loss_coef 0.1")
 
 
 def test_square_matrices_of_experts_come_back_as_they_were(tmp_path, picture_rows, monkeypatch):
@@ -632,7 +637,7 @@ def test_experts_one_by_one_are_refused(tmp_path, picture_rows):
     kind = "qwen3_5_moe"
     AutoModelForImageTextToText.from_config(make_config(kind, make_tokenizer(kind))).save_pretrained(tmp_path)
     save_processor(kind, tmp_path, make_tokenizer(kind))
-    with pytest.raises(distributed.UserError, match=r"weights are in no file, the first: .*mlp\.experts\.gate_up_proj"):
+    with user_error(r"weights are in no file, the first: .*mlp\.experts\.gate_up_proj"):
         start(tmp_path, picture_rows)
 
 

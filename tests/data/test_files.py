@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import start
+from conftest import read_json, start, user_error, words
 from PIL import Image
 from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
 from test_packed import COMPUTE
@@ -14,7 +14,6 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.flags import DataArgs
-from common.data import images
 from common.data.processor import Processor
 from common.data.rows import load_prompts
 from common.model.weights import build_model, load as load_weights
@@ -22,7 +21,7 @@ from common.model.weights import build_model, load as load_weights
 
 # ------------------------------------------------------------------------------------------------- checkpoint folders
 def edit_part(folder, part: str, **changes) -> None:
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     edit(folder / "config.json", **{part: config[part] | changes})
 
 
@@ -129,18 +128,18 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
 def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     folder = os.path.dirname(picture_rows)
     assert len(start(qwen25, picture_rows, "--image_root", folder).prompts) == 4
-    with pytest.raises(distributed.UserError, match="lies outside of --image_root"):
+    with user_error("lies outside of --image_root"):
         start(qwen25, picture_rows, "--image_root", str(tmp_path))
     row = {"prompt": "x", "images": [os.path.join(folder, "picture-1-0.png")], "response": "y"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    common = ["--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--image_root"]
+    common = words("--model", qwen25, "--data", tmp_path / "rows.jsonl", "--image_root")
     assert len(grm.load_rows(grm.parse_args([*common, folder])).train) == 1
-    with pytest.raises(distributed.UserError, match="lies outside of --image_root"):
+    with user_error("lies outside of --image_root"):
         grm.load_rows(grm.parse_args([*common, str(tmp_path)]))
     for script in (ppo, grm):
-        with pytest.raises(distributed.UserError, match="--image_root none: no such folder"):
+        with user_error("--image_root none: no such folder"):
             script.parse_args([*common, "none"])
     ptx = ["--ptx_data", str(tmp_path / "rows.jsonl"), "--ptx_coef", "0.1", "--image_root", str(tmp_path)]
-    args = ppo.parse_args(["--model", str(qwen25), "--data", picture_rows, *ptx])
-    with pytest.raises(distributed.UserError, match="(?s)--ptx_data .*lies outside of --image_root"):
+    args = ppo.parse_args(words("--model", qwen25, "--data", picture_rows, *ptx))
+    with user_error("(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_text(args, Processor(str(qwen25)))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, build_rewards, start, take, write_checkpoint, write_judge
+from conftest import ROUNDING, build_rewards, read_rows, start, take, words, write_checkpoint, write_judge
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -89,7 +89,7 @@ def family(request, tmp_path_factory, rows):
     folder = write_family(request.param, tmp_path_factory.mktemp(request.param))
     oracle = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
     return SimpleNamespace(kind=request.param, folder=folder, oracle=oracle,
-                           env=start(folder, rows, "--video_frames", str(FRAMES), "--video_fps", "3"))
+                           env=start(folder, rows, "--video_frames", str(FRAMES), "--video_fps 3"))
 
 
 def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
@@ -188,8 +188,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
     write_judge(judge, ("correct", "yes"))
-    env = start(actor, rows, "--advantage", "grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES),
-                "--video_fps", "3")
+    env = start(actor, rows, "--advantage grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES), "--video_fps 3")
     reward = scoring.load(env.args.reward)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     said = ["3", "a <video>", "3", "square"]
@@ -230,15 +229,16 @@ def seen(prompts, responses, references, labels, images):
 ''')
     for ranks in ("one", "two"):
         (tmp_path / ranks).mkdir()
-    flags = ["--model", str(tmp_path / "model"), "--data", str(rows), "--eval_data", str(rows), "--max_new_tokens", "6",
-             "--prompts_per_step", "6", "--samples_per_prompt", "2", "--steps", "1", "--actor_lr", "1e-3", "--reward_recipe",
-             json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
-             "--video_frames", "5", "--out"]
+    flags = words("--model", tmp_path / "model", "--data", rows, "--eval_data", rows,
+                  "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3",
+                  "--reward_recipe",
+                  json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
+                  "--video_frames 5 --out")
     launch(2, [*flags, str(tmp_path / "two" / "run")])
     ppo.main([*flags, str(tmp_path / "one" / "run")])
     assert_same_run(tmp_path / "one" / "run", tmp_path / "two" / "run")
     sheet = tmp_path / "one" / "run" / "samples"
-    records = [json.loads(line) for line in next(sheet.glob("step-*.jsonl")).read_text().splitlines()]
+    records = read_rows(next(sheet.glob("step-*.jsonl")))
     clips = {record["index"]: record["images"] for record in records}
     assert len(clips[2]) == 3 and isinstance(clips[2][0], str) and [len(item) for item in clips[2][1:]] == [3, 1]
     assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))

@@ -16,7 +16,7 @@ from conftest import (ROOT, ROUNDING, computing, hugging_face, read_json, read_r
                       user_error, words, write_checkpoint, write_rows)
 from PIL import Image
 from test_families import KINDS, TEXT_ONLY, write_family
-from test_judge import build, judges, template  # noqa: F401
+from test_judge import build, judges  # noqa: F401
 from test_rollout import graphs_of, poll  # noqa: F401
 from test_training import records, samples_of, write_samples  # noqa: F401  (a fixture of every test)
 from transformers import AutoModelForImageTextToText, AutoTokenizer
@@ -433,7 +433,7 @@ def verdict_chances(folder: Path, prompt, conversation, turns: list[str], verdic
         told += [("assistant", [{"text": turn}])] + ([("user", conversation.replies[k])] if k < len(conversation.replies) else [])
     lines = [role + ": " + "".join(part.get("text", "<|cut|>") for part in parts) for role, parts in told]
     question = judgements.format_template(
-        template("correct"), prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
+        judgements.JUDGEMENTS["correct"][0], prompt=judgements.user_text(prompt.messages), response="\n".join(lines))
     before, *behind = question.split("<|cut|>")
     parts = [{"type": "image"}] * len(prompt.images) + [{"type": "text", "text": before}]
     for piece in behind:

@@ -3,7 +3,6 @@
 A GPU is what torch reports: here its reports are replaced, so that all of it runs on a CPU.
 """
 
-import json
 import os
 import re
 import subprocess
@@ -14,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, keep_activations, start, take
+from conftest import ROOT, read_rows, start, take, user_error, words
+from ranks import TORCHRUN
 from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
-import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
 from common.model import budget, memory
@@ -61,7 +60,7 @@ def reported(monkeypatch, gib: float) -> list[int]:
     return sizes
 
 
-LINE = ("--kl_coef", "0.01", "--dtype", "bfloat16")
+LINE = "--kl_coef 0.01 --dtype bfloat16"
 
 
 def fit(dry, checkpointing: str) -> bool:
@@ -75,15 +74,15 @@ def fit(dry, checkpointing: str) -> bool:
 @pytest.mark.slow
 def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, monkeypatch, capsys):  # noqa: F811
     """7B on eight GPUs: it fits into 79 GiB recomputed, and not otherwise; into 30 not at all."""
-    dry = planned(seven_b, picture_rows, *LINE)
+    dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
     assert fit(dry, "auto") and sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
-    with pytest.raises(distributed.UserError, match=r"in update actor, does not fit; fastest with 8% to spare: "
+    with user_error(r"in update actor, does not fit; fastest with 8% to spare: "
                                                     r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
         fit(dry, "off")
     reported(monkeypatch, 30.0)
-    with pytest.raises(distributed.UserError, match="does not fit; no pack is small enough"):
+    with user_error("does not fit; no pack is small enough"):
         fit(dry, "auto")
 
 
@@ -106,8 +105,8 @@ def test_on_a_gpu_both_trained_models_recompute_their_layers(flag, qwen25, pictu
 
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
     """With so little memory that it decides."""
-    many = ("--samples_per_prompt", "64", "--prompts_per_step", "64", "--advantage", "grpo", "--max_new_tokens", "2048")
-    dry = planned(seven_b, picture_rows, *many)
+    many = "--samples_per_prompt 64 --prompts_per_step 64 --advantage grpo --max_new_tokens 2048"
+    dry = planned(seven_b, picture_rows, many)
     actor = dry.models["actor"]
     parts = dry.needed.phases(budget.Choice(True, 16384), 60.0 * GIB)["rollout"]
     capacity = dry.needed.longest + 2048
@@ -151,10 +150,10 @@ def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
 def test_the_flag_of_old():
     """Bare it still means on."""
     for line, value in ((["--gradient_checkpointing"], "on"), (["--gradient_checkpointing", "off"], "off"), ([], "auto")):
-        args = ppo.parse_args(["--model", "m", "--data", "d.jsonl", *line, "--out", "x"])
+        args = ppo.parse_args(words("--model m --data d.jsonl", *line, "--out x"))
         assert (args.model.gradient_checkpointing, str(args.run.out)) == (value, "x")
-    with pytest.raises(distributed.UserError, match="did you mean --gradient_checkpointing"):
-        ppo.parse_args(["--model", "m", "--data", "d.jsonl", "--no-gradient_checkpointing"])
+    with user_error("did you mean --gradient_checkpointing"):
+        ppo.parse_args(words("--model m --data d.jsonl", "--no-gradient_checkpointing"))
 
 
 COLLECTIVES = """
@@ -182,12 +181,12 @@ os._exit(0)  # at an ordinary exit a thread of gloo may end the process with SIG
 def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, and as copies of one shard each."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
-    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
                            str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "calls")], env=clean, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    (_, one), (_, two) = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    (_, one), (_, two) = read_rows(tmp_path / "calls")
     of = lambda size: [["all_gather_into_tensor", size, 1000], ["reduce_scatter_tensor", size, 1000],  # noqa: E731
                        ["all_reduce", size, 1000 // size]]
     assert one == of(2) and all(call in two for call in of(2)) and all(call in two for call in of(1))

@@ -50,7 +50,7 @@ def compare(env, other, size: int) -> None:
 @needs_compiler
 def test_compiled_layers_compute_the_same(qwen25, picture_rows):
     """Forward and backward; all lengths of rows, actor and critic share the graphs of the first two."""
-    env, other = make(qwen25, picture_rows), make(qwen25, picture_rows, "--compile", "layers")
+    env, other = make(qwen25, picture_rows), make(qwen25, picture_rows, "--compile layers")
     found = []
     for size in LENGTHS:
         compare(env, other, size)
@@ -65,8 +65,8 @@ def test_a_run_is_the_same(qwen25, task, tmp_path):  # noqa: F811
     """With layers recomputed in the backward pass; sampling, which is eager, and training agree."""
     runs = []
     for name, more in (("eager", []), ("compiled", ["--compile", "layers"])):
-        ppo.main(flags(qwen25, task, tmp_path / name, "--steps", "2", "--minibatches", "2", "--gradient_checkpointing",
-                       "--save_every", "0", "--export_every", "0", *more))
+        ppo.main(flags(qwen25, task, tmp_path / name,
+                       "--steps 2 --minibatches 2 --gradient_checkpointing --save_every 0 --export_every 0", *more))
         runs.append([r for r in records(tmp_path / name) if "train/sampler_gap" in r])
     for eager, compiled in zip(*runs, strict=True):
         assert compiled["train/sampler_gap"] < ROUNDING
@@ -76,7 +76,7 @@ def test_a_run_is_the_same(qwen25, task, tmp_path):  # noqa: F811
 
 @needs_compiler
 def test_rollouts_stay_eager(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--compile", "layers")
+    env = start(qwen25, picture_rows, "--compile layers")
     torch._dynamo.reset()  # what other tests have compiled would be used again
     before = graphs()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
-from conftest import build_rewards, start, take, write_checkpoint, write_judge
+from conftest import build_rewards, responses_by_prompt, start, take, words, write_checkpoint, write_judge, write_rows
 from reference_kernels import OPERATOR, Call, attend, kernels  # noqa: F401  (a fixture)
 from test_families import write_family
 from test_training import score
@@ -52,17 +52,14 @@ def folders(tmp_path_factory, picture_rows):
 def env_of(folders, case: str, backend: str, *flags: str):
     kind, *_ = case.split()
     checkpoint, rows = folders(kind)
-    line = ("--advantage", "grpo", "--samples_per_prompt", "3", "--slots", "7", "--dtype", "bfloat16", "--min_new_tokens", "4")
-    return start(checkpoint, rows, *line, "--attention", backend, *CASES[case], *flags)
+    line = "--advantage grpo --samples_per_prompt 3 --slots 7 --dtype bfloat16 --min_new_tokens 4"
+    return start(checkpoint, rows, line, "--attention", backend, *CASES[case], *flags)
 
 
 def logprobs_by_sdpa(folders, case: str, batch) -> torch.Tensor:
     """(N,) of the same samples, by the reference back-end."""
     env = env_of(folders, case, "sdpa")
-    targets = [[] for _ in batch.prompts]
-    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
-        targets[group].append(tokens)
-    again = take(env).with_targets(targets)
+    again = take(env).with_targets(responses_by_prompt(batch))
     again.sampling = batch.sampling
     if not env.actor.model.trains_vision:
         vlm.compute_features(env.actor.model, again)
@@ -120,8 +117,8 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
     write_judge(judge, ("correct", "yes"), ("correct", "no"))
     said = {}
     for attention in (backend, "sdpa"):
-        env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode, "--grm_max_new_tokens",
-                     "6")
+        env = env_of(folders, "qwen2_5_vl", attention, "--reward", f"grm:{judge}", "--grm_mode", mode,
+                     "--grm_max_new_tokens 6")
         reward = scoring.load(env.args.reward)
         build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
         batch = take(env).with_targets([[torch.tensor(env.processor.tokenizer.encode(text))] for text in ("3", "4", "a", "b")])
@@ -147,12 +144,12 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
     lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
     rows = [{"question": row["prompt"], "images": [str(folder / name) for name in row["images"]], "response": "3",
              "correct": len(row["images"]) % 2 == 0} for row in lines]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     found = {}
     for attention in (backend, "sdpa"):
-        args = grm.parse_args(["--model", str(checkpoint), "--data", str(tmp_path / "rows.jsonl"), "--max_prompt_tokens", "600",
-                               "--eval_max_new_tokens", "4", "--prompts_per_step", "4", "--steps", "1", "--dtype", "bfloat16",
-                               "--attention", attention, *CASES[case]])
+        args = grm.parse_args(words("--model", checkpoint, "--data", tmp_path / "rows.jsonl",
+                                    "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
+                                    "--dtype bfloat16", "--attention", attention, *CASES[case]))
         loaded = grm.load_rows(args)
         judge = grm.build_judge(args, loaded, distributed.start(60.0, 0))
         with grm.open_loader(args, loaded, grm.TrainState()) as loader:
@@ -239,28 +236,28 @@ def our_calls(folders):
     return found.calls
 
 
-def test_our_calls_are_those_of_flash_attn(our_calls):
-    for name, parameters in FLASH_ATTN.items():
-        mine = [call for call in our_calls if call.name == name]
-        assert mine
-        for call in mine:
-            check(call, signature(parameters))
+def calls_of(calls: list[Call], name: str) -> list[Call]:
+    chosen = [call for call in calls if call.name == name]
+    assert chosen
+    return chosen
+
+
+@pytest.mark.parametrize("name", FLASH_ATTN)
+def test_our_calls_are_those_of_flash_attn(our_calls, name):
+    for call in calls_of(our_calls, name):
+        check(call, signature(FLASH_ATTN[name]))
 
 
 @pytest.mark.parametrize("version", OPERATORS)
 def test_our_calls_of_the_operator_are_those_of_torch(our_calls, version):
-    mine = [call for call in our_calls if call.name == OPERATOR]
-    assert mine
-    for call in mine:
+    for call in calls_of(our_calls, OPERATOR):
         check(call, of_schema(OPERATORS[version]))
 
 
 @pytest.mark.parametrize("version", VARLEN)
 def test_our_calls_of_varlen_are_those_of_torch(our_calls, version):
     """enable_gqa is given where it is known, which depends on the torch that is installed."""
-    mine = [call for call in our_calls if call.name == "varlen_attn"]
-    assert mine
-    for call in mine:
+    for call in calls_of(our_calls, "varlen_attn"):
         named = {name: kind for name, kind in call.named.items() if name != "enable_gqa" or version != "2.11"}
         check(call._replace(named=named), signature(VARLEN[version]))
 
@@ -273,8 +270,7 @@ def test_the_signatures_are_those_of_the_torch_that_is_installed(our_calls):
     if installed in OPERATORS:
         assert schema_of_this_torch() == OPERATORS[installed]
         assert names[7:] == list(signature(VARLEN[installed]).parameters)[7:]
-    for call in our_calls:
-        if call.name == OPERATOR:
-            check(call, of_schema(schema_of_this_torch()))
-        if call.name == "varlen_attn":
-            check(call, inspect.signature(torch_varlen.varlen_attn))
+    for call in calls_of(our_calls, OPERATOR):
+        check(call, of_schema(schema_of_this_torch()))
+    for call in calls_of(our_calls, "varlen_attn"):
+        check(call, inspect.signature(torch_varlen.varlen_attn))

@@ -73,18 +73,19 @@ def test_the_patch_embedding_is_the_convolution(bias):
         assert (one - other).norm() < rounding(16) * one.norm()
 
 
+def types_of(modules, *bases: type) -> list[type]:
+    return [type(module) for module in modules if isinstance(module, bases)]
+
+
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_every_model_that_is_built_has_them(kind, tmp_path):
     model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE, 64)
-    found = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
-    convolutions = [type(module) for module in model.modules() if isinstance(module, nn.Conv3d)]
-    assert found == {"RMSNorm"} and convolutions == [layers.PatchProjection]
+    norms = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
+    assert norms == {"RMSNorm"} and types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
 def test_no_tower_that_can_be_trained_has_a_convolution(kind):
     model = weights.build_model(make_config(kind, make_tokenizer(kind)), COMPUTE, 64)
     assert isinstance(model.family, Qwen)
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-    found = [type(module) for module in model.model.visual.modules() if isinstance(module, convolutions)]
-    assert found == [layers.PatchProjection]
+    assert types_of(model.model.visual.modules(), nn.Conv1d, nn.Conv2d, nn.Conv3d) == [layers.PatchProjection]

@@ -1,16 +1,16 @@
 """LoRA adapters: the layer is W + (alpha / r) B A, the reference is the model without them, nothing else is trained, saved
 or moved, and what is exported loads without us."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from conftest import ROUNDING, computing, keep_activations, rounding, start, take, with_flags, write_checkpoint
+from conftest import (ROUNDING, computing, inputs_of, keep_activations, read_json, responses_of, rounding, same_tensors,
+                      start, take, token_logprobs, user_error, with_flags, write_checkpoint)
 from safetensors.torch import load_file
 from test_families import write_family
-from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, score, tensors,
+from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, resumed, score, tensors,
                            weights_of)
 from transformers import AutoModelForImageTextToText
 
@@ -18,14 +18,12 @@ import test_grm
 import test_training
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
 from common.model import fsdp
-from common.data.loader import load_pixels
 from common.model import forward as vlm, weights as vlm_weights
 
 task, judgements = test_training.task, test_grm.task  # fixtures
 write_samples = test_training.write_samples
-LORA = ("--lora_rank", "3", "--lora_alpha", "6")
+LORA = "--lora_rank 3 --lora_alpha 6"
 TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -41,7 +39,7 @@ def stir(module) -> None:
 @pytest.fixture(scope="module")
 def env(qwen25, picture_rows):
     """One rank's models with adapters that act, and hand-made samples."""
-    env = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1")
+    env = start(qwen25, picture_rows, LORA, "--kl_coef 0.1")
     stir(env.actor), stir(env.critic)
     env.batch = hand_batch(env)
     return env
@@ -63,14 +61,9 @@ def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torc
 
 def hugging_face_rows(env, model, merged: dict[str, torch.Tensor], **more):
     """For every sample its tokens, and the output and rows of Hugging Face's own forward with the given weights."""
-    for group, tokens in zip(env.batch.prompt_index.tolist(), env.batch.split(env.batch.tokens)):
-        prompt = env.prompts[group]
-        ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = load_pixels(prompt, env.processor)
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False} | more
-        inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
-        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
-        yield tokens, torch.func.functional_call(model, merged, (), inputs), rows
+    for index, tokens in responses_of(env.batch):
+        inputs = inputs_of(env.prompts[index], tokens, env.processor) | {"use_cache": False} | more
+        yield tokens, torch.func.functional_call(model, merged, (), inputs), slice(-len(tokens) - 1, -1)
 
 
 def hugging_face_logprobs(env, model, merged: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -79,7 +72,7 @@ def hugging_face_logprobs(env, model, merged: dict[str, torch.Tensor]) -> torch.
     for tokens, out, rows in hugging_face_rows(env, model, merged):
         logits = out.logits[0, rows]
         logits[:, list(env.processor.banned_ids)] = -torch.inf
-        parts.append(logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+        parts.append(token_logprobs(logits, tokens))
     return torch.cat(parts)
 
 
@@ -112,14 +105,14 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
 
 
 def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
-    base, fresh = start(qwen25, picture_rows), start(qwen25, picture_rows, *LORA)
+    base, fresh = start(qwen25, picture_rows), start(qwen25, picture_rows, LORA)
     expected = score(base.actor, env.batch)
     assert torch.equal(score(fresh.actor, env.batch), expected)
     assert (score(env.actor, env.batch) - expected).abs().max() > 0.1
     for layer in (m for m in fresh.actor.modules() if isinstance(m, vlm_weights.LoRALinear)):
         values, bound = layer.lora_A.full_tensor(), layer.in_features ** -0.5
         assert not layer.lora_B.full_tensor().any() and 0.9 * bound < values.abs().max() <= bound
-    again = start(qwen25, picture_rows, *LORA, "--seed", "1")
+    again = start(qwen25, picture_rows, LORA, "--seed 1")
     drawn = [weights_of(part.actor) for part in (fresh, again)]
     assert all(torch.equal(value, drawn[1][name]) == ("lora_A" not in name) for name, value in drawn[0].items())
     assert {name for name, p in fresh.critic.named_parameters() if p.requires_grad and ".lora_" not in name} == {
@@ -129,7 +122,7 @@ def test_a_model_begins_as_its_base(env, qwen25, picture_rows):
 def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     """Its log-probs, and the exact KL in the reward and in the loss, are those of a second copy of the base."""
     assert env.reference is env.actor
-    other = start(qwen25, picture_rows, *LORA, "--kl_coef", "0.1", "--reference_model", str(qwen25))
+    other = start(qwen25, picture_rows, LORA, "--kl_coef 0.1", "--reference_model", str(qwen25))
     assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
     batch, runs = env.batch.select(torch.arange(16)), []
     ppo.fill_logprobs_and_values(batch, env.actor, None, env.reference, env.args)
@@ -172,7 +165,7 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     assert before.keys() == after.keys() and {key.split(".")[-2] for key in moved} == TARGETS
     assert not any("visual" in key for key in moved)
     # By the rules of PEFT: base_model.model.<module>.lora_A.weight, W + (lora_alpha / r) B A, whole names or suffixes.
-    config = json.loads((tmp_path / "hf" / "adapter" / "adapter_config.json").read_text())
+    config = read_json(tmp_path / "hf" / "adapter" / "adapter_config.json")
     weights = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
     assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (3, 6, "LORA", "CAUSAL_LM")
     base = AutoModelForImageTextToText.from_pretrained(config["base_model_name_or_path"], attn_implementation="eager")
@@ -193,7 +186,7 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
     for path in qwen25.iterdir():
         if not (tmp_path / "bf16" / path.name).exists():
             (tmp_path / "bf16" / path.name).symlink_to(path)
-    env = start(tmp_path / "bf16", picture_rows, *LORA, "--dtype", "bfloat16", "--advantage", "grpo")
+    env = start(tmp_path / "bf16", picture_rows, LORA, "--dtype bfloat16 --advantage grpo")
     kinds = {(p.dtype, p.requires_grad) for p in env.actor.parameters()}
     assert kinds == {(torch.bfloat16, False), (torch.float32, True)}
     stir(env.actor)
@@ -209,31 +202,26 @@ def test_frozen_weights_are_kept_in_the_compute_dtype(qwen25, picture_rows, tmp_
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
-RUN = (*LORA, "--steps", "4", "--minibatches", "2", "--kl_coef", "0.1", "--actor_lr", "1e-2")
+RUN = f"{LORA} --steps 4 --minibatches 2 --kl_coef 0.1 --actor_lr 1e-2"
 
 
 @pytest.mark.slow
 def test_a_run_resumes_bit_by_bit_from_adapters_alone(qwen25, task, tmp_path):
-    ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
-    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
-    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN))
-    whole, parts = records(tmp_path / "whole"), records(tmp_path / "parts")
-    assert [{k: v for k, v in step.items() if not k.startswith("perf/")} for step in whole] == [
-        {k: v for k, v in step.items() if not k.startswith("perf/")} for step in parts]
-    assert whole[0]["train/kl"] < rounding(16) < 1e-3 < whole[-1]["train/kl"] and whole[0]["train/sampler_gap"] < ROUNDING
-    for part in ("", "adapter"):
-        one, two = (tensors(tmp_path / name / "export" / "step-4" / part) for name in ("whole", "parts"))
-        assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    saved = tensors(tmp_path / "whole" / "checkpoints" / "step-4")
+    whole = resumed(qwen25, task, tmp_path, RUN)
+    first, *_, last = records(whole)
+    assert first["train/kl"] < rounding(16) < 1e-3 < last["train/kl"] and first["train/sampler_gap"] < ROUNDING
+    one, two = (tensors(tmp_path / name / "export" / "step-4" / "adapter") for name in ("whole", "parts"))
+    assert same_tensors(one, two)
+    saved = tensors(whole / "checkpoints" / "step-4")
     assert saved and all(".lora_" in key or "value_head" in key for key in saved)
     assert {key.split(".")[1] for key in saved} == {"model", "optimizer"} and {key.split(".")[0] for key in saved} == {
         "actor", "critic"}
-    with pytest.raises(distributed.UserError, match="it is of another run: .*--lora_alpha 6 -> 7"):
-        ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--lora_alpha", "7"))
+    with user_error("it is of another run: .*--lora_alpha 6 -> 7"):
+        ppo.main(flags(qwen25, task, tmp_path / "parts", RUN, "--lora_alpha 7"))
 
 
 def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
-    line = test_grm.flags(qwen25, judgements, tmp_path, *LORA, "--steps", "3", "--lr", "1e-2", "--eval_every", "0")
+    line = test_grm.flags(qwen25, judgements, tmp_path, LORA, "--steps 3 --lr 1e-2 --eval_every 0")
     grm.main(line)
     assert records(tmp_path)[-1]["train/loss"] < records(tmp_path)[0]["train/loss"]
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-3")
@@ -246,9 +234,9 @@ def test_a_judge_with_adapters(qwen25, judgements, tmp_path):
 def test_one_rank_equals_two(qwen25, task, tmp_path):
     """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
-    lines = {"gae": (qwen25, *RUN, "--critic_lr", "1e-2"),
-             "full": (other, *RUN, "--advantage", "grpo", "--kl_estimator", "full", "--kl_in", "loss", "--steps", "2",
-                      "--prompts_per_step", "3", "--minibatches", "1", "--gradient_checkpointing", "--lora_rank", "1")}
+    lines = {"gae": (qwen25, RUN, "--critic_lr 1e-2"),
+             "full": (other, RUN, "--advantage grpo --kl_estimator full --kl_in loss --steps 2 --prompts_per_step 3 --minibatches 1 "
+                      "--gradient_checkpointing --lora_rank 1")}
     for ranks in (1, 2):
         runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
         launch(2, *runs) if ranks == 2 else [ppo.main(run) for run in runs]
@@ -274,12 +262,12 @@ def test_other_families(kind, picture_rows, tmp_path):
         write_family(kind, tmp_path / "base", picture_rows)
     except ImportError:
         pytest.skip(f"transformers {transformers.__version__} wants torchvision for {kind}")
-    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", *LORA, "--advantage", "grpo")
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", LORA, "--advantage grpo")
     stir(env.actor)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     assert (score(env.actor, batch) - batch.logprobs).abs().max() < ROUNDING
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
-    other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo")
+    other = start(tmp_path / "hf", tmp_path / "base" / "rows.jsonl", "--advantage grpo")
     assert (score(other.actor, batch) - batch.logprobs).abs().max() < ROUNDING
     targets = {name.rpartition(".")[2] for name in env.actor.model.adapter["target_modules"]}
     assert targets == OF_FAMILY.get(kind, TARGETS)

@@ -9,12 +9,12 @@ import re
 import pytest
 import ranks
 import torch
-from conftest import computing, rounding, start, write_judge
-from safetensors.torch import save_file
+from conftest import computing, rounding, same_tensors, save_weights, start, user_error, words, write_judge
 from test_training import (
     flags,
     fresh,
     hand_batch,
+    resumed,
     samples_of,
     samples_of_every_step,
     score,  # noqa: F401
@@ -27,15 +27,11 @@ from test_training import (
 from torch.distributed.tensor import DTensor
 
 import train_ppo_vl as ppo
-from common import distributed, losses
+from common import losses
 from common.model import fsdp
 from common.model import forward as vlm
 
-EMA = ("--ema_beta", "0.75")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+EMA = "--ema_beta 0.75"
 
 
 def average_of(env) -> dict[str, torch.Tensor]:
@@ -54,7 +50,7 @@ def step_of(env, step: int) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ the average
 def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
-    env = fresh(qwen25, picture_rows, "--minibatches", "1", "--epochs", "1", *EMA, *more)
+    env = fresh(qwen25, picture_rows, "--minibatches 1 --epochs 1", EMA, *more)
     env.trained = ppo.make_trainables(env.args, env.actor, None, None)["actor"]
     fsdp.put_away({"actor": env.trained})
     return env
@@ -66,7 +62,7 @@ def test_average_is_the_recursion_over_the_applied_steps(
 ):
     env = with_average(qwen25, picture_rows, "--offload", offload)
     expected = average_of(env)
-    assert same(
+    assert same_tensors(
         expected, {name: value for name, value in weights_of(env.actor).items() if name in expected}
     )
     for step in range(1, 5):
@@ -86,7 +82,7 @@ def test_average_is_the_recursion_over_the_applied_steps(
         return loss
 
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
-    assert step_of(env, 5)["train/actor_skipped"] == 1 and same(average_of(env), found)
+    assert step_of(env, 5)["train/actor_skipped"] == 1 and same_tensors(average_of(env), found)
 
 
 def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
@@ -103,8 +99,8 @@ def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
 
 
 def test_frozen_steps_leave_the_average(qwen25, task, tmp_path):
-    train(qwen25, task, tmp_path, *EMA, "--steps", "2", "--critic_warmup_steps", "2")
-    assert same(tensors(tmp_path / "export_ema" / "step-2"), tensors(qwen25))
+    train(qwen25, task, tmp_path, EMA, "--steps 2 --critic_warmup_steps 2")
+    assert same_tensors(tensors(tmp_path / "export_ema" / "step-2"), tensors(qwen25))
 
 
 def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
@@ -113,12 +109,12 @@ def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
     weights, average = weights_of(env.actor), average_of(env)
     with pytest.raises(ZeroDivisionError), env.trained.averaged():
         inside = weights_of(env.actor)
-        assert same({name: inside[name] for name in average}, average)
-        assert same(average_of(env), {name: weights[name] for name in average})
+        assert same_tensors({name: inside[name] for name in average}, average)
+        assert same_tensors(average_of(env), {name: weights[name] for name in average})
         logprobs = score(env.actor, env.batch)  # the forward sees it
         assert (logprobs - env.batch.logprobs).abs().max() > 1e-3
         1 / 0
-    assert same(weights_of(env.actor), weights) and same(average_of(env), average)
+    assert same_tensors(weights_of(env.actor), weights) and same_tensors(average_of(env), average)
     with torch.no_grad():
         for name, parameter in env.actor.named_parameters():
             if name in average:
@@ -133,19 +129,10 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
     """Evaluated in place of the weights and exported beside them; what is trained, and its samples,
     do not feel it."""
     more = (
-        "--steps",
-        "3",
-        "--actor_lr",
-        "1e-2",
-        "--eval_data",
-        str(task / "eval.jsonl"),
-        "--eval_every",
-        "1",
-        "--export_every",
-        "2",
+        "--steps 3 --actor_lr 1e-2", "--eval_data", str(task / "eval.jsonl"), "--eval_every 1 --export_every 2",
     )
     train(qwen25, task, tmp_path / "plain", *more)
-    train(qwen25, task, tmp_path / "average", *more, *EMA)
+    train(qwen25, task, tmp_path / "average", *more, EMA)
     for step in (1, 2, 3):
         assert samples_of(tmp_path / "plain", f"step-{step:06d}") == samples_of(
             tmp_path / "average", f"step-{step:06d}"
@@ -154,32 +141,16 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
         tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("plain", "average")
     )
     kept = {name: value for name, value in average.items() if not name.endswith(".ema")}
-    assert same(plain, kept) and len(kept) < len(average)
-    assert same(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
+    assert same_tensors(plain, kept) and len(kept) < len(average)
+    assert same_tensors(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
     assert (tmp_path / "average" / "export_ema" / "latest").read_text() == "step-3\n"
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
-    assert exported.keys() == tensors(qwen25).keys() and not same(exported, tensors(qwen25))
+    assert exported.keys() == tensors(qwen25).keys() and not same_tensors(exported, tensors(qwen25))
     # What was evaluated is what was exported: the folder answers as the run did.
     ppo.main(
-        [
-            "--model",
-            str(tmp_path / "average" / "export_ema" / "latest"),
-            "--out",
-            str(tmp_path / "again"),
-            "--eval_only",
-            "--eval_data",
-            str(task / "eval.jsonl"),
-            "--reward",
-            f"{task / 'reward.py'}:letters",
-            "--max_prompt_tokens",
-            "512",
-            "--max_new_tokens",
-            "6",
-            "--prompts_per_step",
-            "4",
-            "--max_tokens_per_pack",
-            "600",
-        ]
+        words("--model", tmp_path / "average" / "export_ema" / "latest", "--out", tmp_path / "again", "--eval_only",
+              "--eval_data", task / "eval.jsonl", "--reward", f"{task / 'reward.py'}:letters",
+              "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 4 --max_tokens_per_pack 600")
     )
     answers = [
         [row["response"] for row in samples_of(folder, name)]
@@ -195,22 +166,16 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_average_is_resumed_bit_for_bit(qwen25, task, tmp_path, offload):
-    more = (*EMA, "--offload", offload, "--actor_lr", "1e-2", "--save_every", "2")
-    train(qwen25, task, tmp_path / "whole", *more, "--steps", "4")
-    train(qwen25, task, tmp_path / "parts", *more, "--steps", "2")
-    train(qwen25, task, tmp_path / "parts", *more, "--steps", "4")
-    whole, parts = (
-        tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts")
-    )
-    assert same(whole, parts) and sum(name.endswith(".ema") for name in whole) == sum(
-        name.startswith("actor.model.") for name in whole
-    )
+    whole = resumed(qwen25, task, tmp_path, EMA, f"--offload {offload}", "--actor_lr 1e-2")
+    saved = list(tensors(whole / "checkpoints" / "step-4"))
+    averages = [name for name in saved if name.endswith(".ema")]
+    assert len(averages) == sum(name.startswith("actor.model.") for name in saved)
 
 
 def test_an_average_that_was_not_saved_cannot_be_resumed(qwen25, task, tmp_path):
-    train(qwen25, task, tmp_path, "--steps", "1")
-    with pytest.raises(distributed.UserError, match="cannot be loaded .*Missing key .*ema"):
-        train(qwen25, task, tmp_path, "--steps", "2", *EMA)
+    train(qwen25, task, tmp_path, "--steps 1")
+    with user_error("cannot be loaded .*Missing key .*ema"):
+        train(qwen25, task, tmp_path, "--steps 2", EMA)
 
 
 # ------------------------------------------------------------------------------------------------ host memory
@@ -249,48 +214,29 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     head = torch.randn(
         1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)
     )
-    save_file(
-        weights | {"score.weight": head},
-        tmp_path / "scalar" / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    save_weights(tmp_path / "scalar", weights | {"score.weight": head})
     recipe = json.dumps(
         {"*": [[f"grm:{tmp_path / 'judge'}", 1], [f"rm:{tmp_path / 'scalar'}", 0.1]]}
     )
     more = (
-        "--reward_recipe",
-        recipe,
-        "--prompts_per_step",
-        "3",
-        "--kl_coef",
-        "0.1",
-        "--kl_in",
-        "loss",
-        "--kl_estimator",
-        "full",
-        "--reference_every",
-        "1",
-        "--critic_lr",
-        "1e-3",
-        *EMA,
-        "--eval_data",
-        str(task / "eval-3.jsonl"),
+        "--reward_recipe", recipe,
+        "--prompts_per_step 3 --kl_coef 0.1 --kl_in loss --kl_estimator full --reference_every 1 --critic_lr 1e-3", EMA,
+        "--eval_data", str(task / "eval-3.jsonl"),
     )
     lines = []
-    offload = ("--offload", "all")
     for name, extra in (
-        ("plain", ("--steps", "2")),
-        ("moved", ("--steps", "1", *offload)),
-        ("moved", ("--steps", "2", *offload)),
+        ("plain", "--steps 2"),
+        ("moved", "--steps 1 --offload all"),
+        ("moved", "--steps 2 --offload all"),
     ):
-        line = flags(qwen25, task, tmp_path / name, *more, *extra)
+        line = flags(qwen25, task, tmp_path / name, *more, extra)
         del line[line.index("--reward") : line.index("--reward") + 2]
         lines.append(line)
     told = ranks.run(run_apart, lines, world=3, patches=[(samples_of_every_step,)])
     plain, moved = (
         tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved")
     )
-    assert same(plain, moved) and any(name.startswith("critic.optimizer.state") for name in moved)
+    assert same_tensors(plain, moved) and any(name.startswith("critic.optimizer.state") for name in moved)
     assert any(name.startswith("reference.model") for name in moved)  # saved, copied and read there
     for name in ("step-000001", "step-000002", "eval-000002"):
         assert samples_of(tmp_path / "plain", name) == samples_of(tmp_path / "moved", name)
@@ -300,7 +246,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
 
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
     monkeypatch.setattr(fsdp, "to_device", apart)
-    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--offload", "optimizer", *EMA)
+    env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)
     role = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
@@ -330,7 +276,7 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
 def test_a_gpu_is_relieved(qwen25, picture_rows):
     """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
     the same after the way back."""
-    env = start(qwen25, picture_rows, "--kl_coef", "0.1", "--offload", "optimizer", *EMA)
+    env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)
     trained = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
     batch = hand_batch(env)
     expected = score(env.reference, batch)

@@ -8,8 +8,8 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, our_name, start
-from safetensors.torch import load_file, save_file
+from conftest import ROUNDING, inputs_of, our_name, responses_of, save_weights, start, token_logprobs
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
@@ -63,22 +63,17 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
         random_responses([3, 4, 2, 3], vocabulary)
     )
     weights = torch.linspace(-1, 1, len(batch.tokens))
-    image_id = processor.config.image_token_id
     value_head = torch.randn(
         processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5)
     )
 
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
     expected, expected_values = [], []
-    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
-        ids = torch.cat([prompts[group].input_ids, tokens])[None]
-        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        if pixels[group] is not None:
-            inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels[group]))
-        types = (ids == image_id).int()
-        out = oracle(**inputs, mm_token_type_ids=types, use_cache=False, output_hidden_states=True)
-        rows = slice(len(prompts[group].input_ids) - 1, ids.shape[1] - 1)
-        expected.append(out.logits[0, rows].log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    for group, tokens in responses_of(batch):
+        inputs = inputs_of(prompts[group], tokens, processor)
+        out = oracle(**inputs, use_cache=False, output_hidden_states=True)
+        rows = slice(-len(tokens) - 1, -1)
+        expected.append(token_logprobs(out.logits[0, rows], tokens))
         expected_values.append(out.hidden_states[-1][0, rows] @ value_head)
     expected, expected_values = torch.cat(expected), torch.cat(expected_values)
     ((expected + expected_values) * weights).sum().backward()
@@ -91,7 +86,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     for pack in packs:
         row = build_pack(batch, pack, positions, features, ours.family.visual_token_ids())
         hidden = hidden_of(ours, row, row.segments)[row.predict]
-        row_logp = ours.lm_head(hidden).log_softmax(-1).gather(1, row.targets[:, None])[:, 0]
+        row_logp = token_logprobs(ours.lm_head(hidden), row.targets)
         row_values = hidden @ value_head
         ((row_logp + row_values) * weights[row.flat]).sum().backward()
         logp[row.flat], values[row.flat] = row_logp.detach(), row_values.detach()
@@ -144,10 +139,7 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
     materialize(model, CPU)
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
-    save_file(
-        weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)},
-        tmp_path / "model.safetensors",
-    )
+    save_weights(tmp_path, weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)})
     with pytest.raises(
         ValueError, match=f"{key} is of type F8_E4M3; quantized weights are not supported"
     ):
@@ -208,7 +200,7 @@ def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
     """Rounded to bfloat16, the tower's frequencies are off by 0.2 rad at patch 100; only its
     weights may be cast."""
     env, trained = (
-        start(qwen25, picture_rows, "--dtype", "bfloat16", *flags)
+        start(qwen25, picture_rows, "--dtype bfloat16", *flags)
         for flags in ((), ("--train_vision",))
     )
     assert {p.dtype for p in env.actor.model.model.visual.parameters()} == {torch.bfloat16}

@@ -9,16 +9,15 @@ import ranks
 import test_grm
 import test_training
 import torch
-from conftest import ROUNDING, computing, keep_activations, our_name, rounding, start, take, with_flags, write_checkpoint
+from conftest import (ROUNDING, computing, inputs_of, keep_activations, our_name, responses_by_prompt, rounding, start,
+                      take, token_logprobs, user_error, with_flags, write_checkpoint)
 from test_families import write_family
-from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, score, tensors
+from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, resumed, score, tensors
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common import distributed
 from common.model import fsdp
-from common.data.loader import load_pixels
 from common.model import forward as vlm
 from common.model.weights import recompute_layers
 
@@ -39,7 +38,7 @@ def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[s
 
 @pytest.fixture(scope="module")
 def env(checkpoint, picture_rows):
-    env = start(checkpoint, picture_rows, "--train_vision", "--kl_coef", "0.1")
+    env = start(checkpoint, picture_rows, "--train_vision --kl_coef 0.1")
     env.folder, env.batch = checkpoint, hand_batch(env)
     head = torch.randn(1, env.critic.value_head.in_features, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
@@ -55,15 +54,11 @@ def test_gradients_equal_one_backward_per_sample(env):
     model, body = (AutoModelForImageTextToText.from_pretrained(env.folder, attn_implementation="eager") for _ in range(2))
     head = env.critic.value_head.weight.full_tensor().detach()
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
-        prompt = env.prompts[group]
-        ids = torch.cat([prompt.input_ids, tokens])[None]
-        pixels = load_pixels(prompt, env.processor)
-        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == model.config.image_token_id).int(), "use_cache": False}
-        inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
-        rows = slice(len(prompt.input_ids) - 1, ids.shape[1] - 1)
+        inputs = inputs_of(env.prompts[group], tokens, env.processor) | {"use_cache": False}
+        rows = slice(-len(tokens) - 1, -1)
         logits = model(**inputs).logits[0, rows]
         logits[:, list(env.processor.banned_ids)] = -torch.inf
-        (weight * logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]).sum().backward()
+        (weight * token_logprobs(logits, tokens)).sum().backward()
         (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0])).sum().backward()
     many = {"max_tokens_per_pack": 75, "apart": True}
     assert not env.prompts[0].images and all(prompt.images for prompt in env.prompts[1:])
@@ -92,7 +87,7 @@ def test_the_reference_keeps_its_tower(env, picture_rows):
     expected = score(base.actor, seen_by(base, env.batch))
     assert (score(env.reference, env.batch) - expected).abs().max() < ROUNDING
     assert (score(env.actor, env.batch) - expected).abs().max() < ROUNDING
-    moved = start(env.folder, picture_rows, "--train_vision", "--kl_coef", "0.1")
+    moved = start(env.folder, picture_rows, "--train_vision --kl_coef 0.1")
     with torch.no_grad():
         for parameter in vlm.tower_parameters(moved.actor.model):
             parameter.to_local().mul_(1.1)
@@ -105,10 +100,7 @@ def test_the_reference_keeps_its_tower(env, picture_rows):
 
 def seen_by(env, batch):
     """The samples of a batch after prompts with the image features of another model."""
-    targets = [[] for _ in batch.prompts]
-    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
-        targets[group].append(tokens)
-    other = take(env).with_targets(targets)
+    other = take(env).with_targets(responses_by_prompt(batch))
     other.sampling = batch.sampling
     with torch.no_grad():
         vlm.compute_features(env.actor.model, other)
@@ -128,23 +120,20 @@ def test_learning_rate_and_decay_of_the_tower(env):
         assert {group["lr"] for group in trained.optimizer.param_groups} == {0.02}
 
 
-RUN = ("--train_vision", "--kl_coef", "0.1", "--actor_lr", "1e-3", "--critic_lr", "1e-3", "--steps", "4", "--minibatches", "2")
+RUN = "--train_vision --kl_coef 0.1 --actor_lr 1e-3 --critic_lr 1e-3 --steps 4 --minibatches 2"
 
 
 @pytest.mark.slow
 def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
-    ppo.main(flags(qwen25, task, tmp_path / "whole", *RUN))
-    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN, "--steps", "2"))
-    ppo.main(flags(qwen25, task, tmp_path / "parts", *RUN))
-    whole, parts = ([{name: value for name, value in step.items() if not name.startswith("perf/")}
-                     for step in records(tmp_path / name)] for name in ("whole", "parts"))
-    assert whole == parts and whole[0]["train/kl"] < rounding(16) < whole[-1]["train/kl"]
-    assert all(step["train/sampler_gap"] < ROUNDING for step in whole)
-    before, one, two = tensors(qwen25), *(tensors(tmp_path / name / "export" / "step-4") for name in ("whole", "parts"))
-    assert before.keys() == one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+    whole = resumed(qwen25, task, tmp_path, RUN)
+    steps = records(whole)
+    assert steps[0]["train/kl"] < rounding(16) < steps[-1]["train/kl"]
+    assert all(step["train/sampler_gap"] < ROUNDING for step in steps)
+    before, one = tensors(qwen25), tensors(whole / "export" / "step-4")
+    assert before.keys() == one.keys()
     moved = {key for key in before if not torch.equal(before[key], one[key])}
     assert any("visual.merger" in key for key in moved) and any("visual.blocks.0" in key for key in moved)
-    AutoModelForImageTextToText.from_pretrained(tmp_path / "whole" / "export" / "step-4")
+    AutoModelForImageTextToText.from_pretrained(whole / "export" / "step-4")
 
 
 def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
@@ -160,26 +149,26 @@ def test_rows_with_pixels_are_rows_with_features(qwen25, picture_rows):
 def test_refusals(qwen25, picture_rows, tmp_path):
     for kind in ("llava", "qwen2"):
         write_family(kind, tmp_path / kind, picture_rows)
-        with pytest.raises(distributed.UserError, match=f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
+        with user_error(f"--train_vision: the checkpoint is of the family {kind}; only vision towers"):
             start(tmp_path / kind, tmp_path / kind / "rows.jsonl", "--train_vision")
-    with pytest.raises(distributed.UserError, match="--train_vision and --lora_rank: choose one"):
-        start(qwen25, picture_rows, "--train_vision", "--lora_rank", "2")
+    with user_error("--train_vision and --lora_rank: choose one"):
+        start(qwen25, picture_rows, "--train_vision --lora_rank 2")
 
 
 @pytest.mark.slow
 def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     """With a critic and a reference, several packs, rows without pictures and ranks without rows; and a judge."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
-    judge = test_grm.flags(qwen25, judgements, Path("judge"), "--train_vision", "--steps", "3", "--eval_every", "-1")
+    judge = test_grm.flags(qwen25, judgements, Path("judge"), "--train_vision --steps 3 --eval_every -1")
     plans = []
     for world in (1, 2):
         out = tmp_path / str(world)
-        plans.append([(ppo.main, flags(qwen25, task, out / "gae", *RUN, "--steps", "3", "--prompts_per_step", "4", "--eval_data",
-                                      str(task / "eval.jsonl"), "--eval_every", "2",
-                                      "--max_tokens_per_pack", "524")),
-                      (ppo.main, flags(other, task, out / "full", "--train_vision", "--advantage", "grpo", "--steps", "2",
-                                      "--prompts_per_step", "3", "--kl_coef", "0.1", "--kl_in", "loss", "--kl_estimator", "full",
-                                      "--gradient_checkpointing", "--dynamic_sampling", "2", "--max_tokens_per_pack", "524")),
+        plans.append([(ppo.main, flags(qwen25, task, out / "gae", RUN, "--steps 3 --prompts_per_step 4", "--eval_data",
+                                       str(task / "eval.jsonl"), "--eval_every 2 --max_tokens_per_pack 524")),
+                      (ppo.main, flags(other, task, out / "full",
+                                       "--train_vision --advantage grpo --steps 2 --prompts_per_step 3 --kl_coef 0.1 "
+                                       "--kl_in loss --kl_estimator full --gradient_checkpointing --dynamic_sampling 2 "
+                                       "--max_tokens_per_pack 524")),
                       (grm.main, [str(out / "judge") if word == "judge" else word for word in judge])])
     ranks.run(ranks.in_turn, *plans[1], world=2, patches=[(test_training.samples_of_every_step,)])
     ranks.in_turn(*plans[0])

@@ -5,14 +5,16 @@ The oracle asks one sample at a time, with Hugging Face's own model and attentio
 
 import json
 import math
+import operator
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROUNDING, build_rewards, rounding, start, take, write_checkpoint, write_judge
-from safetensors.torch import load_file, save_file
+from conftest import (ROUNDING, build_rewards, inputs_of, read_json, responses_of, rounding, save_weights, start, take,
+                      user_error, words, write_checkpoint, write_judge, write_rows)
+from safetensors.torch import load_file
 from test_families import write_family
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -57,7 +59,7 @@ def build(env, reward: scoring.RewardMix, rows: list[Prompt] = []) -> None:
 def prepare(qwen25, picture_rows, *flags: str):
     """An actor, its reward, and one step of prompts with two given responses to each of three. How the actor samples is
     nothing to its judge."""
-    env = start(qwen25, picture_rows, "--advantage", "grpo", "--temperature", "0.5", "--min_new_tokens", "3", *flags)
+    env = start(qwen25, picture_rows, "--advantage grpo --temperature 0.5 --min_new_tokens 3", *flags)
     reward = scoring.load(env.args.reward)
     build(env, reward)
     batch = take(env, 3)
@@ -101,8 +103,10 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, own: 
     return sum(float(logp[row, token]) for row, token in zip(rows, target))
 
 
-def template(kind: str) -> str:
-    return judgements.JUDGEMENTS[kind][0]
+def ask(prompt: Prompt, kind: str, **answers: str) -> str:
+    """The question of a kind about a prompt; what a response says of images is text."""
+    answers = {name: text.replace("<image>", " ") for name, text in answers.items()}
+    return judgements.format_template(judgements.JUDGEMENTS[kind][0], prompt=judgements.user_text(prompt.messages), **answers)
 
 
 def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> list[float]:
@@ -121,19 +125,16 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
     scored = score(env, reward, batch)
     expected = []
     for group, text in zip(batch.prompt_index.tolist(), texts):
-        prompt, said = env.prompts[group], text.replace("<image>", " ")
-        said_question = judgements.user_text(prompt.messages)
-        if kind == "correct":
-            p = chances(judges[which], prompt, judgements.format_template(template(kind), prompt=said_question, response=said), ["yes", "no"])
-            expected.append(p[0])
-        elif kind == "score":
-            p = chances(judges[which], prompt, judgements.format_template(template(kind), prompt=said_question, response=said), ["-4", "1", "2.5"])
-            expected.append(-4 * p[0] + p[1] + 2.5 * p[2])
-        else:
-            first, second = (chances(judges[which], prompt, judgements.format_template(
-                template(kind), prompt=said_question, response_a=a, response_b=b), ["A", "B", "tie"])
-                for a, b in ((said, "1"), ("1", said)))
+        prompt = env.prompts[group]
+        if kind == "answers":
+            pairs = (text, "1"), ("1", text)
+            first, second = (chances(judges[which], prompt, ask(prompt, kind, response_a=a, response_b=b), ["A", "B", "tie"])
+                             for a, b in pairs)
             expected.append((first[0] + first[2] / 2 + second[1] + second[2] / 2) / 2)
+        else:
+            values = {"correct": {"yes": 1, "no": 0}, "score": {"-4": -4, "1": 1, "2.5": 2.5}}[kind]
+            p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
+            expected.append(sum(map(operator.mul, p, values.values())))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
     assert max(expected) - min(expected) > 1e-4 and scored.rewards[0] == scored.rewards[2]           # the same answer twice
     assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
@@ -144,18 +145,18 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
 @pytest.mark.slow
 def test_the_likeliest_verdict(qwen25, picture_rows, judges):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
-    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode", "verdict")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode verdict")
     scores = score(env, reward, batch).rewards.tolist()
     for group, text, earned in zip(batch.prompt_index.tolist(), texts, scores):
         prompt = env.prompts[group]
-        question = judgements.format_template(template("score"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
+        question = ask(prompt, "score", response=text)
         p = chances(judges["near"], prompt, question, ["-4", "1", "2.5"])
         assert earned == [-4, 1, 2.5][p.index(max(p))]
     judge = reward.sources[0].ask
     judge.module.model.model.language_model.norm.weight.data.to_local()[0] = torch.nan
     for mode in ("verdict", "critique"):
         judge.args = replace(judge.args, grm_mode=mode)
-        with pytest.raises(distributed.UserError, match="the judge's log-probs are not finite"):
+        with user_error("the judge's log-probs are not finite"):
             score(env, reward, batch)
 
 
@@ -167,8 +168,8 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         ("what is <image>", 1))]
     rows[4]["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
-    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage", "grpo", "--reward", f"grm:{judges['near']}",
-                "--grm_question", "correct")
+    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage grpo", "--reward", f"grm:{judges['near']}",
+                "--grm_question correct")
     reward = scoring.load(env.args.reward)
     build(env, reward)
     rows[4]["prompt"] = "what?"
@@ -180,9 +181,9 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
     said = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
-        (ask,) = judgements.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
+        (example,) = judgements.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
                                               settings, "both")
-        trained = judgements.judge_prompt(processor, settings, ask, 0, "x")
+        trained = judgements.judge_prompt(processor, settings, example, 0, "x")
         assert prompt.text == trained.text and prompt.images == trained.images and torch.equal(prompt.input_ids, trained.input_ids)
     assert "Question: is <|vision_start|>" in asked[0].text and "<|vision_end|>Question: what?" in asked[1].text
     assert scored.rewards.isfinite().all()
@@ -196,7 +197,7 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
     banned = list(reward.sources[0].ask.processor.banned_ids)
     for group, text, said in zip(batch.prompt_index.tolist(), texts, scored.judgements):
         prompt = env.prompts[group]
-        question = judgements.format_template(template("correct"), prompt=judgements.user_text(prompt.messages), response=text.replace("<image>", " "))
+        question = ask(prompt, "correct", response=text)
         model, inputs, tokenizer = alone(judges[which], prompt, question, None)
         with torch.no_grad():
             tokens = model.generate(**inputs, max_new_tokens=7, do_sample=False, suppress_tokens=banned)
@@ -208,7 +209,7 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
     flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "answers", "--grm_mode", "critique"]
-    env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens", "2")
+    env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens 2")
     verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
     scored = score(env, reward, batch)
@@ -226,7 +227,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     Processor(qwen25).save(str(folder))
     head = torch.randn(1, model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(7))
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
-    save_file(tensors | {key: head}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_weights(folder, tensors | {key: head})
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
     model_asked, asked = reward.sources[0].ask, []
     values = model_asked.script.values
@@ -237,17 +238,13 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     for group, text in zip(batch.prompt_index.tolist(), texts):
         prompt = env.prompts[group]
         tail = env.processor.tokenizer.encode(text.replace("<image>", " ") + "<|im_end|>", add_special_tokens=False)
-        ids = torch.cat([prompt.input_ids, torch.tensor(tail)])[None]
-        pixels = load_pixels(prompt, env.processor)
-        inputs = dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
+        inputs = inputs_of(prompt, torch.tensor(tail), env.processor)
         with torch.no_grad():
-            hidden = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(),
-                           output_hidden_states=True, **inputs).hidden_states[-1]
+            hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
         expected.append(float(hidden[0, -1] @ head[0]))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
-    tensors.pop("nothing", None)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(distributed.UserError, match="no value head: none of the weights value_head.weight, score.weight"):
+    save_weights(folder, tensors)
+    with user_error("no value head: none of the weights value_head.weight, score.weight"):
         build(env, scoring.load(env.args.reward))
 
 
@@ -256,7 +253,8 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     (tmp_path / "mine.py").write_text("def length(prompts, responses, *_):\n    return {'reward': [len(r) for r in responses], "
                                       "'chars': [len(r) for r in responses]}\n")
     recipe = {"math": [["exact", 2.0], [f"{tmp_path}/mine.py:length", 0.5]], "*": [[f"grm:{judges['near']}", 1], ["exact", 0]]}
-    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe), "--grm_question", "correct")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward_recipe", json.dumps(recipe),
+                                        "--grm_question correct")
     object.__setattr__(batch.prompts[0], "label", "math")
     object.__setattr__(batch.prompts[0], "reference", "a circle")
     scored = score(env, reward, batch)
@@ -288,17 +286,16 @@ def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_
                                       "def sums(prompts, *_):\n    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
     for name in ("huge", "sums"):
         env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
-        with pytest.raises(distributed.UserError, match="must be finite float32 numbers: 6 of 6 are not"):
+        with user_error("must be finite float32 numbers: 6 of 6 are not"):
             score(env, reward, batch)
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.model.language_model.norm.weight.data.fill_(math.nan)
     model.save_pretrained(tmp_path / "rm")
     Processor(qwen25).save(str(tmp_path / "rm"))
     tensors = load_file(tmp_path / "rm" / "model.safetensors")
-    save_file(tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)}, tmp_path / "rm" / "model.safetensors",
-              metadata={"format": "pt"})
+    save_weights(tmp_path / "rm", tensors | {"score.weight": torch.ones(1, model.config.text_config.hidden_size)})
     env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"rm:{tmp_path / 'rm'}")
-    with pytest.raises(distributed.UserError, match="must be finite .* the sources say {'rm': nan}"):
+    with user_error("must be finite .* the sources say {'rm': nan}"):
         score(env, reward, batch)
 
 
@@ -313,29 +310,29 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
     for name, message in (("short", "1 values for 6 samples"), ("broken", "ZeroDivisionError"), ("nan", "must be finite")):
         reward.combiner = scoring.load_function("--reward_combiner", f"{tmp_path}/mine.py:{name}", "rewards")
-        with pytest.raises(distributed.UserError, match=message):
+        with user_error(message):
             score(env, reward, batch)
-    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", "exact", *flags[2:], f"{tmp_path}/mine.py:best")
+    env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward exact", *flags[2:], f"{tmp_path}/mine.py:best")
     assert score(env, reward, batch).rewards.tolist() == [float(text == "1") for text in texts]
     nothing = batch.select(torch.arange(0))                                       # of held-out rows whose pictures all fail
     assert score(env, reward, nothing).rewards.tolist() == []
 
 
 def rewards_of(*flags: str) -> scoring.RewardMix:
-    return scoring.load(ppo.parse_args(["--model", "m", "--data", "d.jsonl", *flags]).reward)
+    return scoring.load(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
 
 
 def test_bad_recipes_are_refused(tmp_path):
     for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "x"]]}', '{"a": [["exact", NaN]]}',
                    '{"a": "exact"}', "{", "no.json", '{"a": [[]]}', '{"a": [["exact", 1], ["exact", 2]]}'):
-        with pytest.raises(distributed.UserError, match="--reward_recipe"):
+        with user_error("--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
-    with pytest.raises(distributed.UserError, match="2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
-        rewards_of("--reward", "exact,boxed")
-    with pytest.raises(distributed.UserError, match="--reward is empty"):
+    with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
+        rewards_of("--reward exact,boxed")
+    with user_error("--reward is empty"):
         rewards_of("--reward", "")
-    with pytest.raises(distributed.UserError, match="--reward and --reward_recipe: choose one"):
-        rewards_of("--reward", "exact", "--reward_recipe", '{"*": [["exact", 1]]}')
+    with user_error("--reward and --reward_recipe: choose one"):
+        rewards_of("--reward exact", "--reward_recipe", '{"*": [["exact", 1]]}')
     path = tmp_path / "recipe.json"
     path.write_text('{"*": [["exact", 0.5], ["grm:a", 1], ["grm:b", 1]]}')
     reward = rewards_of("--reward_recipe", str(path))
@@ -344,21 +341,21 @@ def test_bad_recipes_are_refused(tmp_path):
 
 
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
+    env = start(qwen25, picture_rows, "--advantage grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
     reward = scoring.load(env.args.reward)
-    with pytest.raises(distributed.UserError, match=r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
+    with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
     row = Prompt([], "", (), (), torch.zeros(0), 0, source="x.jsonl:7")
-    with pytest.raises(distributed.UserError, match="x.jsonl:7: no reference answer, which boxed compares with"):
-        rewards_of("--reward", "boxed").check_rows([row])
-    rewards_of("--reward", "grm:x").check_rows([row])
-    with pytest.raises(distributed.UserError, match="no reference answer, which grm compares with"):
-        rewards_of("--reward", "grm:x", "--grm_question", "answers").check_rows([row])
+    with user_error("x.jsonl:7: no reference answer, which boxed compares with"):
+        rewards_of("--reward boxed").check_rows([row])
+    rewards_of("--reward grm:x").check_rows([row])
+    with user_error("no reference answer, which grm compares with"):
+        rewards_of("--reward grm:x --grm_question answers").check_rows([row])
 
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
-    env = start(qwen25, picture_rows, "--advantage", "grpo", "--reward", f"grm:{qwen25}")
-    with pytest.raises(distributed.UserError, match="judge.json names none"):
+    env = start(qwen25, picture_rows, "--advantage grpo", "--reward", f"grm:{qwen25}")
+    with user_error("judge.json names none"):
         build(env, scoring.load(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.JudgeSettings(trained_on=trained).question_to_ask("auto") == asked
@@ -371,7 +368,7 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
     """2 standard errors are 2 sqrt(.5 * .5 / 100) = .1; it is not asked for a score."""
     kinds = {"score": {"accuracy": 0.0, "chance": 1.0, "count": 9},
              "correct": {"accuracy": accuracy, "chance": chance, "count": 100}}
-    judge = json.loads((judges["near"] / "judge.json").read_text()) | {"held_out": {"step": 40, "kinds": kinds}}
+    judge = read_json(judges["near"] / "judge.json") | {"held_out": {"step": 40, "kinds": kinds}}
     folder = judge_folder(judges, tmp_path, judge)
     asked = RewardArgs(grm_question="correct")
     reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), shares_tower=True, script=None, args=asked)
@@ -388,12 +385,12 @@ def judge_folder(judges, tmp_path, judge: dict) -> Path:
 
 def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
     """Whoever trains on from a judge, by rewards or by judgements, does not export it."""
-    judge = json.loads((judges["near"] / "judge.json").read_text())
+    judge = read_json(judges["near"] / "judge.json")
     folder = judge_folder(judges, tmp_path, judge | {"held_out": {"step": 1, "accuracy": 1.0, "kinds": {}}})
     rows = {"prompts": {"prompt": "a", "answer": "b"}, "judgements": {"question": "a", "response": "b", "correct": True}}
     for kind, row in rows.items():
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-        line = ["--model", str(folder), "--data", str(tmp_path / "rows.jsonl")]
+        line = words("--model", folder, "--data", tmp_path / "rows.jsonl")
         saved = loaded(ppo, [*line, "--row_kind", kind]).processor.files["judge"]
         assert not saved.get("held_out") and saved["kinds"]
     assert not loaded(grm, line).processor.files["judge"]["held_out"]
@@ -410,10 +407,10 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     """A judge of text only takes the row without pictures; where a recipe asks it of others, they are named."""
     write_family("qwen2", tmp_path / "text", picture_rows)
     shutil.copy(judges["near"] / "judge.json", tmp_path / "text")
-    env, _, batch, _ = prepare(qwen25, picture_rows, "--reward", "exact")
+    env, _, batch, _ = prepare(qwen25, picture_rows, "--reward exact")
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
-        with pytest.raises(distributed.UserError, match=f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
+        with user_error(f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
             build(env, scoring.load(RewardArgs(reward=spec)), env.prompts)
     reward = scoring.load(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
@@ -426,14 +423,14 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     pictures = sorted(Path(picture_rows).parent.glob("*.png"))
     rows = [{"question": "how many circles are there?", "images": [str(pictures[i % 4])], "response": str(i % 3),
              "correct": i % 3 == 1} for i in range(6)]
-    (tmp_path / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "judge.jsonl", rows)
     judge, out = tmp_path / "judge", tmp_path / "policy"
-    grm.main(["--model", str(qwen25), "--data", str(tmp_path / "judge.jsonl"), "--out", str(judge), "--steps", "3",
-              "--prompts_per_step", "4", "--lr", "1e-3", "--max_prompt_tokens", "400", "--correct_template", "{prompt} - {response}?"])
+    grm.main(words("--model", qwen25, "--data", tmp_path / "judge.jsonl", "--out", judge,
+                   "--steps 3 --prompts_per_step 4 --lr 1e-3 --max_prompt_tokens 400", "--correct_template",
+                   "{prompt} - {response}?"))
     recipe = json.dumps({"*": [[f"grm:{judge}/export/latest", 1], ["exact", 0]]})
-    ppo.main(["--model", str(qwen25), "--data", picture_rows, "--eval_data", picture_rows, "--out", str(out),
-              "--reward_recipe", recipe, "--steps", "2", "--prompts_per_step", "4", "--max_new_tokens", "4",
-              "--max_prompt_tokens", "512", "--advantage", "grpo"])
+    ppo.main(words("--model", qwen25, "--data", picture_rows, "--eval_data", picture_rows, "--out", out, "--reward_recipe",
+                   recipe, "--steps 2 --prompts_per_step 4 --max_new_tokens 4 --max_prompt_tokens 512 --advantage grpo"))
     record = {}                                               # the last step, and the evaluation after it
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record |= json.loads(line)
@@ -454,7 +451,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
     model.save_pretrained(tmp_path / "rm")
     for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
         shutil.copy(path, tmp_path / "rm")
-    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage", "grpo", "--reward", f"rm:{tmp_path / 'rm'}")
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage grpo", "--reward", f"rm:{tmp_path / 'rm'}")
     reward = scoring.load(env.args.reward)
     build(env, reward)
     tokenizer = env.processor.tokenizer
@@ -463,7 +460,7 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
                           for texts in (["a circle", "3"], ["no idea"])])
     scored = score(env, reward, batch)
     expected = []
-    for group, tokens in zip(batch.prompt_index.tolist(), batch.split(batch.tokens)):
+    for group, tokens in responses_of(batch):
         model.config.pad_token_id = -1                                                           # pools the last token
         with torch.no_grad():
             expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))

@@ -8,9 +8,8 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, user_error
 
-from common import distributed
 from common.rewards import scoring
 from common.distributed import UserError
 from common.rewards.functions import Samples, Source, load_source, score_samples
@@ -155,7 +154,8 @@ def test_load_user_function(tmp_path):
                  f"{tmp_path}/text.txt:f"):
         with pytest.raises(ValueError, match="--reward"):
             load_source(spec)
-    for source, message in (("import no_such_module", "ModuleNotFoundError: No"), ("f(", "Syntax"), ("1 / 0", "Zero")):
+    for source, message in (("import no_such_module", "ModuleNotFoundError: No"), ("f(", "Syntax"), ("1 / 0", "Zero"),
+                            ("import sys\nsys.exit(0)", r"SystemExit: .*\(broken.py:2\b")):
         (tmp_path / "broken.py").write_text(source)
         with pytest.raises(ValueError, match=f"broken.py raised {message}") as info:
             load_source(f"{tmp_path}/broken.py:f")
@@ -165,7 +165,7 @@ def test_load_user_function(tmp_path):
 def test_the_lines_of_a_failing_function_are_told(tmp_path):
     (tmp_path / "mine.py").write_text("def parse(text):\n    return int(text)\n\n\ndef f(prompts, responses, *_):\n"
                                       "    return [parse(r) for r in responses]\n")
-    with pytest.raises(UserError, match=r"it raised ValueError: .* \(mine.py:2 < mine.py:6"):
+    with user_error(r"it raised ValueError: .* \(mine.py:2 < mine.py:6"):
         score(load_source(f"{tmp_path}/mine.py:f").function)
 
 
@@ -224,13 +224,13 @@ def test_order_and_components_over_workers(workers):
 
 @pytest.mark.parametrize("bad", [float("nan"), -float("inf")])
 def test_a_number_that_is_not_finite_shows_its_sample(bad):
-    with pytest.raises(UserError, match=f"(?s)my.py:f.*reward is {bad}, not a finite number.*response 3"):
+    with user_error(f"(?s)my.py:f.*reward is {bad}, not a finite number.*response 3"):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
 
 
 @pytest.mark.parametrize("bad", [None, [1.0, 2.0], 10**400])
 def test_what_is_no_number_shows_a_sample_of_its_call(bad):
-    with pytest.raises(UserError, match="(?s)my.py:f.*must be a list of 2 numbers, got .*.*response 2"):
+    with user_error("(?s)my.py:f.*must be a list of 2 numbers, got .*.*response 2"):
         score(lambda p, *_: [bad if x[-1] == "3" else 1.0 for x in p], workers=2)
 
 
@@ -238,12 +238,12 @@ def test_what_is_no_number_shows_a_sample_of_its_call(bad):
     ([1.0] * 5, "list of 4"), (None, "got None"), (1.0, "got 1.0"), ((x for x in range(4)), "got <generator"),
     ({}, "expected at least one"), ({"a": [1.0] * 4, "b": [1.0]}, "b must be")])
 def test_wrong_shape(result, message):
-    with pytest.raises(UserError, match=f"(?s){message}.*response 0"):
+    with user_error(f"(?s){message}.*response 0"):
         score(lambda *_: result)
 
 
 def test_components_must_agree_between_chunks():
-    with pytest.raises(UserError, match=r"(?s)not all calls return the components \['a', 'b'\]"):
+    with user_error(r"(?s)not all calls return the components \['a', 'b'\]"):
         score(lambda p, *_: {"a" if p[0][-1] == "0" else "b": [0.0] * len(p)}, workers=2)
 
 
@@ -257,7 +257,7 @@ def test_raising_function_names_the_first_sample_of_its_chunk(error):
             raise error
         return [0.0] * len(prompts)
 
-    with pytest.raises(UserError, match=f"(?s)raised {type(error).__name__}.*response 2") as info:
+    with user_error(f"(?s)raised {type(error).__name__}.*response 2") as info:
         score(f, workers=2)
     assert info.value.__cause__ is error and calls == [2, 2]  # not called again
 
@@ -271,7 +271,7 @@ def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
         return [0.0] * len(prompts)
 
     start = time.monotonic()
-    with pytest.raises(UserError, match=r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 2"):
+    with user_error(r"(?s)took longer than 0.2 s \(--reward_timeout\).*response 2"):
         score(f, workers=2, timeout=0.2)
     assert time.monotonic() - start < 5
     assert all(thread.daemon for thread in set(threading.enumerate()) - before)  # the process can exit
@@ -286,15 +286,9 @@ def test_long_texts_are_cut_in_the_message():
     assert len(str(info.value)) < 2000 and str(info.value).count("the end") == 3
 
 
-def test_user_code_that_ends_the_process_is_an_error_with_its_line(tmp_path):
-    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
-    with pytest.raises(ValueError, match=r"--reward .*raised SystemExit: .*\(leaves.py:2\b"):
-        load_source(f"{tmp_path / 'leaves.py'}:f")
-
-
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
     (tmp_path / "leaves.py").write_text("import sys\ndef f(rewards):\n    sys.exit(0)\n")
     spec = f"{tmp_path / 'leaves.py'}:f"
     mix = scoring.load(RewardArgs(reward="exact", reward_combiner=spec))
-    with pytest.raises(distributed.UserError, match=r"SystemExit: 0 \(leaves.py:3\b"):
+    with user_error(r"SystemExit: 0 \(leaves.py:3\b"):
         mix.combine({"a": torch.zeros(2)})
