@@ -188,6 +188,15 @@ def user_error(message: str):
     return pytest.raises(distributed.UserError, match=message)
 
 
+def value_error(message: str):
+    """The same of what is no run: a file, a row, a function."""
+    return pytest.raises(ValueError, match=message)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 

@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 import pytest
-from conftest import read_json
+from conftest import read_json, value_error, write_image
 import torch
 from PIL import Image
 from test_packed import COMPUTE
@@ -204,13 +204,13 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
 ])
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=f"(?s)^checkpoint {tmp_path}: .*{message}"):
+    with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
 
 def test_folders_that_are_no_model(tmp_path):
     """A run, its exports and its checkpoints are what people name in place of <out>/export/step-N."""
-    with pytest.raises(ValueError, match=f"{tmp_path}: no config.json.*<out>/export/step-N"):
+    with value_error(f"{tmp_path}: no config.json.*<out>/export/step-N"):
         resolve_folder(str(tmp_path))
 
 
@@ -281,7 +281,7 @@ def png_header(width, height):
     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", ""), (b"\x89PNG\r\n\x1a\n" + b"\xff" * 40, "")])
 def test_bombs_and_what_is_no_image_are_refused(tmp_path, read, content, message):
     (tmp_path / "x.png").write_bytes(content)
-    with pytest.raises(ValueError, match=f"x.png: cannot be read as one of JPEG, PNG.*{message}"):
+    with value_error(f"x.png: cannot be read as one of JPEG, PNG.*{message}"):
         read(str(tmp_path / "x.png"))
 
 
@@ -289,7 +289,7 @@ def test_bombs_and_what_is_no_image_are_refused(tmp_path, read, content, message
                                              (np.array([[0, 70000]], np.int32), "values 0 to 70000")])
 def test_grey_of_unknown_range_is_refused(tmp_path, values, message):
     Image.fromarray(values).save(tmp_path / "x.tiff")
-    with pytest.raises(ValueError, match=f"x.tiff.*{message}"):
+    with value_error(f"x.tiff.*{message}"):
         read_image(str(tmp_path / "x.tiff"))
 
 
@@ -349,7 +349,7 @@ def test_system_prompt_and_column_names(load):
 
 @pytest.mark.parametrize("columns", ["question", "prompt=", "=question", "prompt=q,question=prompt", "prompt=q,,"])
 def test_columns_that_cannot_be(columns):
-    with pytest.raises(ValueError, match=f"--columns {columns}: .* is not one of prompt, images, answer, label"):
+    with value_error(f"--columns {columns}: .* is not one of prompt, images, answer, label"):
         parse_columns(columns)
 
 
@@ -373,7 +373,7 @@ def test_a_named_images_column_is_in_every_row(load):
     """Of another name than the default, it is what the user says pictures are called."""
     rows = [{"prompt": "x", "pics": "a.png"}, {"prompt": "x", "pics": None}]
     assert [len(prompt.images) for prompt in load(rows, "images=pics")] == [1, 0]
-    with pytest.raises(ValueError, match="train.jsonl:2: no column 'pics' .*--columns.*the row has 'prompt', 'images'"):
+    with value_error("train.jsonl:2: no column 'pics' .*--columns.*the row has 'prompt', 'images'"):
         load([rows[0], {"prompt": "x", "images": "a.png"}], "images=pics")
 
 
@@ -458,7 +458,7 @@ def test_bad_row(load, tmp_path, case, capsys):
     bad = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
     data = b'{"prompt": "first"}\n\n' + bad + b'\n{"prompt": "last"}\n'
     system_prompt = "S" if case == "two system prompts" else ""
-    with pytest.raises(ValueError, match=f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}"):
+    with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}"):
         load(data, system_prompt=system_prompt)
     prompts = load(data, on_bad_row="skip", system_prompt=system_prompt)
     assert [(p.index, p.source) for p in prompts] == [(0, "train.jsonl:1"), (2, "train.jsonl:4")]
@@ -466,19 +466,19 @@ def test_bad_row(load, tmp_path, case, capsys):
 
 
 def test_first_five_of_many(load):
-    with pytest.raises(ValueError, match="7 of 8 rows are bad") as error:
+    with value_error("7 of 8 rows are bad") as error:
         load([{"prompt": 1}, {"prompt": "ok"}] + [{"prompt": 1}] * 6)
     lines = str(error.value).split("\n")[1:]
     assert [line.split(": ")[0].strip() for line in lines] == [f"train.jsonl:{i}" for i in (1, 3, 4, 5, 6)]
 
 
 def test_nothing_left(load, tmp_path, processor):
-    with pytest.raises(ValueError, match="2 of 2 rows are bad"):
+    with value_error("2 of 2 rows are bad"):
         load([{"prompt": 1}, {"prompt": 2}], on_bad_row="skip")
     for empty in (b"", b"\n \r\n"):
-        with pytest.raises(ValueError, match="train.jsonl: empty file"):
+        with value_error("train.jsonl: empty file"):
             load(empty)
-    with pytest.raises(ValueError, match="none.jsonl: no such file"):
+    with value_error("none.jsonl: no such file"):
         load_prompts(str(tmp_path / "none.jsonl"), processor, DataArgs())
 
 
@@ -488,30 +488,30 @@ def test_nothing_left(load, tmp_path, processor):
     ("{% for m in messages %}{{ m.content }}{% endfor %}", "image-token mismatch: placeholders .* for 1 images")])
 def test_template_without_pictures(load, processor, monkeypatch, template, message):
     monkeypatch.setattr(processor.tokenizer, "chat_template", template)
-    with pytest.raises(ValueError, match=f"train.jsonl:1: {message}"):
+    with value_error(f"train.jsonl:1: {message}"):
         load([{"prompt": "x", "images": "a.png"}])
 
 
 @pytest.mark.parametrize("name", ["cut.png", "cut.jpg", "cut.webp"])
 def test_damaged_body_is_found_at_first_use(load, processor, tmp_path, name):
-    Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 80, 3), dtype=np.uint8)).save(tmp_path / name)
+    write_image(tmp_path / name, (80, 60), np.random.default_rng(0))
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[: len(data) // 2])
     rows = [{"prompt": "fine", "images": "a.png"}, {"prompt": "x", "images": ["a.png", name]}]
     if name == "cut.webp":  # of WebP, Pillow opens whole files only
-        with pytest.raises(ValueError, match=f"train.jsonl:2: .*{name}: cannot be read as one of"):
+        with value_error(f"train.jsonl:2: .*{name}: cannot be read as one of"):
             load(rows)
         return
     prompts = load(rows)
-    with pytest.raises(ValueError, match=f"{name}: cannot be read as one of"):
+    with value_error(f"{name}: cannot be read as one of"):
         load_pixels(prompts[1], processor)
 
 
 def test_file_changed_since_load(load, processor, tmp_path):
     prompts = load([{"prompt": "x", "images": "a.png"}])
     Image.new("RGB", (200, 40)).save(tmp_path / "a.png")
-    with pytest.raises(ValueError, match="a.png.*: patch grids .* changed since loaded"):
+    with value_error("a.png.*: patch grids .* changed since loaded"):
         load_pixels(prompts[0], processor)
     (tmp_path / "a.png").unlink()
-    with pytest.raises(ValueError, match="no such image"):
+    with value_error("no such image"):
         load_pixels(prompts[0], processor)

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import (ROUNDING, computing, our_name, read_json, read_rows, responses_of, rounding, save_weights, start,
-                      take, token_logprobs, user_error, words)
+from conftest import (ROUNDING, computing, our_name, read_json, read_rows, responses_of, rounding, save_weights, seeded,
+                      start, take, token_logprobs, user_error, value_error, words)
 from PIL import Image
 from safetensors.torch import load_file
 from test_packed import COMPUTE, random_responses
@@ -166,7 +166,7 @@ def write_family(kind: str, folder: Path, picture_rows: str):
     auto = AutoModelForCausalLM if kind in TEXT_ONLY else AutoModelForImageTextToText
     torch.manual_seed(0)
     model = auto.from_config(make_config(kind, tokenizer))
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     with torch.no_grad():                      # large enough that attention is not uniform and positions matter
         for name, parameter in model.named_parameters():
             scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
@@ -408,10 +408,10 @@ def test_unknown_families_are_refused_by_name(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mllama"}')
     (tmp_path / "preprocessor_config.json").write_text("{}")
     toy.make_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="family 'mllama' is not one of " + ", ".join(FAMILIES)):
+    with value_error("family 'mllama' is not one of " + ", ".join(FAMILIES)):
         Processor(tmp_path)
     pixtral = SimpleNamespace(model_type="llava", vision_config=SimpleNamespace(model_type="pixtral"))
-    with pytest.raises(ValueError, match="llava with the vision tower pixtral is not supported"):
+    with value_error("llava with the vision tower pixtral is not supported"):
         family_of(pixtral)
 
 
@@ -449,11 +449,11 @@ def test_what_our_attention_is_not_is_refused():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
             "original_max_position_embeddings": 64}
     text = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
-    with pytest.raises(ValueError, match="llama has rope_type longrope or attention sinks"):
+    with value_error("llama has rope_type longrope or attention sinks"):
         vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE, 100)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
-    with pytest.raises(ValueError, match="gpt_oss has rope_type longrope or attention sinks"):
+    with value_error("gpt_oss has rope_type longrope or attention sinks"):
         vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE, 100)
 
 
@@ -658,7 +658,7 @@ def naive_attention(q, k, v, segments, window, scale):
 @pytest.mark.parametrize("window", [None, 1, 3, 7])
 def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
     """SDPA over buckets, and the calls that a GPU would make, with a loop in the kernel's place."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     segments = [(0, 14, 0, 0), (14, 19, 0, 14), (19, 20, 0, 14), (20, 26, 20, 20), (26, 30, 20, 26)]
     pictures = torch.tensor([2, 3, 4, 9, 10, 11, 12, 20, 21])
     gemma, llama = (family_of(SimpleNamespace(model_type=name)) for name in ("gemma3", "llama"))

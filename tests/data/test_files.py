@@ -4,7 +4,7 @@ import json
 import os
 
 import pytest
-from conftest import read_json, start, user_error, words
+from conftest import read_json, start, user_error, value_error, words
 from PIL import Image
 from test_data import RED, edit, load, processor, write_checkpoint  # noqa: F401  (fixtures)
 from test_packed import COMPUTE
@@ -45,7 +45,7 @@ def test_damaged_checkpoint(tmp_path, damage):
     """One message with the file, when it is opened: before any weight is read."""
     change, message = DAMAGES[damage]
     change(write_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=f"(?s)^checkpoint {tmp_path}: .*{message}"):
+    with value_error(f"(?s)^checkpoint {tmp_path}: .*{message}"):
         Processor(tmp_path)
 
 
@@ -56,14 +56,14 @@ def test_a_token_beyond_the_models_vocabulary_is_a_bad_row(tmp_path):
     tokenizer.add_tokens(["<surplus>"])
     tokenizer.save_pretrained(folder)
     (folder / "rows.jsonl").write_text('{"prompt": "x"}\n{"prompt": "a <surplus>"}\n')
-    with pytest.raises(ValueError, match="rows.jsonl:2: token '<surplus>' .* has the id 264; .* vocab_size of 264"):
+    with value_error("rows.jsonl:2: token '<surplus>' .* has the id 264; .* vocab_size of 264"):
         load_prompts(str(folder / "rows.jsonl"), Processor(folder), DataArgs())
 
 
 def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
+    with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
         load_weights(build_model(Processor(str(qwen25)).config, COMPUTE, 100), tmp_path)
 
 
@@ -78,7 +78,7 @@ FORGED = "a.png\nerror: everything is fine \x1b[2J\u202e"
 def test_rows_that_forge_messages(load, capsys, row, message):  # noqa: F811
     """Each is one line with its place, and the lines of the message are ours."""
     data = b'{"prompt": "fine"}\n' + row.encode() + b"\n"
-    with pytest.raises(ValueError, match=f"(?m)^  train.jsonl:2: .*{message}") as error:
+    with value_error(f"(?m)^  train.jsonl:2: .*{message}") as error:
         load(data)
     assert len(str(error.value).split("\n")) == 2
     str(error.value).encode("utf-8")
@@ -120,7 +120,7 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
                     {"videos": [["rows/a.png", "rows/bad.png"]]}, {"videos": ["rows/door/a.gif"]},
                     {"prompt": [{"role": "user", "content": [{"type": "image", "image": "rows/bad.png"},
                                                              {"type": "text", "text": "x"}]}]}):
-            with pytest.raises(ValueError, match="train.jsonl:1: .* lies outside of --image_root"):
+            with value_error("train.jsonl:1: .* lies outside of --image_root"):
                 load([{"prompt": "x"} | row], image_root=root)
     assert load([{"prompt": "x", "images": "rows/bad.png"}])[0].images == (str(inside / "bad.png"),)
 

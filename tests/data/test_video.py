@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, build_rewards, read_rows, start, take, words, write_checkpoint, write_judge
+from conftest import (ROUNDING, build_rewards, hugging_face, read_rows, seeded, start, take, value_error, words,
+                      write_checkpoint, write_judge)
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -70,7 +71,7 @@ def write_family(kind: str, folder):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "{%- if part.type == 'image' -%}", "{%- if part.type == 'video' -%}<|vision_start|><|video_pad|><|vision_end|>"
         "{%- elif part.type == 'image' -%}")
-    model, generator = AutoModelForImageTextToText.from_config(make_config(kind, tokenizer)), torch.Generator().manual_seed(1)
+    model, generator = AutoModelForImageTextToText.from_config(make_config(kind, tokenizer)), seeded(1)
     with torch.no_grad():
         for parameter in model.parameters():
             scale = parameter[0].numel() ** -0.5 if parameter.ndim >= 2 else 0.1
@@ -87,7 +88,7 @@ def write_family(kind: str, folder):
 def family(request, tmp_path_factory, rows):
     """Folder, our run of it, and the oracle with Hugging Face's own attention."""
     folder = write_family(request.param, tmp_path_factory.mktemp(request.param))
-    oracle = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval()
+    oracle = hugging_face(folder)
     return SimpleNamespace(kind=request.param, folder=folder, oracle=oracle,
                            env=start(folder, rows, "--video_frames", str(FRAMES), "--video_fps 3"))
 
@@ -196,7 +197,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     batch.truncated = torch.zeros(4, dtype=torch.bool)
     vlm.compute_features(env.actor.model, batch)
     reward.score(batch, env.processor)
-    oracle = AutoModelForImageTextToText.from_pretrained(judge, attn_implementation="eager").eval()
+    oracle = hugging_face(judge)
     processor = reward.sources[0].ask.processor
     family = SimpleNamespace(kind="qwen3_vl", folder=judge, oracle=oracle, env=SimpleNamespace(processor=processor))
     questions = ["how many circles are there?", "what moves?", "was <image> in <video>, or in <video>?",
@@ -345,7 +346,7 @@ def test_bad_clip(load, tmp_path, case):
     save_clip(tmp_path / "cut.gif", 3)
     (tmp_path / "cut.gif").write_bytes((tmp_path / "cut.gif").read_bytes()[:-4000])
     row, message = BAD[case]
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*{message}"):
+    with value_error(f"rows.jsonl:1: .*{message}"):
         load({"prompt": "x"} | row)
 
 
@@ -353,7 +354,7 @@ def test_a_clip_that_changed_since_load(load, tmp_path):
     save_clip(tmp_path / "a.gif", 3)
     processor, prompt = load({"prompt": "x", "videos": ["a.gif"]})
     save_clip(tmp_path / "a.gif", 5)
-    with pytest.raises(ValueError, match="a.gif.*: patch grids .* changed since loaded"):
+    with value_error("a.gif.*: patch grids .* changed since loaded"):
         load_pixels(prompt, processor)
 
 
@@ -365,7 +366,7 @@ def test_other_families_refuse_videos_by_name(tmp_path, kind):
     if kind == "llava":
         make_image_processor(kind).save_pretrained(tmp_path)
     save_clip(tmp_path / "a.gif", 3)
-    with pytest.raises(ValueError, match="1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
+    with value_error("1 videos for llava; only qwen2_vl, .* take videos" if kind == "llava" else
                        "1 images for qwen2, a model of text only"):
         make_prompt(Processor(tmp_path), "what?", [("a.gif",)], folder=str(tmp_path))
 
@@ -393,7 +394,7 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
         assert frame.size == (96, 64) and np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
     load_pixels(prompt, processor)
     (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
-    with pytest.raises(ValueError, match=f"a.mp4: not a video that {package} can decode"):
+    with value_error(f"a.mp4: not a video that {package} can decode"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
@@ -404,7 +405,7 @@ def test_a_film_of_unknown_rate_or_length_is_refused(load, tmp_path, monkeypatch
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {"json": "pyav"})
     monkeypatch.setattr(vlm_images, "load_video", lambda path, backend, sample_indices_fn: sample_indices_fn(header))
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(ValueError, match=f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
+    with value_error(f"rows.jsonl:1: .*a.mp4: not a video .*{total} frames, {rate} in a second"):
         load({"prompt": "x", "videos": ["a.mp4"]})
 
 
@@ -413,5 +414,5 @@ def test_films_without_a_decoder_are_refused_with_the_packages_that_could(load, 
     monkeypatch.setitem(sys.modules, "av", None)
     monkeypatch.setitem(sys.modules, "cv2", None)
     (tmp_path / "a.mp4").write_bytes(b"\0\0\0\x18ftypmp42")
-    with pytest.raises(ValueError, match="a.mp4: none of JPEG, .*; to read videos, install one of torchcodec, av, cv2"):
+    with value_error("a.mp4: none of JPEG, .*; to read videos, install one of torchcodec, av, cv2"):
         load({"prompt": "x", "videos": ["a.mp4"]})

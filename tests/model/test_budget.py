@@ -106,7 +106,7 @@ def test_on_a_gpu_both_trained_models_recompute_their_layers(flag, qwen25, pictu
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
     """With so little memory that it decides."""
     many = "--samples_per_prompt 64 --prompts_per_step 64 --advantage grpo --max_new_tokens 2048"
-    dry = planned(seven_b, picture_rows, many)
+    dry = planned(seven_b, picture_rows, *words(many))
     actor = dry.models["actor"]
     parts = dry.needed.phases(budget.Choice(True, 16384), 60.0 * GIB)["rollout"]
     capacity = dry.needed.longest + 2048
@@ -117,19 +117,6 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     engine = SimpleNamespace(actor=actor, sampling=SimpleNamespace(slots=0),
                              compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
     assert ppo.RolloutEngine.slot_count(engine, capacity, 512) == slots < 256
-
-
-@pytest.mark.parametrize("hsdp, bound", [(0, torch.device("cuda", 0)), (1, None)])
-def test_nccl_connects_at_the_start(monkeypatch, hsdp, bound):
-    """By the device of the group; with a mesh of two dimensions torch would split the groups, so it connects later."""
-    given = {}
-    monkeypatch.setattr(distributed, "choose_device", lambda: torch.device("cuda", 0))
-    monkeypatch.setattr(distributed.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(distributed.dist, "init_process_group", lambda **options: given.update(options))
-    monkeypatch.setattr(distributed, "init_device_mesh", lambda kind, shape, mesh_dim_names: shape)
-    monkeypatch.setitem(os.environ, "WORLD_SIZE", "1")
-    assert distributed.start(60.0, hsdp).mesh == ((1, 1) if hsdp else (1,))
-    assert given["backend"] == "cpu:gloo,cuda:nccl" and given["device_id"] == bound
 
 
 def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):

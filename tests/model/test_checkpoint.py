@@ -22,8 +22,7 @@ import pytest
 import ranks
 import torch
 from conftest import (ROOT, assert_same_records, read_json, read_rows, reproducible, rounding, same_tensors, save_weights,
-                      start, user_error, words, write_rows)
-from PIL import Image
+                      start, user_error, words, write_image, write_rows)
 from safetensors.torch import load_file
 
 import train_ppo_vl as ppo
@@ -208,7 +207,7 @@ def task(tmp_path_factory) -> Path:
     folder, rng = tmp_path_factory.mktemp("task"), np.random.default_rng(0)
     (folder / "reward.py").write_text(REWARD)
     for i in range(4):
-        Image.fromarray(rng.integers(0, 255, (56, 56 + 28 * (i % 2), 3), dtype=np.uint8)).save(folder / f"{i}.png")
+        write_image(folder / f"{i}.png", (56 + 28 * (i % 2), 56), rng)
     (folder / "damaged.png").write_bytes((folder / "0.png").read_bytes()[:2000])
     rows = [{"prompt": f"row {i}: how many circles?", "images": [f"{i}.png"] if i % 3 else [], "answer": "1"}
             for i in range(4)]

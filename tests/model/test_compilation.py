@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, computing, rounding, start, take
+from conftest import ROUNDING, computing, rounding, seeded, start, take
 from test_training import HAND_FLAGS, distance, flags, gradient, hand_batch, records, score, task  # noqa: F401
 
 import train_ppo_vl as ppo
@@ -29,7 +29,7 @@ def make(checkpoint, rows, *more: str):
         for name, parameter in [*env.actor.named_parameters(), *env.critic.named_parameters()]:
             if name.endswith(("lora_B", "value_head.weight")):
                 weight = parameter.to_local()
-                weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(5)) / 8)
+                weight.copy_(torch.randn(weight.shape, generator=seeded(5)) / 8)
     env.batch = hand_batch(env)
     return env
 

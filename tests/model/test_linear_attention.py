@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, inputs_of, keep_activations, our_name, read_json, save_weights, start, take,
-                      token_logprobs, words, write_checkpoint)
+from conftest import (ROUNDING, hugging_face, inputs_of, keep_activations, our_name, read_json, save_weights, seeded,
+                      start, take, token_logprobs, value_error, words, write_checkpoint)
 from test_families import EXPERTS, LINEAR, TEXT, THROUGH_CHUNKS, make_config, make_tokenizer
 from test_packed import COMPUTE
 from test_plan import LiveBytes
@@ -64,7 +64,7 @@ ROWS = {
 
 def random_inputs(size: int) -> list[torch.Tensor]:
     """x, taps, q, k, v, log of the decay and strength; states fade so slowly that forgetting one would be seen."""
-    generator = torch.Generator().manual_seed(size)
+    generator = seeded(size)
     x, q, k, v, decay, strength = (torch.randn(size, *shape, generator=generator) for shape in (
         (CHANNELS,), (HEADS, DK), (HEADS, DK), (HEADS, DV), (HEADS,), (HEADS,)))
     taps = torch.randn(4, CHANNELS, generator=generator)
@@ -133,7 +133,7 @@ def layer_errors(segments) -> dict[str, float]:
     row = PackedDelta(segments, CPU)
     found = row.convolve(0, *inputs[:2]), row.recur(0, *inputs[2:])
     expected = one_by_one(segments, *inputs)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     weights = [torch.randn(y.shape, generator=generator) for y in found]
     ours, theirs = (torch.autograd.grad(sum((y * w).sum() for y, w in zip(out, weights)), inputs) for out in (found, expected))
     names = "x taps q k v decay strength".split()
@@ -197,7 +197,7 @@ def qwen35(tmp_path_factory):
 def env(qwen35, picture_rows):
     """With every parameter trained, the vision tower's too; prompts of 1 to 130 tokens with 0, 1 and 2 pictures."""
     env = start(qwen35, picture_rows, "--train_vision --advantage grpo")
-    generator, config = torch.Generator().manual_seed(2), env.processor.config
+    generator, config = seeded(2), env.processor.config
 
     def words(count: int) -> torch.Tensor:
         return torch.randint(4, 300, (count,), generator=generator)
@@ -221,13 +221,13 @@ def env(qwen35, picture_rows):
     batch = asked.with_targets([[words(n) for n in part] for part in lengths])
     batch.sampling = dataclasses.replace(env.sampling, banned=torch.zeros_like(env.sampling.banned))
     env.batch, env.signs = batch, torch.linspace(-1, 1, len(batch.tokens))
-    env.expected = hugging_face(qwen35, prompts, patches, batch, env.signs)
+    env.expected = per_sample(qwen35, prompts, patches, batch, env.signs)
     return env
 
 
-def hugging_face(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def per_sample(folder, prompts, patches, batch, signs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs by one forward per sample, and the gradient of their sum by signs."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    model = hugging_face(folder)
     found = []
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         ids = torch.cat([prompts[group].input_ids, tokens])[None]
@@ -375,7 +375,7 @@ def official(tmp_path_factory, qwen35):
     shutil.copytree(qwen35, folder)
     exact = ("A_log", "linear_attn.norm.weight")
     weights = {key: value if key.endswith(exact) else value.bfloat16() for key, value in tensors(folder).items()}
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     weights |= {"mtp.fc.weight": torch.randn(64, 128, generator=generator).bfloat16(), "mtp.norm.weight": torch.randn(64)}
     save_weights(folder, weights)
     settings = read_json(folder / "config.json")
@@ -456,7 +456,7 @@ FOREIGN = {
 def test_other_ways_to_mix_tokens_are_refused(kind):
     """Left as they are, each would take our arguments without a word, and mix all samples of a row."""
     changes, message = FOREIGN[kind]
-    with pytest.raises(ValueError, match=message):
+    with value_error(message):
         text_model(kind, **changes)
 
 

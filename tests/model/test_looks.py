@@ -1,12 +1,12 @@
 """The same tokens with other images, against one Hugging Face forward of each sample with these images."""
 
-import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, responses_of, start, take, words
+from conftest import ROUNDING, hugging_face, responses_of, start, take, words, write_image, write_rows
 from PIL import Image
 from test_environments import talk
 from test_training import fresh, update_actor
@@ -22,13 +22,12 @@ from common.data.processor import Processor
 def rows(tmp_path):
     """Two prompts with a picture of one size, one with a picture of another, one without."""
     rng, lines = np.random.default_rng(3), []
-    for i, size in enumerate([(56, 84), (56, 84), (84, 28), None]):
-        images = [] if size is None else [f"{i}.png"]
+    for i, size in enumerate([(84, 56), (84, 56), (28, 84), None]):
+        images = [f"{i}.png"] if size else []
         for name in images:
-            Image.fromarray(rng.integers(0, 255, (*size, 3), dtype=np.uint8)).save(tmp_path / name)
-        lines.append(json.dumps({"prompt": f"what is {i}?", "images": images, "answer": "1"}))
-    (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    return tmp_path / "rows.jsonl"
+            write_image(tmp_path / name, size, rng)
+        lines.append({"prompt": f"what is {i}?", "images": images, "answer": "1"})
+    return Path(write_rows(tmp_path / "rows.jsonl", lines))
 
 
 def by_hugging_face(env, oracle, batch, images: dict) -> list[float]:
@@ -61,7 +60,7 @@ def test_the_gap_is_that_of_forwards_with_blank_images(checkpoint, rows, flags):
     env = start(checkpoint, rows, *flags)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
     gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
-    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    oracle = hugging_face(checkpoint)
     seen = by_hugging_face(env, oracle, batch, {
         group: load_pixels(prompt, env.processor) for group, prompt in enumerate(env.prompts)})
     blank = by_hugging_face(env, oracle, batch, {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import (ROUNDING, computing, inputs_of, keep_activations, read_json, responses_of, rounding, same_tensors,
-                      start, take, token_logprobs, user_error, with_flags, write_checkpoint)
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, keep_activations, read_json, responses_of, rounding,
+                      same_tensors, seeded, start, take, token_logprobs, user_error, with_flags, write_checkpoint)
 from safetensors.torch import load_file
 from test_families import write_family
 from test_training import (assert_same_run, distance, flags, gradient, hand_batch, launch, records, resumed, score, tensors,
@@ -29,7 +29,7 @@ TARGETS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def stir(module) -> None:
     """Adapters that act: B is zero at the start."""
-    generator = torch.Generator().manual_seed(7)
+    generator = seeded(7)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if name.endswith("lora_B"):
@@ -47,7 +47,7 @@ def env(qwen25, picture_rows):
 
 def adapted(folder: Path, module) -> tuple[torch.nn.Module, dict, dict[str, torch.Tensor]]:
     """Hugging Face's model, leaves A and B by our names, and the weights W + 2 B A by its own."""
-    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").requires_grad_(False)
+    model = hugging_face(folder).requires_grad_(False)
     weights = {name.removeprefix("model."): value for name, value in weights_of(module.model).items() if ".lora_" in name}
     leaves = {name: value.detach().requires_grad_() for name, value in weights_of(module).items() if ".lora_" in name}
     stems = {name.rpartition(".")[0] for name in leaves}
@@ -89,7 +89,7 @@ def test_forward_and_gradients_are_those_of_the_explicit_sum(env, qwen25):
     env.actor.zero_grad(set_to_none=True)
     assert distance(found, {name: leaf.grad for name, leaf in leaves.items()}) < ROUNDING
     model, leaves, merged = adapted(qwen25, env.critic)
-    head = torch.randn(64, generator=torch.Generator().manual_seed(3))[:env.critic.value_head.in_features]
+    head = torch.randn(64, generator=seeded(3))[:env.critic.value_head.in_features]
     with torch.no_grad():
         env.critic.value_head.weight.to_local().copy_(head[None])
     values = torch.cat([out.hidden_states[-1][0, rows] @ head for _, out, rows in
@@ -158,7 +158,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
 def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path):
     vlm_weights.export(env.actor, env.processor, tmp_path / "hf")
     expected = score(env.actor, env.batch)
-    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", attn_implementation="eager").requires_grad_(False)
+    merged = hugging_face(tmp_path / "hf").requires_grad_(False)
     assert (hugging_face_logprobs(env, merged, {}) - expected).abs().max() < ROUNDING
     before, after = tensors(qwen25), tensors(tmp_path / "hf")
     moved = {key for key in before if not torch.equal(before[key], after[key])}
@@ -168,7 +168,7 @@ def test_export_is_merged_and_the_adapter_stands_beside_it(env, qwen25, tmp_path
     config = read_json(tmp_path / "hf" / "adapter" / "adapter_config.json")
     weights = load_file(tmp_path / "hf" / "adapter" / "adapter_model.safetensors")
     assert (config["r"], config["lora_alpha"], config["peft_type"], config["task_type"]) == (3, 6, "LORA", "CAUSAL_LM")
-    base = AutoModelForImageTextToText.from_pretrained(config["base_model_name_or_path"], attn_implementation="eager")
+    base = hugging_face(config["base_model_name_or_path"])
     modules = [name for name, _ in base.named_modules() if name.endswith(tuple(config["target_modules"]))]
     assert {f"base_model.model.{name}.lora_{part}.weight" for name in modules for part in "AB"} == weights.keys()
     with torch.no_grad():

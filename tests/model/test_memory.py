@@ -9,7 +9,7 @@ import re
 import pytest
 import ranks
 import torch
-from conftest import computing, rounding, same_tensors, save_weights, start, user_error, words, write_judge
+from conftest import computing, rounding, same_tensors, save_weights, seeded, start, user_error, words, write_judge
 from test_training import (
     flags,
     fresh,
@@ -212,7 +212,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     write_judge(tmp_path / "judge", ("correct", "yes"))
     weights = tensors(qwen25)
     head = torch.randn(
-        1, weights["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0)
+        1, weights["lm_head.weight"].shape[1], generator=seeded(0)
     )
     save_weights(tmp_path / "scalar", weights | {"score.weight": head})
     recipe = json.dumps(

@@ -8,9 +8,9 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDING, inputs_of, our_name, responses_of, save_weights, start, token_logprobs
+from conftest import (ROUNDING, hugging_face, inputs_of, our_name, responses_of, save_weights, seeded, start,
+                      token_logprobs, value_error)
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
 
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
 from common.model.fsdp import unsharded
@@ -28,7 +28,7 @@ COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_ch
 
 def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
     """For each prompt as many random responses as ``counts`` says."""
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     lengths = torch.randint(1, 9, (sum(counts),), generator=generator)
     tokens = torch.randint(4, vocabulary - 8, (int(lengths.sum()),), generator=generator)
     responses = iter(tokens.split(lengths.tolist()))
@@ -55,7 +55,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     args = DataArgs(max_prompt_tokens=1000)
     processor = Processor(checkpoint, args)
     prompts = load_prompts(picture_rows, processor, args)
-    oracle = AutoModelForImageTextToText.from_pretrained(checkpoint, attn_implementation="eager")
+    oracle = hugging_face(checkpoint)
     ours = load_model(checkpoint)
     decoder(ours).requires_grad_(True)
     vocabulary = processor.config.text_config.vocab_size
@@ -64,7 +64,7 @@ def test_packed_rows_equal_per_sample_forwards(checkpoint, picture_rows, budget,
     )
     weights = torch.linspace(-1, 1, len(batch.tokens))
     value_head = torch.randn(
-        processor.config.text_config.hidden_size, generator=torch.Generator().manual_seed(5)
+        processor.config.text_config.hidden_size, generator=seeded(5)
     )
 
     pixels = [load_pixels(prompt, processor) for prompt in prompts]
@@ -121,14 +121,11 @@ def test_files_that_are_no_weights_are_told(qwen25, tmp_path):
         b"version https://git-lfs.github.com/spec/v1\n",
     ):
         (tmp_path / "model.safetensors").write_bytes(data)
-        with pytest.raises(
-            ValueError,
-            match="model.safetensors cannot be read as safetensors: .*git-lfs",
+        with value_error("model.safetensors cannot be read as safetensors: .*git-lfs",
         ):
             load(model, tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match="model.safetensors cannot be read as safetensors: No such file"
+    with value_error("model.safetensors cannot be read as safetensors: No such file"
     ):
         load(model, tmp_path)
 
@@ -140,8 +137,7 @@ def test_quantized_weights_are_refused(qwen25, tmp_path):
     weights = load_file(qwen25 / "model.safetensors")
     key = next(key for key in weights if key.endswith("mlp.up_proj.weight"))
     save_weights(tmp_path, weights | {key: weights[key].to(torch.float8_e4m3fn), f"{key}_scale": torch.ones(1)})
-    with pytest.raises(
-        ValueError, match=f"{key} is of type F8_E4M3; quantized weights are not supported"
+    with value_error(f"{key} is of type F8_E4M3; quantized weights are not supported"
     ):
         load(model, tmp_path)
 

@@ -10,7 +10,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, seeded
 from ranks import TORCHRUN
 from safetensors.torch import load_file
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 def state() -> dict[str, torch.Tensor]:
     """Tensors of several types, an odd number of bytes, a scalar, and one that lies askew."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     return {"half": torch.randn(7, generator=generator).bfloat16(), "step": torch.tensor(3.0),
             "count": torch.tensor([5]), "askew": torch.randn(4, 6, generator=generator).T}
 

@@ -9,15 +9,14 @@ import ranks
 import test_grm
 import test_training
 import torch
-from conftest import (ROUNDING, computing, inputs_of, keep_activations, our_name, responses_by_prompt, rounding, start,
-                      take, token_logprobs, user_error, with_flags, write_checkpoint)
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, keep_activations, our_name, responses_by_prompt,
+                      rounding, seeded, start, take, token_logprobs, user_error, write_checkpoint)
 from test_families import write_family
 from test_training import assert_same_run, distance, flags, gradient, hand_batch, records, resumed, score, tensors
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.model import fsdp
 from common.model import forward as vlm
 from common.model.weights import recompute_layers
 
@@ -40,7 +39,7 @@ def gradients(env, module, signs: torch.Tensor, parts=([0, 1, 2, 3],)) -> dict[s
 def env(checkpoint, picture_rows):
     env = start(checkpoint, picture_rows, "--train_vision --kl_coef 0.1")
     env.folder, env.batch = checkpoint, hand_batch(env)
-    head = torch.randn(1, env.critic.value_head.in_features, generator=torch.Generator().manual_seed(5))
+    head = torch.randn(1, env.critic.value_head.in_features, generator=seeded(5))
     with torch.no_grad():
         env.critic.value_head.weight.to_local().copy_(head)
     return env
@@ -51,7 +50,7 @@ def test_gradients_equal_one_backward_per_sample(env):
     """Prompts with 0, 1 and 2 pictures; in one pack, in many, in some without a picture, and with checkpointing."""
     batch = env.batch
     signs = torch.linspace(-1, 1, len(batch.tokens))
-    model, body = (AutoModelForImageTextToText.from_pretrained(env.folder, attn_implementation="eager") for _ in range(2))
+    model, body = (hugging_face(env.folder) for _ in range(2))
     head = env.critic.value_head.weight.full_tensor().detach()
     for group, tokens, weight in zip(batch.prompt_index.tolist(), batch.split(batch.tokens), batch.split(signs)):
         inputs = inputs_of(env.prompts[group], tokens, env.processor) | {"use_cache": False}
@@ -105,19 +104,6 @@ def seen_by(env, batch):
     with torch.no_grad():
         vlm.compute_features(env.actor.model, other)
     return other
-
-
-def test_learning_rate_and_decay_of_the_tower(env):
-    """Those of all other weights."""
-    args = with_flags(env.args, weight_decay=0.1)
-    for module in (env.actor, env.critic):
-        trained = fsdp.Trainable(module, args.optim, 0.02)
-        groups = {id(p): group for group in trained.optimizer.param_groups for p in group["params"]}
-        for name, parameter in module.named_parameters():
-            assert groups[id(parameter)]["weight_decay"] == (0.1 if parameter.ndim >= 2 else 0.0), name
-        (sum(p.sum() for p in module.parameters()) * 0).backward()
-        trained.update(1)
-        assert {group["lr"] for group in trained.optimizer.param_groups} == {0.02}
 
 
 RUN = "--train_vision --kl_coef 0.1 --actor_lr 1e-3 --critic_lr 1e-3 --steps 4 --minibatches 2"

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROUNDING, build_rewards, inputs_of, read_json, responses_of, rounding, save_weights, start, take,
-                      user_error, words, write_checkpoint, write_judge, write_rows)
+from conftest import (ROUNDING, build_rewards, inputs_of, read_json, responses_of, rounding, save_weights, seeded, start,
+                      take, user_error, value_error, words, write_checkpoint, write_judge, write_rows)
 from safetensors.torch import load_file
 from test_families import write_family
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoModelForSequenceClassification, AutoTokenizer
@@ -42,7 +42,7 @@ def judges(tmp_path_factory, qwen25) -> dict[str, Path]:
         folder = tmp_path_factory.mktemp(f"judge-{name}")
         model = AutoModelForImageTextToText.from_pretrained(source)
         with torch.no_grad():                                          # the language model differs, the tower does not
-            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(5)) / 4)
+            model.lm_head.weight.copy_(torch.randn(model.lm_head.weight.shape, generator=seeded(5)) / 4)
         model.save_pretrained(folder)
         Processor(source).save(str(folder))
         verdicts = [("correct", "yes"), ("answers", "A"), ("score", "1"), ("score", "2.5"), ("score", "-4")]
@@ -225,7 +225,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
     model = AutoModelForImageTextToText.from_pretrained(qwen25)
     model.save_pretrained(folder)
     Processor(qwen25).save(str(folder))
-    head = torch.randn(1, model.config.text_config.hidden_size, generator=torch.Generator().manual_seed(7))
+    head = torch.randn(1, model.config.text_config.hidden_size, generator=seeded(7))
     tensors = {name: value for name, value in load_file(folder / "model.safetensors").items() if "lm_head" not in name}
     save_weights(folder, tensors | {key: head})
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"rm:{folder}")
@@ -359,7 +359,7 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         build(env, scoring.load(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
         assert judgements.JudgeSettings(trained_on=trained).question_to_ask("auto") == asked
-    with pytest.raises(ValueError, match="not trained on questions of the kind answers"):
+    with value_error("not trained on questions of the kind answers"):
         judgements.JudgeSettings(trained_on=["score"]).question_to_ask("answers")
 
 

@@ -212,13 +212,6 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
     assert steps[0]["rollout/pictures_reward"] == np.mean([len(row["images"]) for row in rows])
 
 
-def test_training_stops_where_the_server_fails(server, qwen25, picture_rows, tmp_path):
-    with user_error(r"answered HTTP 418"):
-        ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path, "--reward", server.url("status/418"),
-                       "--max_prompt_tokens 512 --max_new_tokens 4 --prompts_per_step 4 --samples_per_prompt 2 "
-                       "--steps 1"))
-
-
 def test_the_server_runs_from_the_command_line():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

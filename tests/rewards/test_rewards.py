@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, user_error
+from conftest import ROOT, user_error, value_error
 
 from common.rewards import scoring
 from common.distributed import UserError
@@ -144,20 +144,20 @@ def test_load_user_function(tmp_path):
                     "three = 3\ndef length(prompts, responses, *rest):\n    return [len(r) for r in responses]\n"
                     "def another(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     assert score(load_source(f"{path}:length").function) == ([10.0] * 4, {})
-    with pytest.raises(ValueError, match=r"must take \(prompts, .*, images\): too many positional arguments"):
+    with value_error(r"must take \(prompts, .*, images\): too many positional arguments"):
         load_source(f"{path}:another")                                              # before a model is loaded
-    with pytest.raises(ValueError, match="missing a required argument: 'other'"):
+    with value_error("missing a required argument: 'other'"):
         path.write_text("def six(prompts, responses, references, labels, images, other):\n    return []\n")
         load_source(f"{path}:six")
     (tmp_path / "text.txt").write_text("")
     for spec in (f"{path}:nothing", f"{path}:three", str(path), f"{tmp_path}/no.py:f", "unknown", "", ":f", "grm", "rm:",
                  f"{tmp_path}/text.txt:f"):
-        with pytest.raises(ValueError, match="--reward"):
+        with value_error("--reward"):
             load_source(spec)
     for source, message in (("import no_such_module", "ModuleNotFoundError: No"), ("f(", "Syntax"), ("1 / 0", "Zero"),
                             ("import sys\nsys.exit(0)", r"SystemExit: .*\(broken.py:2\b")):
         (tmp_path / "broken.py").write_text(source)
-        with pytest.raises(ValueError, match=f"broken.py raised {message}") as info:
+        with value_error(f"broken.py raised {message}") as info:
             load_source(f"{tmp_path}/broken.py:f")
         assert info.value.__cause__ is not None
 
