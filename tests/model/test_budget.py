@@ -79,7 +79,7 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
     assert fit(dry, "auto") and sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
     with user_error(r"in update actor, does not fit; fastest with 8% to spare: "
-                                                    r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
+                    r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
         fit(dry, "off")
     reported(monkeypatch, 30.0)
     with user_error("does not fit; no pack is small enough"):

@@ -121,7 +121,7 @@ def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures):
 
 def test_retries_are_bounded(server, pauses):
     with user_error(r"(?s)no answer in 5 tries, at last HTTP 503: 'busy with "
-                                              r"request 5'.*Response  0"):
+                    r"request 5'.*Response  0"):
         ask(server.url("fail/99"))
     assert server.requests == 5 and pauses == [0.5, 1.0, 2.0, 4.0]
 
