@@ -91,7 +91,9 @@ class Kernels:
         self.note(OPERATOR, (q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug), named)
         used, left = named.get("seqused_k"), named.get("window_size_left")
         assert used is None or (used.dtype == torch.int32 and len(used) == len(cu_k) - 1)
-        assert dropout == 0.0 and not debug and named.get("alibi_slopes") is None
+        assert dropout == 0.0
+        assert not debug
+        assert named.get("alibi_slopes") is None
         out = attend(q, k, v, cu_q, cu_k, max_q, max_k, named.get("scale"), causal, -1 if left is None else left, used)
         return out, *(torch.zeros(1) for _ in range(4))
 
@@ -105,8 +107,12 @@ class Kernels:
         self.note("flash_attn_with_kvcache", (q, k_cache, v_cache), named)
         slots, capacity = k_cache.shape[:2]
         used = named["cache_seqlens"]
-        assert q.ndim == 4 and len(q) == slots and q.shape[1] == 1
-        assert used.dtype == torch.int32 and used.shape == (slots,) and int(used.max()) <= capacity
+        assert q.ndim == 4
+        assert len(q) == slots
+        assert q.shape[1] == 1
+        assert used.dtype == torch.int32
+        assert used.shape == (slots,)
+        assert int(used.max()) <= capacity
         bounds = torch.arange(slots + 1, dtype=torch.int32)
         keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
         out = attend(q[:, 0], keys, values, bounds, bounds * capacity, 1, capacity, named["softmax_scale"], False,

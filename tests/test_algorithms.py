@@ -142,7 +142,8 @@ def test_the_scale_of_gpg_counts_groups_by_their_scores(env):
     samples = copied(env)
     samples.rewards = torch.ones(16)
     ppo.compute_advantages(samples, state_of(env), with_flags(env.args, advantage="gpg", kl_in="reward"))
-    assert samples.advantages.tolist() == [0.0] * len(samples.tokens) and samples.kl.abs().max() > 0.1
+    assert samples.advantages.tolist() == [0.0] * len(samples.tokens)
+    assert samples.kl.abs().max() > 0.1
 
 
 @pytest.mark.parametrize("name", ["gae", "grpo"])
@@ -177,7 +178,8 @@ def test_gae(env):
     assert samples.returns.tolist() == pytest.approx(targets.tolist(), abs=ROUNDING)
     earned = np.array(sum(to_go(rewards, 0.9), []))
     unexplained = np.var(earned - np.array(sum(values, []))) / np.var(earned)
-    assert metrics["train/explained_variance"] == pytest.approx(1 - unexplained, abs=ROUNDING) and unexplained != 1
+    assert metrics["train/explained_variance"] == pytest.approx(1 - unexplained, abs=ROUNDING)
+    assert unexplained != 1
 
 
 def test_shaping_comes_before_the_group(env):
@@ -205,7 +207,8 @@ def test_advantage_clip_and_norm(env):
         return sum(advantages(env, advantage=name, kl_in="loss", **changes), [])
 
     plain, clipped = flat("reinforce"), flat("reinforce", advantage_clip=0.6)
-    assert clipped == pytest.approx([min(max(x, -0.6), 0.6) for x in plain]) and clipped != plain
+    assert clipped == pytest.approx([min(max(x, -0.6), 0.6) for x in plain])
+    assert clipped != plain
     assert flat("reinforce", advantages_norm="on") == pytest.approx(whitened([plain])[0], abs=ROUNDING)
     assert flat("reinforce++", advantages_norm="off") == pytest.approx(plain)
 
@@ -300,11 +303,13 @@ def test_truncated_responses_carry_no_policy_loss(env, qwen25, name):
     keep = [[i % 3 != 0] * n for i, n in enumerate(samples.lengths.tolist())]
     wanted = oracle_gradient(env, qwen25, name, CLIPS[name], keep, per_sequence=name == "gspo")
     assert_close(trained.gradients[0]["model.lm_head.weight"], wanted)
-    assert metrics["train/masked_responses"] == 6 and metrics["train/actor_updates"] == 1
+    assert metrics["train/masked_responses"] == 6
+    assert metrics["train/actor_updates"] == 1
     samples.truncated[:] = True                                         # nothing to learn from: no update
     samples.in_policy_loss = ppo.policy_loss_mask(samples, args.algorithm)
     assert ppo.update_actor(trained, None, samples, 1, None, args)["train/actor_updates"] == 0
-    assert len(trained.gradients) == 1 and env.actor.model.lm_head.weight.grad is None
+    assert len(trained.gradients) == 1
+    assert env.actor.model.lm_head.weight.grad is None
 
 
 def test_both_masks_of_the_policy_loss_act_together(env):
@@ -346,7 +351,8 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
     metrics = ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,
                              "--steps 1 --advantage grpo --reward exact --max_prompt_tokens 512 --max_new_tokens 8 "
                              "--prompts_per_step 4 --high_entropy_ratio 0.4 --save_every 0 --export_every 0"))
-    assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4) and abs(metrics["train/approx_kl"]) < rounding(16)
+    assert metrics["train/ratio"] == pytest.approx(1, abs=1e-4)
+    assert abs(metrics["train/approx_kl"]) < rounding(16)
     assert metrics["train/entropy"] > 1                                                         # of all tokens
 
 
@@ -372,7 +378,8 @@ def test_the_exact_kl(env, qwen25):
         kl = (logp.exp() * (logp - logq.detach())).sum(-1)
         kls += kl.tolist()
         loss = loss + kl.sum() / len(samples.tokens)
-    assert samples.kl.tolist() == pytest.approx(kls, abs=1e-4) and max(kls) > 0.01
+    assert samples.kl.tolist() == pytest.approx(kls, abs=1e-4)
+    assert max(kls) > 0.01
     loss.backward()
     samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
     actual = head_gradient(env, args, samples, kl_coef=1.0, reference=reference)
@@ -401,7 +408,8 @@ def test_groups_without_spread_are_counted():
         rewards = part.rewards[part.prompt_index == prompt].tolist()
         if len(set(rewards)) > 1:
             wanted.append(prompt)
-    assert scoring.prompts_with_spread(part) == wanted and 0 < len(wanted) < 8
+    assert scoring.prompts_with_spread(part) == wanted
+    assert 0 < len(wanted) < 8
     single = part.select((part.number == 0).nonzero()[:, 0])
     assert scoring.prompts_with_spread(single) == single.prompt_index.tolist()
     for batch in (part, single):
@@ -447,12 +455,14 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
         used = [row for place, row in enumerate(rolled) if row not in flat or place in fill][:4]
         samples = samples_of(tmp_path / "whole", f"step-{step:06d}")
         assert [sample["index"] for sample in samples] == [row for row in used for _ in range(2)]
-        assert record["rollout/rollouts"] == rollouts and record["rollout/groups_not_replaced"] == missing
+        assert record["rollout/rollouts"] == rollouts
+        assert record["rollout/groups_not_replaced"] == missing
         assert record["rollout/groups_without_spread"] == sum(row in flat for row in rolled)
         appetites.add((rollouts, missing > 0))
         for row in rolled:
             scored += [0.5, 0.5] if row in flat else [0.0, 1.0]
-    assert {2, 3} == {n for n, _ in appetites} and {True, False} == {short for _, short in appetites}
+    assert {2, 3} == {n for n, _ in appetites}
+    assert {True, False} == {short for _, short in appetites}
     dynamic(qwen25, ruled, tmp_path / "parts", "--steps 2")
     parts = dynamic(qwen25, ruled, tmp_path / "parts", "--steps 4")
     assert_same_records(parts, whole)
@@ -460,7 +470,8 @@ def test_flat_prompts_are_replaced(qwen25, ruled, tmp_path):
     state = read_json(tmp_path / "whole" / "checkpoints" / "step-4" / "state.json")
     assert state["batches_taken"] == taken
     moments = losses.RunningMoments(**state["moments"])         # of all that were scored, and then dropped
-    assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5)) and len(scored) > 4 * 8
+    assert (moments.count, moments.mean) == (len(scored), pytest.approx(0.5))
+    assert len(scored) > 4 * 8
     assert moments.std == pytest.approx(np.std(scored, ddof=1))
 
 
@@ -478,9 +489,11 @@ def test_several_rollouts_feed_an_update(qwen25, ruled, tmp_path, advantage):
         assert (first.pop("rollout/rollouts"), second.pop("rollout/rollouts")) == (1, 2)
         assert second == pytest.approx(first, rel=1e-3, abs=ROUNDING)
     first, second = ([row["response"] for row in samples_of_steps(tmp_path / name)] for name in ("one", "whole"))
-    assert first == second and len(first) == 4 * 8
+    assert first == second
+    assert len(first) == 4 * 8
     state = read_json(tmp_path / "parts" / "checkpoints" / "step-4" / "state.json")
-    assert state["batches_taken"] == 8 and parts[-1]["rollout/episode"] == 2
+    assert state["batches_taken"] == 8
+    assert parts[-1]["rollout/episode"] == 2
 
 
 def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ruled, tmp_path):
@@ -496,8 +509,10 @@ def test_a_prompt_without_samples_fills_no_place_of_one_that_has_some(qwen25, ru
     steps = [line for line in lines if "rollout/samples" in line]
     for step in steps:
         counts = (step["rollout/samples"], step["rollout/groups_without_spread"], step["rollout/groups_not_replaced"])
-        assert counts == (8, 3, 1) and step["train/actor_updates"] == 4
-    assert len(steps) == 3 and [line["eval/episode"] for line in lines if "eval/episode" in line] == [0, 3]
+        assert counts == (8, 3, 1)
+        assert step["train/actor_updates"] == 4
+    assert len(steps) == 3
+    assert [line["eval/episode"] for line in lines if "eval/episode" in line] == [0, 3]
 
 
 @pytest.mark.parametrize("limit", [0, 2])
@@ -512,7 +527,8 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
 
     with PromptLoader(env.processor, args.data, order) as loader:
         samples, metrics = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)
-    assert len(samples) == 16 * rollouts and metrics["rollout/rollouts"] == rollouts
+    assert len(samples) == 16 * rollouts
+    assert metrics["rollout/rollouts"] == rollouts
     greedy = ppo.rollout(env.actor, take(env), dataclasses.replace(env.sampling, greedy=True), 1)
     wanted = {}
     for prompt, tokens in zip(env.prompts, greedy.split(greedy.tokens)):

@@ -55,7 +55,8 @@ def test_the_tables_of_scale_are_those_of_its_script():
     printed = subprocess.run([sys.executable, str(BENCHMARKS / "scale.py")], capture_output=True, text=True, check=True).stdout
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     written = Path(BENCHMARKS / "scale.md").read_text().splitlines()
-    assert len(rows) > 20 and [line for line in written if line.startswith("|")] == rows
+    assert len(rows) > 20
+    assert [line for line in written if line.startswith("|")] == rows
 
 
 def test_scale_counts_the_weights_of_transformers_own_model():

@@ -111,10 +111,14 @@ def test_targets_take_the_place_of_samples():
     batch.dropped = []
     targets = [[], [torch.tensor([7, 8])], [torch.tensor([9]), torch.zeros(0, dtype=torch.int64)], [], [], []]
     asked = batch.with_targets(targets)
-    assert asked.prompt_index.tolist() == [1, 2, 2] and asked.number.tolist() == [0, 0, 1]
-    assert asked.lengths.tolist() == [2, 1, 0] and asked.tokens.tolist() == [7, 8, 9]
+    assert asked.prompt_index.tolist() == [1, 2, 2]
+    assert asked.number.tolist() == [0, 0, 1]
+    assert asked.lengths.tolist() == [2, 1, 0]
+    assert asked.tokens.tolist() == [7, 8, 9]
     assert all(getattr(asked, name) is getattr(batch, name) for name in OF_PROMPTS)
-    assert asked.rewards is None and asked.logprobs is None and not asked.components
+    assert asked.rewards is None
+    assert asked.logprobs is None
+    assert not asked.components
     assert len(batch.with_targets([[]] * 6)) == 0
     batch.dropped = [1]
     assert batch.with_targets(targets).prompt_index.tolist() == [2, 2]
@@ -208,7 +212,8 @@ def test_data_order_depends_on_seed_and_epoch_alone():
 
 def test_parse_datasets():
     assert parse_datasets("a.jsonl:0.7, b.jsonl:3e-1") == [("a.jsonl", 0.7), ("b.jsonl", 0.3)]
-    assert parse_datasets("a.jsonl") == [("a.jsonl", None)] and parse_datasets("") == []
+    assert parse_datasets("a.jsonl") == [("a.jsonl", None)]
+    assert parse_datasets("") == []
     assert parse_datasets("x:y/a.jsonl,/b.jsonl") == [("x:y/a.jsonl", None), ("/b.jsonl", None)]
     assert parse_datasets("x:y/a.jsonl:2") == [("x:y/a.jsonl", 2.0)]
     assert parse_datasets("a:b.jsonl") == [("a:b.jsonl", None)]
@@ -241,7 +246,8 @@ def test_rows_of_a_mixture(weights):
         assert rows == data_order(range(len(rows)), len(sets[k]), seed)
     for size in (1, 4, 20):
         order = DrawOrder(sets, weights, size, 60 // size, seed)
-        assert sum((order(i)[0] for i in range(60 // size)), []) == whole and order(60 // size) is None
+        assert sum((order(i)[0] for i in range(60 // size)), []) == whole
+        assert order(60 // size) is None
 
 
 def test_one_set_is_in_data_order():
@@ -318,7 +324,8 @@ def test_partition_is_complete_and_near_the_optimum(seed, bins):
     """Longest processing time first: at most 4/3 - 1/(3 bins) of the optimum (Graham 1969)."""
     costs = np.random.default_rng(seed).lognormal(0, 1, 40).tolist()
     parts = balanced_partition(range(40), costs, bins)
-    assert sorted(i for part in parts for i in part) == list(range(40)) and len(parts) == bins
+    assert sorted(i for part in parts for i in part) == list(range(40))
+    assert len(parts) == bins
     bound = max(sum(costs) / bins, max(costs))                                          # no partition is better
     assert max(sum(costs[i] for i in part) for part in parts) <= (4 / 3 - 1 / (3 * bins)) * bound + 1e-9
 
@@ -335,13 +342,16 @@ def test_packs_hold_each_block_once_in_equal_number(seed, world):
     samples, budget = budgeted(np.random.default_rng(seed))
     blocks = make_blocks(samples, budget if seed % 2 else 0)
     packs = assign_blocks(samples, blocks, world, budget, hidden_size=10 ** 9)              # the cost is the size
-    assert len(packs) == world and len({len(part) for part in packs}) == 1
+    assert len(packs) == world
+    assert len({len(part) for part in packs}) == 1
     assert sorted(block for part in packs for pack in part for block in pack) == sorted(blocks)
     one_less = []
     for part in packs:
         sizes = [sum(block_size(samples, block) for block in pack) for pack in part]
         largest = max((block_size(samples, block) for pack in part for block in pack), default=0)
-        assert max(sizes) <= budget and max(sizes) - min(sizes) <= largest and sizes == sorted(sizes, reverse=True)
+        assert max(sizes) <= budget
+        assert max(sizes) - min(sizes) <= largest
+        assert sizes == sorted(sizes, reverse=True)
         if len(part) > 1:
             one_less.append(sum(sizes) / (len(part) - 1) + largest)
     assert not one_less or max(one_less) > budget
@@ -361,7 +371,8 @@ def test_a_block_beyond_the_budget_has_a_pack_of_its_own():
     samples = with_prompts(random_batch(np.random.default_rng(0), shortest=1), [30] * 6)
     blocks = make_blocks(samples, 10)
     packs = assign_blocks(samples, blocks, 1, 10, 8)[0]
-    assert sorted(block for pack in packs for block in pack) == sorted(blocks) and all(len(pack) == 1 for pack in packs)
+    assert sorted(block for pack in packs for block in pack) == sorted(blocks)
+    assert all(len(pack) == 1 for pack in packs)
 
 
 def test_many_packs_are_found_in_few_tries(monkeypatch):
@@ -369,7 +380,10 @@ def test_many_packs_are_found_in_few_tries(monkeypatch):
     samples, tries, partition = batch_of([50] * 1000, [1] * 1000), [], buffers.balanced_partition
     monkeypatch.setattr(buffers, "balanced_partition", lambda *args: tries.append(args) or partition(*args))
     packs = assign_blocks(samples, make_blocks(samples, 101), 1, 101, 8)[0]
-    assert sum(map(len, packs)) == 1000 and max(map(len, packs)) == 1 and len(packs) == 1000 and len(tries) < 40
+    assert sum(map(len, packs)) == 1000
+    assert max(map(len, packs)) == 1
+    assert len(packs) == 1000
+    assert len(tries) < 40
 
 
 # ------------------------------------------------------------------------------------------------ packs, token by token
@@ -434,8 +448,10 @@ def test_rows_equal_loops(seed, kind):
     for pack in assign_blocks(samples, blocks, 1, 60, 8)[0]:
         row = build_pack(samples, pack, positions, features, torch.tensor([image, -1]))
         expected = naive_row(samples, pack, positions, image)
-        assert row.input_ids[0].tolist() == expected["input_ids"] and (len(pack) == 1 or row.input_ids.shape[1] <= 60)
-        assert row.positions[:, 0].T.tolist() == expected["positions"] and row.positions.shape[:2] == (3, 1)
+        assert row.input_ids[0].tolist() == expected["input_ids"]
+        assert len(pack) == 1 or row.input_ids.shape[1] <= 60
+        assert row.positions[:, 0].T.tolist() == expected["positions"]
+        assert row.positions.shape[:2] == (3, 1)
         assert row.segments == expected["segments"]
         for name in ("image_index", "predict", "targets", "flat", "sample", "step"):
             assert getattr(row, name).tolist() == expected[name], name
@@ -448,13 +464,19 @@ def test_rows_equal_loops(seed, kind):
 
 def test_an_empty_pack_is_one_token_that_predicts_nothing():
     row = build_pack(random_batch(np.random.default_rng(0)), [], {}, {}, torch.tensor([IMAGE, -1]))
-    assert row.input_ids.shape == (1, 1) and row.positions.shape == (3, 1, 1) and row.segments == [(0, 1, 0, 0)]
-    assert row.features is None and not len(row.image_index) and row.copies.tolist() == [0]
+    assert row.input_ids.shape == (1, 1)
+    assert row.positions.shape == (3, 1, 1)
+    assert row.segments == [(0, 1, 0, 0)]
+    assert row.features is None
+    assert not len(row.image_index)
+    assert row.copies.tolist() == [0]
     for name in ("predict", "targets", "flat", "sample", "step"):
         assert getattr(row, name).shape == (0,) and getattr(row, name).dtype == torch.int64, name
 
 
 def test_a_block_of_an_empty_response_alone():
     row = build_pack(batch_of([4], [0]), [(0, (0,))], {0: torch.arange(4).expand(3, -1)}, {}, torch.tensor([IMAGE, -1]))
-    assert row.segments == [(0, 4, 0, 0)] and len(row.predict) == 0 and row.targets.dtype == torch.int64
+    assert row.segments == [(0, 4, 0, 0)]
+    assert len(row.predict) == 0
+    assert row.targets.dtype == torch.int64
     assert row.copies.tolist() == [0] * 4                                                # it is in no sample that trains

@@ -83,7 +83,8 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
 
 def test_flag_names_are_unique_and_have_help():
     names = [field.name for _, field in FIELDS]
-    assert len(set(names)) == len(names) and "config" not in names
+    assert len(set(names)) == len(names)
+    assert "config" not in names
     for group, field in FIELDS:
         assert len(field.metadata["help"]) > 10, field.name
         assert field.type in (str, int, float, bool, Path) and type(field.default) in (field.type,
@@ -104,7 +105,8 @@ def test_help_lists_every_flag_with_its_default(capsys):
         entry = f"{field.metadata['help']} (default: {field.default!s:.60})"
         assert "".join(entry.split()) in squeezed, field.name
     places = [re.search(rf"^{re.escape(kind.__doc__)}:$", text, re.MULTILINE).start() for kind in GROUPS.values()]
-    assert places == sorted(places) and "--config FILE" in text
+    assert places == sorted(places)
+    assert "--config FILE" in text
 
 
 def test_defaults_are_consistent():
@@ -226,7 +228,8 @@ def test_suggested_flags_exist():
 def test_the_losses_of_the_flag_are_those_of_the_formulas():
     """The flag is declared before torch, and with it the formulas, is imported."""
     choices = {field.name: field.metadata["choices"] for _, field in FIELDS}
-    assert choices["policy_loss"] == tuple(ppo.POLICY_LOSSES) and choices["advantage"] == tuple(ppo.ESTIMATORS)
+    assert choices["policy_loss"] == tuple(ppo.POLICY_LOSSES)
+    assert choices["advantage"] == tuple(ppo.ESTIMATORS)
     for mode in choices["loss_aggregation"][1:]:
         assert losses.token_weights(torch.tensor([3, 1]), mode, 8).shape == (2,)
 
@@ -284,7 +287,8 @@ def test_flags_that_are_no_contradiction():
                  "--kl_coef 0.1 --kl_target 0.1 --reference_model m"):
         ppo.parse_args(NEEDED + line.split())
     args = ppo.parse_args("--model m --eval_data e.jsonl --eval_only".split())
-    assert args.run.eval_only and not args.data.data
+    assert args.run.eval_only
+    assert not args.data.data
 
 
 # ------------------------------------------------------------------------------------------------ --config
@@ -320,7 +324,9 @@ def test_flags_override_config_override_defaults(tmp_path):
     config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, "out": "here"}')
     args = ppo.parse_args(["--config", str(config), "--steps", "9", "--no-save_blocking"])
     assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (9, False, "d.jsonl")
-    assert args.run.out == Path("here") and isinstance(args.algorithm.gamma, float) and args.rollout.top_k == 0
+    assert args.run.out == Path("here")
+    assert isinstance(args.algorithm.gamma, float)
+    assert args.rollout.top_k == 0
     assert ppo.parse_args(["--config", str(config), "--out", "there"]).run.out == Path("there")
 
 
@@ -355,7 +361,8 @@ def assert_one_message(result: subprocess.CompletedProcess, ours: str) -> None:
     """Printed once, and repeated by torchrun's summary, whose last lines are the message of one rank."""
     *_, root_cause = result.stderr.split("Root Cause (first observed failure):")
     assert result.returncode == 1 and re.search(r"exitcode *: 2 ", root_cause) and f"error: {ours}" in root_cause, result.stderr
-    assert result.stderr.count("\nerror:") <= 1 and SCRIPT.name + '", line' not in result.stderr
+    assert result.stderr.count("\nerror:") <= 1
+    assert SCRIPT.name + '", line' not in result.stderr
 
 
 @pytest.mark.slow
@@ -372,7 +379,8 @@ def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
     line = ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"), "--prompts_per_step", "2"]
     text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
-    assert text.count("error: ") == 1 == text.count(f"{rows}: 1 of 2 rows are bad") and "Traceback" not in text
+    assert text.count("error: ") == 1 == text.count(f"{rows}: 1 of 2 rows are bad")
+    assert "Traceback" not in text
     assert f"rows.jsonl:2: no such image: {tmp_path / 'none.png'}" in text
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
@@ -435,12 +443,16 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
                   "--data", picture_rows, "--eval_data", picture_rows, "--out", tmp_path / "out")
     planned = run([str(ROOT / "launch" / "plan.py"), "ppo", "--gpus", "1", "--", *flags])
     assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
-    assert "config.json" in hub and "model.safetensors" not in hub
+    assert "config.json" in hub
+    assert "model.safetensors" not in hub
     result = run([str(SCRIPT), *flags])
     assert result.returncode == 0 and hub.count("model.safetensors") == 1, result.stderr
-    assert "1 x " in result.stdout and "step     2  " in result.stdout and "done: " in result.stdout
+    assert "1 x " in result.stdout
+    assert "step     2  " in result.stdout
+    assert "done: " in result.stdout
     lines = read_rows(tmp_path / "out" / "metrics.jsonl")
-    assert lines[0]["type"] == "header" and lines[0]["environment"]["world_size"] == 1
+    assert lines[0]["type"] == "header"
+    assert lines[0]["environment"]["world_size"] == 1
     steps = [line for line in lines if "rollout/reward" in line]
     assert [line["step"] for line in steps] == [1, 2]
     for name in METRICS.split():
@@ -448,6 +460,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out" / "export" / "step-2").num_parameters() > 0
 
     recorded = read_json(tmp_path / "out" / "args.json")
-    assert recorded.keys() == {field.name for _, field in FIELDS} and lines[0]["arguments"] == recorded
+    assert recorded.keys() == {field.name for _, field in FIELDS}
+    assert lines[0]["arguments"] == recorded
     again = ppo.parse_args(["--config", str(tmp_path / "out" / "args.json")])
     assert again == ppo.parse_args(flags)

@@ -67,7 +67,8 @@ def test_there_are_four_and_each_is_small():
     assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "loss_term", "sampling"]
     for diff in DIFFS:
         assert 0 < len(changed_lines(diff)) <= 25, diff
-        assert diff.read_text().count("\n+++ ") == 1 and "+++ b/train_ppo_vl.py" in diff.read_text()
+        assert diff.read_text().count("\n+++ ") == 1
+        assert "+++ b/train_ppo_vl.py" in diff.read_text()
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
 
 
@@ -101,7 +102,8 @@ def test_a_filter_of_samples_after_the_reward(run):
     script, steps, batches = run("filter", "--keep_samples 2")
     assert [step["rollout/samples"] for step in steps] == [8, 8]
     for step, batch in zip(steps, batches):
-        assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3] and len(batch.tokens) < step["rollout/generated_tokens"]
+        assert batch.prompt_index.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert len(batch.tokens) < step["rollout/generated_tokens"]
     whole = batches[0].with_targets([[torch.tensor([k]) for k in range(n)] for n in (5, 1, 0, 4)])
     whole.rewards = torch.tensor([3.0, 1, 4, 1.5, 9, 7, 0, 0, 0, 1])
     extremes = script.extremes(whole, 1)

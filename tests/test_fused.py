@@ -30,7 +30,8 @@ def test_the_compiled_race_draws_the_same_ids():
             ids, noise = fused(logits, keys, logprobs._id_hashes(vocabulary, logits.device))
             torch.testing.assert_close(noise, logprobs.exponential_noise(vocabulary, keys), rtol=rounding(2), atol=0)
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
-    assert not fused.failed and fused.compiled is not None
+    assert not fused.failed
+    assert fused.compiled is not None
 
 
 def test_a_function_that_does_not_compile_runs_as_it_is(monkeypatch, capsys):
@@ -44,9 +45,11 @@ def test_a_function_that_does_not_compile_runs_as_it_is(monkeypatch, capsys):
     double = Fused(lambda x: 2 * x, ("cpu",))
     assert [double(torch.tensor(value)).item() for value in (1, 2)] == [2, 4]
     text = capsys.readouterr().out
-    assert text.count("warning") == 1 and "failed, which costs only time: ptxas not found" in text
+    assert text.count("warning") == 1
+    assert "failed, which costs only time: ptxas not found" in text
 
 
 def test_a_cpu_compiles_nothing():
     fused = Fused(torch.sin)
-    assert fused(torch.zeros(1)).item() == 0 and fused.compiled is None
+    assert fused(torch.zeros(1)).item() == 0
+    assert fused.compiled is None

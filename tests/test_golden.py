@@ -77,27 +77,32 @@ def test_runs_are_killed_in_the_middle_and_resumed(write, tmp_path):
     stale.touch()
     code, output, _ = write("a")
     assert not stale.exists()
-    assert code == 0 and output.count("the same as undisturbed") == 2
+    assert code == 0
+    assert output.count("the same as undisturbed") == 2
     for name in ("gae-1-whole", "gae-1-killed", "gae-2-whole", "gae-2-killed"):
         lines = (tmp_path / "a" / f"{name}.jsonl").read_text().splitlines()
-        assert len(lines) == golden.STEPS + 1 and "perf" not in "".join(lines)
+        assert len(lines) == golden.STEPS + 1
+        assert "perf" not in "".join(lines)
         assert lines[1] == json.dumps({"step": 1, "train/x": 1.1})
 
 
 def test_a_resumed_run_that_differs_is_noticed(write):
     code, output, _ = write("a", "gae-1", drift=1e-15)
-    assert code == 1 and "DIFFERENT, whole and killed: step" in output
+    assert code == 1
+    assert "DIFFERENT, whole and killed: step" in output
 
 
 def test_a_run_that_starts_over_is_not_taken_for_a_resumed_one(write):
     code, _, errors = write("a", "gae-1", resumes=False)
-    assert code == 2 and "did not resume" in errors
+    assert code == 2
+    assert "did not resume" in errors
 
 
 def test_a_run_that_ends_before_the_kill_is_not_taken_for_a_killed_one(write, monkeypatch):
     monkeypatch.setattr(golden, "committed", lambda out: {3: 0} if (out / "done").exists() else {})
     code, _, errors = write("a", "gae-1", pause=0.0)
-    assert code == 2 and "before they could be killed" in errors
+    assert code == 2
+    assert "before they could be killed" in errors
 
 
 def fill(folder: Path, steps: dict[int, dict], **about: str) -> Path:
@@ -143,7 +148,8 @@ def test_metrics_are_ignored_and_renamed_by_name(compare):
 
 def test_runs_on_different_toys_are_not_compared(compare):
     code, output = compare({1: {"x": 1}}, {1: {"x": 1}}, toy="other")
-    assert code == 2 and "not comparable: toy is t in" in output
+    assert code == 2
+    assert "not comparable: toy is t in" in output
 
 
 def test_records_of_a_step_are_one_but_none_is_said_twice(tmp_path):

@@ -155,7 +155,8 @@ def test_a_flash_attn_that_does_not_load(monkeypatch, tmp_path, capsys, text, wh
     monkeypatch.delitem(sys.modules, "flash_attn")
     with pytest.raises(ValueError, match=f"--attention flash_attn: .*{why}"):
         choose_backend("flash_attn", CUDA)
-    assert choose_backend("varlen", CUDA) == "varlen" and choose_backend("auto", CPU) == "sdpa"
+    assert choose_backend("varlen", CUDA) == "varlen"
+    assert choose_backend("auto", CPU) == "sdpa"
     monkeypatch.setattr(weights, "choose_backend", lambda requested, *_: choose_backend(requested, CUDA))
     assert weights.choose_compute(ModelArgs(), CPU).backend == "varlen"
     assert re.search(rf"attention: varlen \(.*{why}", capsys.readouterr().out)
@@ -188,7 +189,8 @@ def head_errors(device: torch.device, dtype: torch.dtype, rows: int) -> list[flo
 
 
 def test_head_without_a_gpu():
-    assert max(head_errors(CPU, torch.float32, 10)) < ROUNDING and not head_errors(CPU, torch.float32, 0)
+    assert max(head_errors(CPU, torch.float32, 10)) < ROUNDING
+    assert not head_errors(CPU, torch.float32, 0)
 
 
 @needs_gpu
@@ -199,7 +201,8 @@ def test_head_on_a_gpu():
     of_sums = check_kernels.explained(torch.float32, 0, terms=64**2)
     bound = of_sums + check_kernels.explained(torch.bfloat16, 3)
     errors = head_errors(CUDA, torch.bfloat16, 10)
-    assert max(errors[:2]) < of_sums and max(errors[2:]) < bound
+    assert max(errors[:2]) < of_sums
+    assert max(errors[2:]) < bound
     assert not head_errors(CUDA, torch.bfloat16, 0)
 
 
@@ -258,7 +261,8 @@ def test_float32_says_the_same(checkpoint, picture_rows):
 @needs_gpu
 def test_the_kernels_compute_what_they_should(capsys):
     """Of each back-end that is installed."""
-    assert check_kernels.main([]) == 0 and "varlen on cuda" in capsys.readouterr().out
+    assert check_kernels.main([]) == 0
+    assert "varlen on cuda" in capsys.readouterr().out
 
 
 @needs_gpu
@@ -266,7 +270,8 @@ def test_the_compiled_draw_is_used(checkpoint, picture_rows):
     """It was not given up in the rollouts above or in this one."""
     env = start(checkpoint, picture_rows, "--cuda_graphs on --slots 7")
     ppo.rollout(env.actor, take(env), env.sampling, 5)
-    assert not logprobs._race.failed and logprobs._race.compiled is not None
+    assert not logprobs._race.failed
+    assert logprobs._race.compiled is not None
 
 
 @needs_gpu
@@ -347,10 +352,12 @@ def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
     for steps in (2, 3) if kind == "everything" else (2,):
         records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", steps)
     done = {record["step"]: record for record in records if "train/actor_updates" in record}
-    assert sorted(done) == list(range(1, steps + 1)) and (tmp_path / "export" / f"step-{steps}").is_dir()
+    assert sorted(done) == list(range(1, steps + 1))
+    assert (tmp_path / "export" / f"step-{steps}").is_dir()
     layers = read_json(tmp_path / "export" / f"step-{steps}" / "config.json")["text_config"]["num_hidden_layers"]
     for record in done.values():
-        assert record["train/actor_skipped"] == 0 and record["train/sampler_gap"] < explained_gap(layers)
+        assert record["train/actor_skipped"] == 0
+        assert record["train/sampler_gap"] < explained_gap(layers)
     assert done.keys() <= {record["step"] for record in records if "eval/reward_mean" in record}
 
 

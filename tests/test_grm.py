@@ -130,7 +130,8 @@ def test_labels_are_the_answer_and_its_end(env):
         whole = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
         prompt = tokenizer.encode(example.prompt.text, add_special_tokens=False)
         assert prompt + example.target.tolist() + tokenizer.encode("\n") == whole
-        assert example.target.tolist().count(end) == 1 and int(example.target[-1]) == end
+        assert example.target.tolist().count(end) == 1
+        assert int(example.target[-1]) == end
     # In a pack: the tokens of the targets, in order, each predicted by the token before it, the first one by the
     # header of the answer.
     batch = take(env, examples).with_targets([[example.target] for example in examples])
@@ -153,7 +154,8 @@ def test_labels_on_the_llava_template(qwen25):
     messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it?"}]}]
     text, ids, _ = processor.encode(messages, ((1, 4, 4),))
     target = judgements.encode_target(processor, frame, "a circle")
-    assert text.endswith("what is it? ASSISTANT:") and processor.tokenizer.decode(target) == " a circle<|im_end|>"
+    assert text.endswith("what is it? ASSISTANT:")
+    assert processor.tokenizer.decode(target) == " a circle<|im_end|>"
     whole = processor.tokenizer.apply_chat_template(
         [*messages, {"role": "assistant", "content": [{"type": "text", "text": "a circle"}]}], tokenize=False)
     assert whole == text + " a circle "
@@ -208,7 +210,9 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     metrics, _ = grm.update(fsdp.Trainable(env.judge, env.args.optim, 1e-3), batch, 1)
     with torch.no_grad():
         weight[0, 0] = before["model.lm_head.weight"][0, 0]
-    assert metrics["train/skipped"] == 1 and metrics["train/grad_norm"] == 0 and "train/loss" not in metrics
+    assert metrics["train/skipped"] == 1
+    assert metrics["train/grad_norm"] == 0
+    assert "train/loss" not in metrics
     assert all(torch.equal(p.to_local(), before[name]) for name, p in env.judge.named_parameters() if p.requires_grad)
 
 
@@ -252,7 +256,8 @@ def test_generation_does_not_depend_on_batches(env, oracle):
         inputs = inputs_of(example.prompt, torch.zeros(0, dtype=torch.int64), env.processor)
         tokens = oracle.generate(**inputs, max_new_tokens=5, do_sample=False, suppress_tokens=list(env.processor.banned_ids))
         response = tokens[0, len(example.prompt.input_ids):]
-        assert texts[i] and texts[i] == env.processor.tokenizer.decode(response, skip_special_tokens=True)
+        assert texts[i]
+        assert texts[i] == env.processor.tokenizer.decode(response, skip_special_tokens=True)
 
 
 def test_generation_needs_no_pad_token(env):
@@ -295,7 +300,10 @@ def test_sampled_judgements(env, tmp_path):
     for seed, step in ((0, 1), (0, 1), (1, 1), (0, 2)):
         evaluate(env, tmp_path, env.held_out[:1] * 4, step, eval_temperature=2.0, eval_batch=1, seed=seed)
         texts.append([entry["generated_text"] for entry in evaluation(tmp_path, step)["records"]])
-    assert texts[0] == texts[1] and len(set(texts[0])) == 4 and texts[0] != texts[2] and texts[0] != texts[3]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 4
+    assert texts[0] != texts[2]
+    assert texts[0] != texts[3]
 
 
 def test_an_evaluation_that_is_not_finite_is_refused(env, tmp_path):
@@ -334,7 +342,8 @@ def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):
 
     monkeypatch.setattr(PromptLoader, "take", damaged)
     metrics = evaluate(env, tmp_path, env.held_out[:3], 1, eval_batch=2)
-    assert metrics["eval/num_samples"] == 2 and metrics["eval/dropped_prompts"] == 1
+    assert metrics["eval/num_samples"] == 2
+    assert metrics["eval/dropped_prompts"] == 1
 
 
 def test_evaluation_is_due_after_each_pass_and_at_the_end(env):
@@ -373,7 +382,9 @@ def test_a_response_is_no_place_for_a_picture(env, task):
         {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
         {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
     texts = [judgements.judge_prompt(env.processor, settings(), ask, 0, "x", folder=str(task)).text for ask in asked]
-    assert "Question: what <|vision_start|>" in texts[0] and "Answer: an  \n" in texts[0] and "Answer A:  \n" in texts[1]
+    assert "Question: what <|vision_start|>" in texts[0]
+    assert "Answer: an  \n" in texts[0]
+    assert "Answer A:  \n" in texts[1]
 
 
 def test_other_rows():
@@ -420,7 +431,8 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
         grm.load_examples(str(path), 0, env.args, env.processor, env.rows.judge)
-    assert "bad.jsonl:2: " in str(error.value) and message in str(error.value)
+    assert "bad.jsonl:2: " in str(error.value)
+    assert message in str(error.value)
 
 
 def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
@@ -430,7 +442,8 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", rows)
     prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
-    assert "Answer: 4\n" in prompts[0].text and "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
+    assert "Answer: 4\n" in prompts[0].text
+    assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
     assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
     of_ppo = judgements.load_judgements(path, env.processor, settings(), env.args.data)
     assert [prompt.row for prompt in of_ppo] == [prompt.row for prompt in prompts]
@@ -489,8 +502,10 @@ def test_a_response_says_the_verdict_however_it_is_spelled(env):
 
     answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
     assert [read(answer, "response", "Yes") for answer in answers] == ["Yes", "no", None, None]
-    assert read("<answer>No</answer>", "response", None) == "No" and read("No", "response", None) is None
-    assert read("<answer>4.0</answer>", "score", "4") == "4" and read("<answer>5</answer>", "score", "4") is None
+    assert read("<answer>No</answer>", "response", None) == "No"
+    assert read("No", "response", None) is None
+    assert read("<answer>4.0</answer>", "score", "4") == "4"
+    assert read("<answer>5</answer>", "score", "4") is None
 
 
 def test_files_of_one_name_are_told_apart(qwen25, task, tmp_path):
@@ -525,8 +540,10 @@ b:3 response given   -   -
 def test_summary_by_hand():
     """Unparsable is wrong, never equal to another unparsable one; a pair is consistent if both orders name the same thing."""
     summary = accuracy.summarise(list(map(record, JUDGED.splitlines())))
-    assert summary["accuracy"] == pytest.approx(5 / 9) and summary["parse_rate"] == pytest.approx(7 / 9)
-    assert summary["position_consistency"] == pytest.approx(2 / 4) and summary["loss"] == 2.0
+    assert summary["accuracy"] == pytest.approx(5 / 9)
+    assert summary["parse_rate"] == pytest.approx(7 / 9)
+    assert summary["position_consistency"] == pytest.approx(2 / 4)
+    assert summary["loss"] == 2.0
     assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
     assert summary["accuracy_per_source"] == {"a": pytest.approx(3 / 6), "b": pytest.approx(2 / 3)}
     assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 4), "swapped": pytest.approx(2 / 4)}
@@ -543,7 +560,9 @@ def test_short_responses_are_compared_word_by_word():
     rows[3] |= {"generated_text": "a dog"}
     assert accuracy.summarise(rows)["exact_match"] == 1 / 2
     alone = accuracy.summarise(rows[2:3])
-    assert "exact_match" not in alone and "accuracy" not in alone and alone["loss"] == 6 / (accuracy.SHORT_ANSWER + 1)
+    assert "exact_match" not in alone
+    assert "accuracy" not in alone
+    assert alone["loss"] == 6 / (accuracy.SHORT_ANSWER + 1)
 
 
 def test_kinds_at_chance_are_named():
@@ -575,14 +594,17 @@ def test_evaluation_has_every_example_once(one_rank, env):
                             for entry in result["records"]]
     assert [entry["step"] for entry in records(one_rank)] == [0, 1, 2, 2, 3, 4, 4]
     losses = {entry["step"]: entry["eval/loss"] for entry in records(one_rank) if "eval/loss" in entry}
-    assert list(losses) == [0, 2, 4] and losses[4] < losses[0]
+    assert list(losses) == [0, 2, 4]
+    assert losses[4] < losses[0]
     steps = [entry for entry in records(one_rank) if "train/loss" in entry]
     mean = steps[0]["train/loss"]
     for step in steps:
         mean = 0.9 * mean + 0.1 * step["train/loss"]
         assert step["train/loss_mean"] == pytest.approx(mean, rel=rounding(16))
-    assert len(steps) == 4 and steps[-1]["train/loss"] > 0
-    assert (one_rank / "samples" / "eval-000004.png").exists() and (one_rank / "samples" / "step-000004.png").exists()
+    assert len(steps) == 4
+    assert steps[-1]["train/loss"] > 0
+    assert (one_rank / "samples" / "eval-000004.png").exists()
+    assert (one_rank / "samples" / "step-000004.png").exists()
 
 
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
@@ -595,10 +617,12 @@ def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
                    "--steps 40 --lr 3e-3 --max_prompt_tokens 128 --prompts_per_step 4 --eval_max_new_tokens 4 "
                    "--eval_every 20 --save_every 20"))
     evaluations = [record for record in records(out) if "eval/loss" in record]
-    assert evaluations[0]["eval/exact_match"] == 0 and evaluations[-1]["eval/exact_match"] == 1
+    assert evaluations[0]["eval/exact_match"] == 0
+    assert evaluations[-1]["eval/exact_match"] == 1
     assert not any("eval/accuracy" in record for record in evaluations)
     printed = capsys.readouterr().out
-    assert "exact_match 1.000" in printed and "chance" not in printed
+    assert "exact_match 1.000" in printed
+    assert "chance" not in printed
     assert (out / "export" / "step-40" / "model.safetensors").exists()
     assert not (out / "export" / "step-40" / "judge.json").exists()
     with user_error("no reference answer, which verdict compares with"):
@@ -646,7 +670,8 @@ def test_a_signal_stops_and_the_same_command_goes_on(one_rank, qwen25, task, tmp
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         patch.setattr(grm, "update", interrupted)
         grm.main(argv)
-    assert stop.value.code == distributed.EXIT_PREEMPTED and records(tmp_path)[-1]["step"] == 1
+    assert stop.value.code == distributed.EXIT_PREEMPTED
+    assert records(tmp_path)[-1]["step"] == 1
     del stop
     gc.collect()
     distributed.STOP_SIGNALS.clear()
@@ -661,7 +686,8 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     grm.main([*argv, "--eval_data", str(task / "more.jsonl"), "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
     assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
     files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
-    assert len(files) > 20 and all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
+    assert len(files) > 20
+    assert all((out / name).read_bytes() == (one_rank / name).read_bytes() for name in files)
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-4"]
     with open(out / "metrics.jsonl", "a") as file:
         file.write("no JSON\n")
@@ -678,7 +704,8 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
         "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
     assert judge["trained_on"] == ["answers", "correct", "pictures", "score"]
     kinds, summary = judge["held_out"]["kinds"], evaluation(one_rank, 4)["summary"]
-    assert judge["held_out"]["step"] == 4 and {kind: (of["chance"], of["count"]) for kind, of in kinds.items()} == {
+    assert judge["held_out"]["step"] == 4
+    assert {kind: (of["chance"], of["count"]) for kind, of in kinds.items()} == {
         "pictures": (0.5, 2), "answers": (0.5, 4), "correct": (0.5, 2), "score": (0.5, 2), "response": (1.0, 1)}
     assert sum(of["accuracy"] * of["count"] for of in kinds.values()) == pytest.approx(11 * summary["accuracy"])
     model = AutoModelForImageTextToText.from_pretrained(folder)
@@ -693,8 +720,10 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
 def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
     saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
     judge = judge_settings(saved=saved)
-    assert judge.kinds["correct"]["template"] == "{prompt}{response}" and judge.kinds["score"]["verdicts"] == ["1"]
-    assert judge.which_answer == "first" and judge_settings(saved=saved, which="last").which_answer == "last"
+    assert judge.kinds["correct"]["template"] == "{prompt}{response}"
+    assert judge.kinds["score"]["verdicts"] == ["1"]
+    assert judge.which_answer == "first"
+    assert judge_settings(saved=saved, which="last").which_answer == "last"
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
@@ -733,7 +762,8 @@ def test_the_toy_brings_judgements(tmp_path):
     args = grm.parse_args(["--config", str(out / "grm_args.json")])
     distributed.start(args.run.timeout, args.run.hsdp)
     loaded = grm.load_rows(args)
-    assert len(loaded.train) > 256 and len(loaded.held_out) > 128
+    assert len(loaded.train) > 256
+    assert len(loaded.held_out) > 128
 
 
 def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_path, capsys):
@@ -744,7 +774,8 @@ def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_
     grm.main(["--export_only", "--out", str(out), "--eval_data", ""])
     ours, theirs = ({path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
                     for folder in (out, one_rank))
-    assert ours == theirs and "judge.json" in ours
+    assert ours == theirs
+    assert "judge.json" in ours
     grm.main(["--export_only", "--out", str(out), "--resume", str(out / "checkpoints" / "step-2")])
     assert (out / "export" / "step-2" / "model.safetensors").read_bytes() != ours["model.safetensors"]
     assert {path.name for path in out.iterdir()} == names | {"export"}

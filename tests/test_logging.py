@@ -115,8 +115,11 @@ def test_environment(tmp_path, monkeypatch):
     for path, commit in ((f"{tmp_path}:{os.environ['PATH']}", "abc123-dirty"), ("/nonexistent", "unknown")):
         monkeypatch.setenv("PATH", path)
         values = environment()
-        assert values["git_commit"] == commit and torch.__version__.startswith(values["torch"]) and values["world_size"] >= 1
-        assert json.loads(json.dumps(values)) == values and {"transformers", "flash_attn", "cuda", "gpu"} <= values.keys()
+        assert values["git_commit"] == commit
+        assert torch.__version__.startswith(values["torch"])
+        assert values["world_size"] >= 1
+        assert json.loads(json.dumps(values)) == values
+        assert {"transformers", "flash_attn", "cuda", "gpu"} <= values.keys()
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -130,7 +133,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     for name in ("eval/a.json", "eval/b.json"):
         with pytest.raises(KeyboardInterrupt):
             log.json(name, "new")
-    assert (tmp_path / "eval/a.json").read_text() == '"old"' and not (tmp_path / "eval/b.json").exists()
+    assert (tmp_path / "eval/a.json").read_text() == '"old"'
+    assert not (tmp_path / "eval/b.json").exists()
 
 
 def test_files_of_a_run(tmp_path, capsys):
@@ -146,19 +150,23 @@ def test_files_of_a_run(tmp_path, capsys):
     log.line("hello")
     assert log.close(6, 6, {"x": 1.0}) == {"x": 1.0}
     first, *others = read_records(tmp_path / "metrics.jsonl")
-    assert first["type"] == "header" and first["arguments"] == {"lr": 1e-3} and first["environment"]["torch"]
+    assert first["type"] == "header"
+    assert first["arguments"] == {"lr": 1e-3}
+    assert first["environment"]["torch"]
     assert read_json(tmp_path / "args.json") == {"lr": 1e-3}
     assert others == [{"step": 0, "eval/accuracy": 0.25},
                       {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
     assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]
     assert Image.open(tmp_path / "samples/step-000001.png").width > 2 * card.width
-    assert (tmp_path / "notes/a.json").read_text() == '"text"' and not list(tmp_path.rglob("*.tmp"))
+    assert (tmp_path / "notes/a.json").read_text() == '"text"'
+    assert not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
         "eval  step     0  accuracy 0.250", "step     1  reward 0.500", "hello",
         f"done: all results are in {tmp_path}"]
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(events.Tags()["scalars"]) == {"eval/accuracy", "rollout/reward", "train/count", "train/loss"}
-    assert events.Tags()["images"] == ["samples/step"] and events.Images("samples/step")[0].step == 1
+    assert events.Tags()["images"] == ["samples/step"]
+    assert events.Images("samples/step")[0].step == 1
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -175,7 +183,8 @@ def test_ranks_refuse_the_same_metrics_and_only_one_writes(tmp_path, monkeypatch
     if is_main:
         assert steps(tmp_path / "run") == [1]  # and no half of a refused record
     else:
-        assert not (tmp_path / "run").exists() and capsys.readouterr() == ("", "")
+        assert not (tmp_path / "run").exists()
+        assert capsys.readouterr() == ("", "")
 
 
 def test_samples_are_shown_at_the_first_every_fifth_and_the_last_step(tmp_path):
@@ -190,7 +199,8 @@ def test_how_a_run_ended(tmp_path, capsys):
     log.step(2, {"x": 1.0}, {})
     with pytest.raises(distributed.Exit) as stop:
         log.close(2, 6, {})
-    assert stop.value.code == 75 and steps(tmp_path) == [2]
+    assert stop.value.code == 75
+    assert steps(tmp_path) == [2]
     assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
     open_log(tmp_path, first_step=6).close(6, 6, {})
     assert capsys.readouterr().out.endswith(f"done before this start: all results are in {tmp_path}\n")
@@ -201,7 +211,8 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     assert not log.has_evaluation(4)
     log.evaluation(4, {"eval/accuracy": 0.5}, {"accuracy": "eval/accuracy"})
     log.close(4, 6, {})
-    assert steps(tmp_path / "evaluation-step-4") == [4] and not (tmp_path / "metrics.jsonl").exists()
+    assert steps(tmp_path / "evaluation-step-4") == [4]
+    assert not (tmp_path / "metrics.jsonl").exists()
     assert capsys.readouterr().out == (
         f"eval  step     4  accuracy 0.500\ndone: all results are in {tmp_path}/evaluation-step-4\n")
 
@@ -215,7 +226,8 @@ def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
     log.evaluation(2, {"eval/accuracy": 0.5}, {})
     log.close(6, 6, {})
     resumed = open_log(tmp_path, first_step=2)
-    assert resumed.has_evaluation(2) and not resumed.has_evaluation(1)
+    assert resumed.has_evaluation(2)
+    assert not resumed.has_evaluation(1)
     resumed.close(6, 6, {})
     open_log(tmp_path, first_step=1).close(6, 6, {})
     assert not open_log(tmp_path, first_step=2).has_evaluation(2)
@@ -236,7 +248,8 @@ def test_what_a_power_cut_leaves_is_dropped(tmp_path, tail):
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(tail)
     open_log(tmp_path, first_step=4).close(6, 6, {})
-    assert steps(tmp_path) == [1, 2] and b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
+    assert steps(tmp_path) == [1, 2]
+    assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
 
 
 def test_a_bar_inside_a_step(monkeypatch, capsys):
@@ -248,10 +261,12 @@ def test_a_bar_inside_a_step(monkeypatch, capsys):
         monkeypatch.setattr(distributed, "is_main", lambda: is_main)
         bar = logging.progress(range(5), "packed rows")
         bar.start_t = getattr(bar, "start_t", 0) - late
-        assert list(bar) == [0, 1, 2, 3, 4] and ("packed rows:" in screen.getvalue()) == visible
+        assert list(bar) == [0, 1, 2, 3, 4]
+        assert ("packed rows:" in screen.getvalue()) == visible
         screen.truncate(0)
     monkeypatch.undo()
-    assert list(logging.progress(range(5), "packed rows")) == [0, 1, 2, 3, 4] and capsys.readouterr() == ("", "")
+    assert list(logging.progress(range(5), "packed rows")) == [0, 1, 2, 3, 4]
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("first_step, earlier", [(3, [0, 1, 2, 3]), (0, [])])
@@ -264,7 +279,8 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
         file.write('{"step": 6, "x"')  # killed while writing
     time.sleep(1.1)  # TensorBoard reads files in the order of the seconds in their names
     log = open_log(tmp_path, first_step)
-    assert steps(tmp_path) == earlier and log.bar.n == first_step
+    assert steps(tmp_path) == earlier
+    assert log.bar.n == first_step
     for step in range(len(earlier), 7):
         log.step(step, {"x": 10.0 * step}, {})
     log.close(6, 6, {})
@@ -284,7 +300,9 @@ def test_a_card_is_bounded(modes):
     images = [Image.new(mode, size) for mode, size in zip(modes, [(1, 1), (3000, 2), (5, 4000)] * 20)]
     hostile = "word " * 5000 + "x" * 5000 + "\n" * 500 + "\t\x00\u202e\ud83d 漢字"
     card = sample_card(images, hostile, hostile)
-    assert card.width == 480 and card.height < 1200 and card.mode == "RGB"
+    assert card.width == 480
+    assert card.height < 1200
+    assert card.mode == "RGB"
     assert sample_card(images, "", "").height < card.height
 
 
@@ -292,7 +310,8 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
     image = Image.new("RGB", (2, 2), "red")
     image.putpixel((1, 1), (0, 255, 0))
     colours = {c for _, c in sample_card([image], "", "").crop((0, 0, 480, 240)).getcolors(10_000)}
-    assert {(255, 0, 0), (0, 255, 0)} <= colours and len(colours) <= 5  # no colours mixed by smoothing
+    assert {(255, 0, 0), (0, 255, 0)} <= colours
+    assert len(colours) <= 5                                            # no colours mixed by smoothing
     sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i)) for i in range(5)], 2)
     assert sheet.size == (2 * (100 + 14), 3 * (90 + 14))
 
@@ -300,8 +319,10 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
 @pytest.mark.parametrize("text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90])
 def test_wrap_counts_what_it_hides(text):
     everything, lines = wrap(text, 10**9), wrap(text, 10)
-    assert len(lines) == 10 and all(len(line) <= CHARACTERS for line in lines)
-    assert lines[6] == f"… {len(everything) - 9} lines left out …" and lines[:6] + lines[7:] == everything[:6] + everything[-3:]
+    assert len(lines) == 10
+    assert all(len(line) <= CHARACTERS for line in lines)
+    assert lines[6] == f"… {len(everything) - 9} lines left out …"
+    assert lines[:6] + lines[7:] == everything[:6] + everything[-3:]
     assert "".join(everything).replace(" ", "") == "".join(text.split())
 
 

@@ -38,7 +38,8 @@ def estimate(name, scores, group, lengths):
     kl = torch.zeros(int(lengths.sum()))
     earned = losses.AdvantageInputs(rewards=scores, kl=kl, kl_coef=0.0, lengths=lengths, prompt_index=group)
     advantages, returns = ppo.ESTIMATORS[name].estimate(earned)
-    assert torch.equal(advantages, returns) and advantages.dtype == scores.dtype
+    assert torch.equal(advantages, returns)
+    assert advantages.dtype == scores.dtype
     return advantages
 
 
@@ -69,7 +70,8 @@ def test_gae_golden():
 def test_whiten():
     std = math.sqrt(7 / 3 + 1e-8)
     close(losses.whiten(torch.tensor([1.0, 2, 4])), [(1 - 7 / 3) / std, (2 - 7 / 3) / std, (4 - 7 / 3) / std])
-    assert not losses.whiten(torch.tensor([3.0])).any() and not losses.whiten(torch.full((192,), 0.1)).any()
+    assert not losses.whiten(torch.tensor([3.0])).any()
+    assert not losses.whiten(torch.full((192,), 0.1)).any()
 
 
 GROUP_GOLDEN = {
@@ -118,7 +120,8 @@ def test_running_moments_and_score_normalisation():
     moments.update(torch.tensor([1.0, 2, 3]))
     resumed = losses.RunningMoments(**vars(moments))
     resumed.update(torch.tensor([4.0, 5]))
-    assert resumed.mean == pytest.approx(3) and resumed.std == pytest.approx(1.5811388)
+    assert resumed.mean == pytest.approx(3)
+    assert resumed.std == pytest.approx(1.5811388)
     close(resumed.normalize(torch.tensor([3.0, 4.0])), [0, 1 / 1.5811388])
     assert resumed.count == 5                                       # it only reads them
     flat = losses.RunningMoments()
@@ -192,7 +195,8 @@ def test_policy_loss_golden():
     keep = torch.tensor([0, 1, 0, 0, 1]).bool()                                    # a high-entropy mask
     loss, stats = packed_loss("ppo", mask=keep)
     close(loss, -.60326535)
-    assert int(stats["clipped_high"]) == 1 and int(stats["clipped_low"]) == 0
+    assert int(stats["clipped_high"]) == 1
+    assert int(stats["clipped_low"]) == 0
     logp, old = torch.tensor([-60, -0.5]), torch.tensor([-60, -0.5000036])         # gspo: one ratio, not rounded like logp
     _, stats = policy_loss("gspo", logp, old, torch.ones(2), torch.tensor([0, 0]), 1, 3e-4, 4e-4)
     close(stats["ratio"], 2 * math.exp(1.8e-6), 3e-7)
@@ -245,13 +249,16 @@ def test_policy_loss_survives_extremes_and_nothing(name):
     old, adv = torch.tensor([-0.1, -300, -0.1, -300]), torch.tensor([1.0, 1, -1, -1])
     terms, stats = policy_loss(name, logp, old, adv, torch.arange(4), 4, low, high, 3.0)
     terms.sum().backward()
-    assert terms.isfinite().all() and logp.grad.isfinite().all() and all(x.isfinite() for x in stats.values())
+    assert terms.isfinite().all()
+    assert logp.grad.isfinite().all()
+    assert all(x.isfinite() for x in stats.values())
     close(stats["ratio_max"] / math.exp(10 if name == "gspo" else 20), 1, ROUNDING)
     # KL(old, new) is not clamped, or it would look like 10; two of four tokens have all of it.
     close(stats["approx_kl"] / (2 * math.expm1(300 - 0.1)), 1, 1e-4)
     none = torch.zeros(0)
     terms, stats = policy_loss(name, none, none, none, none.long(), 4, low, high, 3.0)
-    assert terms.shape == (0,) and stats["ratio_max"] == 0
+    assert terms.shape == (0,)
+    assert stats["ratio_max"] == 0
 
 
 def test_policy_loss_clips():
@@ -323,7 +330,8 @@ def test_where_an_estimator_has_the_gradient_of_the_kl():
             as_reward.append(kind)
         if torch.allclose(gradient((logp.exp().detach() * estimates).sum()), expected, rtol=1e-9, atol=1e-12):
             as_loss.append(kind)
-    assert as_reward == ["k1", "k1+"] and as_loss == ["k2", "k1+", "k3+", "abs+"]
+    assert as_reward == ["k1", "k1+"]
+    assert as_loss == ["k2", "k1+", "k3+", "abs+"]
     assert gradient((logp.exp() * kl.detach()).sum()).abs().max() < 1e-12                # one number for all samples
 
 
@@ -378,14 +386,18 @@ def test_linear_logprobs_of_banned_targets_and_of_nothing():
     targets[2] = 8
     logp, entropy = logprobs.linear_logprobs(hidden, weight, targets, banned=banned, entropy=True)
     assert logp.dtype == entropy.dtype == torch.float32
-    assert logp[2] == -math.inf and logp[:2].isfinite().all() and entropy.isfinite().all()
+    assert logp[2] == -math.inf
+    assert logp[:2].isfinite().all()
+    assert entropy.isfinite().all()
     grad, = torch.autograd.grad(logp[3:].sum() + entropy.sum(), weight)
-    assert grad.isfinite().all() and not grad[banned].any()
+    assert grad.isfinite().all()
+    assert not grad[banned].any()
 
     logp, entropy = logprobs.linear_logprobs(hidden[:0], weight, targets[:0], entropy=True)
     assert logp.shape == entropy.shape == (0,)
     (logp.sum() + entropy.sum()).backward()
-    assert not hidden.grad.any() and not weight.grad.any()
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
 
 
 def test_linear_logprobs_from_bf16_are_not_rounded():
@@ -397,7 +409,8 @@ def test_linear_logprobs_from_bf16_are_not_rounded():
     ours = torch.autograd.grad(logp.sum(), (hidden, weight))
     theirs = torch.autograd.grad(expected.gather(1, targets[:, None]).sum(), (hidden, weight))
     for a, b in zip(ours, theirs):
-        assert a.dtype == torch.bfloat16 and relative_norm(a - b, b) < torch.finfo(torch.bfloat16).eps / 2     # one rounding
+        assert a.dtype == torch.bfloat16
+        assert relative_norm(a - b, b) < torch.finfo(torch.bfloat16).eps / 2                                   # one rounding
 
 
 @pytest.mark.parametrize("function", ["linear_logprobs", "full_kl"])
@@ -414,7 +427,8 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(function):
                 result = sum(logprobs.linear_logprobs(hidden, weight, targets, entropy=True, **options))
             result.sum().backward()
         peaks.append(live.peak)
-    assert peaks[0] < 8 * chunk * vocab * 4 and peaks[1] - peaks[0] < 192 * 100                   # 100 bytes for each token
+    assert peaks[0] < 8 * chunk * vocab * 4
+    assert peaks[1] - peaks[0] < 192 * 100                                                        # 100 bytes for each token
 
 
 @pytest.mark.parametrize("chunk", [3, 100])
@@ -529,7 +543,9 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should():
 def test_noise_is_uniform_finite_and_independent(keys):
     """Also for keys that nobody has mixed."""
     noise = logprobs.exponential_noise(512, keys)
-    assert noise.isfinite().all() and (noise > 0).all() and noise.log().isfinite().all()
+    assert noise.isfinite().all()
+    assert (noise > 0).all()
+    assert noise.log().isfinite().all()
     u = -torch.expm1(-noise.double())                                                                      # (2000, 512)
     for part, bins in ((u.flatten(), 1000), (u[0], 16), (u[:, 0], 16)):                 # all, one position and one id
         counts = torch.bincount((part * bins).long(), minlength=bins).double()
@@ -547,7 +563,8 @@ def test_noise_is_finite_at_both_ends(monkeypatch, bits):
     assert logprobs.exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
     monkeypatch.setattr(logprobs, "_mix32_", lambda x: torch.full_like(x, bits))
     noise = logprobs.exponential_noise(3, keys_of(1))
-    assert (noise > 0).all() and (noise < 20).all()
+    assert (noise > 0).all()
+    assert (noise < 20).all()
 
 
 def test_only_finite_logits_win():

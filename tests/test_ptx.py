@@ -95,7 +95,9 @@ def test_text_labels_are_all_text(env):
     for mark in marks:
         whole = whole.replace(mark, "")
     first = env.processor.tokenizer.decode(prompt.input_ids[:1].tolist())
-    assert text == whole.removeprefix(first) and "good day" in text and "it is blue" in text
+    assert text == whole.removeprefix(first)
+    assert "good day" in text
+    assert "it is blue" in text
 
 
 def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
@@ -115,7 +117,8 @@ def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     trained = Caught(env.actor, env.args)
     env.batch.old_logprobs = env.batch.logprobs - 1                                         # far from where it was sampled
     metrics = ppo.update_actor(trained, None, env.batch, 1, env.text, with_flags(env.args, target_kl=1e-6))
-    assert not trained.gradients and "train/ptx_loss" not in metrics
+    assert not trained.gradients
+    assert "train/ptx_loss" not in metrics
 
 
 def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
@@ -124,7 +127,8 @@ def test_every_row_is_drawn_once_per_pass(env, monkeypatch):
     drawn = [env.text.start(update)[1] for update in range(10)]
     assert [len(picks) for picks in drawn] == [2] * 10
     flat = sum(drawn, [])
-    assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5)) and flat[:5] != flat[5:10]
+    assert all(sorted(flat[k:k + 5]) == [0, 1, 2, 3, 4] for k in range(0, 20, 5))
+    assert flat[:5] != flat[5:10]
 
 
 @pytest.mark.slow
@@ -133,7 +137,8 @@ def test_resumed_as_if_undisturbed_and_not_while_frozen(qwen25, rows, task, tmp_
     whole = train(qwen25, task, tmp_path / "whole", *more, "--steps 4")
     train(qwen25, task, tmp_path / "parts", *more, "--steps 2")
     parts = train(qwen25, task, tmp_path / "parts", *more, "--steps 4")
-    assert "train/ptx_loss" not in whole[0] and len({step["train/ptx_loss"] for step in whole[1:]}) == 3
+    assert "train/ptx_loss" not in whole[0]
+    assert len({step["train/ptx_loss"] for step in whole[1:]}) == 3
     assert [step.get("train/ptx_loss") for step in parts] == [step.get("train/ptx_loss") for step in whole]
     ours, theirs = (tensors(tmp_path / name / "checkpoints" / "step-4") for name in ("whole", "parts"))
     assert same_tensors(ours, theirs)
@@ -147,7 +152,8 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     steps = train(qwen25, task, tmp_path, *ptx(rows), "--steps 12 --reward exact --advantage grpo "
                   "--actor_lr 1e-2 --export_every 0 --save_every 0 --max_new_tokens 2")
     losses = [step["train/ptx_loss"] for step in steps]
-    assert losses[-1] < 0.5 * losses[0] and all(step["train/ptx_dropped"] == 0 for step in steps)
+    assert losses[-1] < 0.5 * losses[0]
+    assert all(step["train/ptx_dropped"] == 0 for step in steps)
 
 
 @pytest.mark.parametrize("row, message", [
@@ -168,6 +174,7 @@ def test_a_damaged_picture_is_dropped_and_counted(qwen25, task, tmp_path):
         write_rows(tmp_path / "ptx.jsonl", lines)
         step, = train(qwen25, task, tmp_path / f"run-{loss}", *ptx(tmp_path / "ptx.jsonl", "--ptx_batch", len(lines)),
                       "--on_bad_row skip")
-        assert step["train/ptx_dropped"] == 1 and (step["train/ptx_loss"] > 0) == loss
+        assert step["train/ptx_dropped"] == 1
+        assert (step["train/ptx_loss"] > 0) == loss
     with user_error("ptx.jsonl:1: .*damaged.png"):
         train(qwen25, task, tmp_path / "error", *ptx(tmp_path / "ptx.jsonl"))

@@ -21,10 +21,12 @@ from common import distributed
 def look_around(folder: str) -> None:
     """What a rank finds when it starts, and a sum over all ranks."""
     server = Path(f"/proc/{os.getppid()}")
-    assert len(list((server / "task").iterdir())) == 1 and "forkserver" in (server / "cmdline").read_text()
+    assert len(list((server / "task").iterdir())) == 1
+    assert "forkserver" in (server / "cmdline").read_text()
     assert threading.active_count() == torch.get_num_threads() == 1
     assert {"train_ppo_vl", "train_grm_vl", "transformers.models.qwen3_vl.modeling_qwen3_vl"} <= sys.modules.keys()
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL and os.getsid(0) == os.getpid()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert os.getsid(0) == os.getpid()
     assert os.getcwd() == folder
     distributed.start(60.0, 0)
     total = torch.tensor(2 ** dist.get_rank())
@@ -51,7 +53,8 @@ def test_a_rank_is_as_a_new_process(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     told = ranks.run(look_around, str(tmp_path), world=2, patches=[(seen, "here")], COLOUR="red")
     seeds = [re.search(f"rank {rank} of 2: 3, red (.*)", told)[1] for rank in (0, 1)]
-    assert seeds[0] != seeds[1] and told.count("patched: here") == 2
+    assert seeds[0] != seeds[1]
+    assert told.count("patched: here") == 2
 
 
 @pytest.mark.parametrize("how, code, message", [("refusal", 2, "error: no such row\n"), ("bug", 1, "ZeroDivisionError"),
@@ -64,7 +67,8 @@ def test_a_rank_that_does_not_end_is_killed():
     life = ranks.start(end, "sleep")
     with pytest.raises(AssertionError, match=r"ranks \[0\] are still alive"):
         life.wait(0.1)
-    assert life.ranks[0].join(10) is None and life.ranks[0].exitcode == -signal.SIGKILL
+    assert life.ranks[0].join(10) is None
+    assert life.ranks[0].exitcode == -signal.SIGKILL
 
 
 PROGRAM = """

@@ -77,9 +77,11 @@ def test_texts_come_back_from_their_tokens(real):
     for text in TEXTS:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
-        assert processor.token_ids(text) == ids and processor.decode([torch.tensor(ids, dtype=torch.int64)]) == [text]
+        assert processor.token_ids(text) == ids
+        assert processor.decode([torch.tensor(ids, dtype=torch.int64)]) == [text]
     assert max(len(tokenizer.encode(f" {word}")) for word in ("the", "and", "water", "school", "people")) == 1
-    assert tokenizer.decode([tokenizer.eos_token_id]) == "<|im_end|>" and processor.stop_ids == (tokenizer.eos_token_id,)
+    assert tokenizer.decode([tokenizer.eos_token_id]) == "<|im_end|>"
+    assert processor.stop_ids == (tokenizer.eos_token_id,)
 
 
 def test_prompts_are_those_of_the_chat_template(real, rows):
@@ -134,17 +136,21 @@ def test_two_steps_of_ppo_and_a_resume(real, rows, tmp_path):
     for name in ("whole", "resumed"):
         records = read_rows(tmp_path / name / "metrics.jsonl")
         steps[name] = [reproducible(record) for record in records if record.get("step") == 2]
-    assert steps["whole"] == steps["resumed"] and len(steps["whole"]) == 1
-    assert steps["whole"][0]["train/actor_grad_norm"] > 0 and steps["whole"][0]["train/critic_grad_norm"] > 0
+    assert steps["whole"] == steps["resumed"]
+    assert len(steps["whole"]) == 1
+    assert steps["whole"][0]["train/actor_grad_norm"] > 0
+    assert steps["whole"][0]["train/critic_grad_norm"] > 0
     first, second = ((tmp_path / name / "export/step-2/model.safetensors").read_bytes() for name in ("whole", "resumed"))
-    assert first == second and first != (real / "model.safetensors").read_bytes()
+    assert first == second
+    assert first != (real / "model.safetensors").read_bytes()
 
 
 def test_a_step_of_all_weights(real, rows, tmp_path):
     """In float32, by GRPO: what transformers answers from the export is what the run's last evaluation answered."""
     ppo.main(run_flags(real, rows, tmp_path, "--advantage grpo --actor_lr 1e-6 --steps 1 --save_every 0"))
     before, after = (load_file(folder / "model.safetensors") for folder in (real, tmp_path / "export" / "step-1"))
-    assert before.keys() == after.keys() and sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
+    assert before.keys() == after.keys()
+    assert sum(not torch.equal(before[key], after[key]) for key in before) > len(before) / 2
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export" / "step-1", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "export" / "step-1")
     answers = read_rows(tmp_path / "samples/eval-000001.jsonl")

@@ -70,7 +70,8 @@ def test_samples_do_not_depend_on_batching(checkpoint, picture_rows, monkeypatch
     monkeypatch.setattr(ppo.RolloutEngine, "prefill", watched)
     env = start(checkpoint, picture_rows)
     _, expected = generate(env, take(env), 5)
-    assert engines[-1].cache.slots == 20 and list(map(len, prefills)) == [4]
+    assert engines[-1].cache.slots == 20
+    assert list(map(len, prefills)) == [4]
     assert len({tuple(t) for t in expected}) == len(expected)
     batch = take(env)
     assert batch.prompt_lengths is batch.prompt_lengths  # not counted anew for each of thousands
@@ -181,13 +182,16 @@ def test_stop_strings_end_a_response(qwen25, picture_rows, poll):
     # the text of one token, in whatever tokens it stands
     ends = tuple(end for end in (text([tokens[0][2]]), text([tokens[5][1]])) if end)
     samples, shorter = generate(env, take(env), 4, stop_strings=ends)
-    assert ends and shorter == cut(tokens, ends) and not samples.truncated[0]
+    assert ends
+    assert shorter == cut(tokens, ends)
+    assert not samples.truncated[0]
     env = start(qwen25, picture_rows, "--max_new_tokens 64 --min_new_tokens 3")      # a stop string waits for that
     poll[0] = 1
     _, tokens = generate(env, take(env), 4)
     poll[0] = 8
     _, shorter = generate(env, take(env), 4, stop_strings=(stop,))
-    assert shorter == cut(tokens, (stop,), least=3) and 3 in map(len, shorter)
+    assert shorter == cut(tokens, (stop,), least=3)
+    assert 3 in map(len, shorter)
 
 
 def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
@@ -201,7 +205,8 @@ def test_top_k_and_top_p_truncate_but_logprobs_do_not(qwen25, picture_rows):
     greedy, expected = generate(env, take(env), 1, greedy=True)
     for changes in ({"top_k": 1}, {"top_p": 1e-6}):                                     # the likeliest alone is left to draw
         samples, drawn = generate(env, take(env), 1, **changes)
-        assert drawn == expected and torch.equal(samples.logprobs, greedy.logprobs)
+        assert drawn == expected
+        assert torch.equal(samples.logprobs, greedy.logprobs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -212,12 +217,14 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
     layers = env.actor.model.model.language_model.layers
     handle = layers[0].register_forward_hook(lambda *_: called.append(1))                 # a user's hook stays
     bare, tokens = generate(env, take(env), 4)
-    assert called and "forward" not in vars(env.actor.model.model.language_model)
+    assert called
+    assert "forward" not in vars(env.actor.model.model.language_model)
     handle.remove()
     assert all(len(layer._forward_hooks) == len(layer._forward_pre_hooks) == 1 for layer in layers)
     monkeypatch.setattr(fsdp, "bare_forwards", lambda decoder: nullcontext())
     usual, expected = generate(env, take(env), 4)
-    assert tokens == expected and torch.equal(bare.logprobs, usual.logprobs)
+    assert tokens == expected
+    assert torch.equal(bare.logprobs, usual.logprobs)
 
 
 @pytest.fixture
@@ -268,8 +275,10 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     expected = generate(env, take(env), 5)
     captured = graphs_of()
     samples, tokens = generate(env, take(env), 5)
-    assert tokens == expected[1] and (samples.logprobs - expected[0].logprobs).abs().max() < ROUNDING
-    assert len(captured) == len(set(captured)) > 1 and set(captured) <= {1, 2, 4, 7}
+    assert tokens == expected[1]
+    assert (samples.logprobs - expected[0].logprobs).abs().max() < ROUNDING
+    assert len(captured) == len(set(captured)) > 1
+    assert set(captured) <= {1, 2, 4, 7}
 
 
 def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):

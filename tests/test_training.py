@@ -252,7 +252,8 @@ def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
 def test_gradient_does_not_depend_on_packing_or_order(exact, part, mode):
     module, args = getattr(exact, part), with_flags(exact.args, loss_aggregation=mode)
     expected, packs = gradient(args, module, exact.batch)
-    assert packs == 1 and all(value.norm() > 0 for value in expected.values())
+    assert packs == 1
+    assert all(value.norm() > 0 for value in expected.values())
     shuffled = exact.batch.select(torch.randperm(16, generator=torch.Generator().manual_seed(1)))
     for batch, at_least, changes in (
         (exact.batch, 3, {"max_tokens_per_pack": 110}),
@@ -269,7 +270,8 @@ def test_weights_of_a_minibatch_are_those_of_its_tokens(env):
     """Its own tokens, and its own sequences that have any, count; also where only some tokens take part."""
     places = torch.arange(len(env.batch.tokens))
     third, parts = places % 3 == 0, env.batch.split(places)
-    assert len(parts[1]) == 0 and not third[parts[3]].any()  # no tokens, and none that take part
+    assert len(parts[1]) == 0
+    assert not third[parts[3]].any()                         # no tokens, and none that take part
     for mode, mask in itertools.product(AGGREGATIONS, (torch.ones_like(third), third)):
         args, expected = with_flags(env.args, loss_aggregation=mode), torch.zeros(len(places))
         chosen = [part[mask[part]] for part, prompt in zip(parts, env.batch.prompt_index) if prompt in (0, 2)]
@@ -374,7 +376,8 @@ def test_weight_decay_spares_biases_and_norms(env):
         optimizer = fsdp.adamw(module, 1e-3, with_flags(env.args, weight_decay=0.1).optim)
         decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
         trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        assert set(decay) == {id(p) for p in trained.values()} and not any("visual" in name for name in trained)
+        assert set(decay) == {id(p) for p in trained.values()}
+        assert not any("visual" in name for name in trained)
         for name, parameter in trained.items():
             assert decay[id(parameter)] == (0.1 if parameter.ndim >= 2 else 0.0), name
         assert any(name.endswith("bias") for name in trained)
@@ -446,9 +449,11 @@ def test_every_epoch_of_every_step_has_an_order_of_its_own(qwen25, picture_rows,
     for step in (1, 2):
         ppo.update_actor(actor, None, env.batch, step, None, args)
         ppo.update_critic(critic, env.batch, step, args)
-    assert seen[:12] == seen[12:24] and seen[24:36] == seen[36:]            # the critic's order is the actor's
+    assert seen[:12] == seen[12:24]
+    assert seen[24:36] == seen[36:]                                         # the critic's order is the actor's
     orders = [tuple(map(int, seen[k:k + 4])) for k in (0, 4, 8, 24)]
-    assert all(sorted(order) == [0, 1, 2, 3] for order in orders) and len(set(orders)) == 4
+    assert all(sorted(order) == [0, 1, 2, 3] for order in orders)
+    assert len(set(orders)) == 4
 
 
 def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
@@ -460,7 +465,8 @@ def test_target_kl_stops_a_steps_updates(qwen25, picture_rows):
         assert metrics["train/sampler_gap"] < ROUNDING
     assert counts == [4, 1, 4]
     rows = [{"approx_kl": logging.Mean(torch.tensor(kl), 2)} for kl in (0.3, 0.1)]  # 0.1 per token
-    assert ppo.exceeds(rows, 0.09) and not ppo.exceeds(rows, 0.11)
+    assert ppo.exceeds(rows, 0.09)
+    assert not ppo.exceeds(rows, 0.11)
 
 
 def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monkeypatch):
@@ -483,7 +489,8 @@ def test_a_statistic_of_a_loss_needs_no_other_mention(qwen25, picture_rows, monk
     assert metrics["train/actor_updates"] == 4 < len(rows)
     assert metrics["train/my_term"] == pytest.approx(3)               # the weights of a minibatch sum to 1
     assert metrics["train/my_mean"] == pytest.approx(float(env.batch.tokens.double().mean()))
-    assert metrics["train/my_top"] == env.batch.tokens.max() and metrics["train/my_rare"] == 2.5
+    assert metrics["train/my_top"] == env.batch.tokens.max()
+    assert metrics["train/my_rare"] == 2.5
 
 
 def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, monkeypatch):
@@ -500,13 +507,15 @@ def test_a_non_finite_minibatch_is_skipped_and_counted(qwen25, picture_rows, mon
 
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
     metrics = update_actor(env)
-    assert metrics["train/actor_skipped"] == 1 and metrics["train/actor_updates"] == 0
+    assert metrics["train/actor_skipped"] == 1
+    assert metrics["train/actor_updates"] == 0
     assert all(torch.equal(value, before[name]) for name, value in weights_of(env.actor).items())
     assert all(state["step"] == 0 for state in env.trained.optimizer.state.values())
     bad.clear()
     bad.add(6)                                                       # the second of the next four
     metrics = update_actor(env)
-    assert metrics["train/actor_skipped"] == 0.25 and metrics["train/actor_updates"] == 3
+    assert metrics["train/actor_skipped"] == 0.25
+    assert metrics["train/actor_updates"] == 3
     after = weights_of(env.actor)
     assert all(torch.isfinite(value).all() for value in after.values())
     assert any(not torch.equal(value, before[name]) for name, value in after.items())
@@ -537,7 +546,8 @@ def test_frozen_actor_keeps_its_weights(qwen25, task, tmp_path):
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-2")
     assert same_tensors(before, after)
     assert "train/policy_loss" not in steps[0]
-    assert steps[0]["train/values"] == 0 and abs(steps[1]["train/values"]) > 1e-3             # the critic did learn
+    assert steps[0]["train/values"] == 0
+    assert abs(steps[1]["train/values"]) > 1e-3                                               # the critic did learn
 
 
 def test_actor_moves_after_its_frozen_steps(qwen25, task, tmp_path):
@@ -555,11 +565,15 @@ def test_every_estimator_trains(qwen25, task, tmp_path, advantage):
     before, after = tensors(qwen25), tensors(tmp_path / "export" / "step-1")
     assert before.keys() == after.keys()
     moved = {key for key in before if not torch.equal(before[key], after[key])}
-    assert moved and not any("visual" in key for key in moved)
-    assert step["train/sampler_gap"] < ROUNDING and abs(step["train/ratio"] - 1) < ROUNDING and step["train/kl"] < rounding(16)
+    assert moved
+    assert not any("visual" in key for key in moved)
+    assert step["train/sampler_gap"] < ROUNDING
+    assert abs(step["train/ratio"] - 1) < ROUNDING
+    assert step["train/kl"] < rounding(16)
     assert ("train/critic_loss" in step) == ("train/values" in step) == (advantage == "gae")
     samples = samples_of(tmp_path, "step-000001")
-    assert [s["sample"] for s in samples] == [0, 1, 2] * 4 and len({s["index"] for s in samples}) == 4
+    assert [s["sample"] for s in samples] == [0, 1, 2] * 4
+    assert len({s["index"] for s in samples}) == 4
     rewards = np.array([s["reward"] for s in samples])
     assert step["rollout/reward"] == pytest.approx(rewards.mean(), rel=ROUNDING)
     assert step["rollout/accuracy_reward"] == pytest.approx(np.mean([s["components"]["accuracy"] for s in samples]))
@@ -593,13 +607,15 @@ def test_adaptive_kl_weight(qwen25, task, tmp_path, monkeypatch, place):
     for step in steps[1:]:                             # 12 samples; a frozen step says nothing about the policy's drift
         expected.append(value)
         value *= 1 + np.clip(step["train/kl"] / 0.001 - 1, -0.2, 0.2) * 12 / 24
-    assert seen == pytest.approx(expected, rel=ROUNDING) and seen[-1] != pytest.approx(0.1)
+    assert seen == pytest.approx(expected, rel=ROUNDING)
+    assert seen[-1] != pytest.approx(0.1)
 
 
 def test_kl_in_the_loss_needs_no_kl_in_the_reward(qwen25, task, tmp_path):
     steps = train(qwen25, task, tmp_path, "--steps 2 --kl_coef 0.1 --kl_in loss --kl_estimator k3+ --actor_lr 1e-2")
     assert steps[0]["train/kl_loss"] < 1e-6 < steps[1]["train/kl_loss"]
-    assert steps[1]["rollout/return"] < 2 and steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
+    assert steps[1]["rollout/return"] < 2
+    assert steps[1]["train/kl_loss"] == pytest.approx(steps[1]["train/kl"], rel=1e-3)
 
 
 def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
@@ -607,8 +623,10 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
     rows = samples_of(tmp_path / "a" / "evaluation-step-0", "eval-000000")
     assert [(row["index"], row["sample"]) for row in rows] == [(i, k) for i in range(7) for k in range(2)]
     best = [max(row["components"]["accuracy"] for row in rows if row["index"] == i) for i in range(7)]
-    assert any(0 < value < 1 for value in best) and metrics["eval/num_samples"] == 14                # nearly is not solved
-    assert metrics["eval/pass@2"] == pytest.approx(best.count(1.0) / 7) and 1.0 in best
+    assert any(0 < value < 1 for value in best)
+    assert metrics["eval/num_samples"] == 14                                                         # nearly is not solved
+    assert metrics["eval/pass@2"] == pytest.approx(best.count(1.0) / 7)
+    assert 1.0 in best
     assert metrics["eval/reward_mean"] == pytest.approx(np.mean([row["reward"] for row in rows]))
     assert not (tmp_path / "a" / "export").exists()
     env = start(qwen25, str(task / "eval.jsonl"), "--max_new_tokens 6")
@@ -618,11 +636,13 @@ def test_evaluation_samples_and_pass_at_k(qwen25, task, tmp_path):
         [tokens.tolist() for tokens in drawn.split(drawn.tokens)], skip_special_tokens=True)
     greedy = evaluate_only(qwen25, task, tmp_path / "b")
     again = evaluate_only(qwen25, task, tmp_path / "c", "--prompts_per_step 2 --seed 9 --slots 1")
-    assert "eval/pass@1" not in greedy and greedy["eval/num_samples"] == 7
+    assert "eval/pass@1" not in greedy
+    assert greedy["eval/num_samples"] == 7
     for metrics in (greedy, again):
         assert metrics.pop("eval/seconds") > 0
     gap = greedy.pop("eval/vision_gap_logprob")                                        # by rounding, of other packs
-    assert again.pop("eval/vision_gap_logprob") == pytest.approx(gap, abs=1e-4) and greedy == again
+    assert again.pop("eval/vision_gap_logprob") == pytest.approx(gap, abs=1e-4)
+    assert greedy == again
 
 
 def test_evaluation_after_every_pass_over_the_data(qwen25, task, tmp_path):
@@ -648,7 +668,8 @@ def test_evaluation_changes_nothing(qwen25, task, tmp_path):
         runs.append((trained, tensors(tmp_path / name / "export" / "step-3")))
     assert [record["step"] for record in lines if "eval/index" in record] == [0, 1, 2, 3]
     (without, ours), (evaluated, theirs) = runs
-    assert evaluated == without and len(without) == 3
+    assert evaluated == without
+    assert len(without) == 3
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
@@ -661,7 +682,8 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     step, = train(qwen25, task, tmp_path / "a", "--advantage dr_grpo --minibatches 2 --epochs 3 "
                   "--reward", f"{task / 'large.py'}:score")
     text = capsys.readouterr().out
-    assert "a step: 4 prompts x 3 samples, 6 updates;" in text and "warning" not in text
+    assert "a step: 4 prompts x 3 samples, 6 updates;" in text
+    assert "warning" not in text
     samples = samples_of(tmp_path / "a", "step-000001")
     assert f"-> {samples[0]['response'][:500]!r}  reward 0.000" in text
     per_token = np.repeat([-60.0, 0.0, 60.0] * 4, [sample["response_length"] for sample in samples])
@@ -676,7 +698,9 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     assert (tmp_path / "a" / "samples" / "step-000001.png").is_file()
     train(qwen25, task, tmp_path / "b", "--advantage dr_grpo --log_samples 0")
     text = capsys.readouterr().out
-    assert "1 updates;" in text and "warning:" not in text and " -> '" not in text
+    assert "1 updates;" in text
+    assert "warning:" not in text
+    assert " -> '" not in text
 
 
 def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
@@ -739,7 +763,8 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
     layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)
     head = env.actor.model.lm_head.weight.numel()
     operations = 12 * with_critic * layers * tokens + 3 * updates * (layers * tokens + head * response)
-    assert metrics["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12)) and metrics["perf/step_seconds"] == 3
+    assert metrics["perf/update_mfu"] == pytest.approx(operations / (2 * 989e12))
+    assert metrics["perf/step_seconds"] == 3
     assert metrics["perf/update_tokens_per_second"] == tokens * (2 * with_critic + updates / 2) / 2
     assert metrics["perf/rollout_tokens_per_second"] == 123
 
@@ -761,7 +786,8 @@ def test_several_datasets_by_probability_and_resumed(qwen25, task, tmp_path, cap
     files = [sample["source"].partition(":")[0] for sample in samples if sample["sample"] == 0]
     assert all(files[k:k + 4].count("eval.jsonl") == 1 for k in range(0, 16, 4))
     drawn = {sample["source"] for sample in samples}
-    assert len([source for source in drawn if source.startswith("train")]) == 8 and len(drawn) == 12
+    assert len([source for source in drawn if source.startswith("train")]) == 8
+    assert len(drawn) == 12
     with user_error("it is of another run: .*--data"):
         train(qwen25, task, tmp_path / "parts", more, "--steps 4 --data", data.replace("0.75", "0.5"))
 
@@ -782,10 +808,13 @@ def test_eval_only_without_training_data_and_without_a_schedule(qwen25, task, tm
     metrics = evaluate_only(qwen25, task, tmp_path / "run", "--data= --eval_every 0")
     assert metrics["eval/num_samples"] == 7
     printed, = (text for text in capsys.readouterr().out.splitlines() if text.startswith("eval"))
-    assert len(printed) <= 120 and f"  reward {metrics['eval/reward_mean']:.3f}" in printed
-    assert "train_step" not in printed and "num_samples" not in printed
+    assert len(printed) <= 120
+    assert f"  reward {metrics['eval/reward_mean']:.3f}" in printed
+    assert "train_step" not in printed
+    assert "num_samples" not in printed
     folders = [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
-    assert folders and all(any(folder.iterdir()) for folder in folders)
+    assert folders
+    assert all(any(folder.iterdir()) for folder in folders)
     train(qwen25, task, tmp_path / "trained", "--advantage grpo")
     metrics = evaluate_only(qwen25, task, tmp_path / "trained", "--data= --advantage grpo --resume must")
     assert metrics["eval/train_step"] == 1
@@ -834,7 +863,8 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
     assert text.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
     held_out = evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", bad, "--on_bad_row skip")
-    assert held_out["eval/dropped_prompts"] == 1 and held_out["eval/num_samples"] == 3
+    assert held_out["eval/dropped_prompts"] == 1
+    assert held_out["eval/num_samples"] == 3
 
 
 def test_a_step_whose_prompts_are_all_dropped_stops_the_run(qwen25, task, tmp_path):
@@ -892,10 +922,12 @@ def test_export_is_the_trained_actor(any_checkpoint, picture_rows, tmp_path):
     source, written = tensors(any_checkpoint), tensors(exported)
     assert written.keys() == source.keys()
     assert all(written[key].shape == source[key].shape and written[key].dtype == source[key].dtype for key in source)
-    assert len(list(exported.glob("*.safetensors"))) > 1 and not list(tmp_path.glob(".*"))
+    assert len(list(exported.glob("*.safetensors"))) > 1
+    assert not list(tmp_path.glob(".*"))
     assert read_json(exported / "config.json") == read_json(any_checkpoint / "config.json")
     model, info = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     expected = []
     for index, tokens in responses_of(samples):
         with torch.no_grad():
@@ -1049,11 +1081,13 @@ def test_one_rank_equals_two_ranks(both, name):
     one, two = both(name)
     assert_same_run(one, two)
     gaps = [record["train/sampler_gap"] for record in records(one) + records(two) if "train/sampler_gap" in record]
-    assert gaps and max(gaps) < ROUNDING                                   # sampled is trained, before any update of a step
+    assert gaps
+    assert max(gaps) < ROUNDING                                            # sampled is trained, before any update of a step
     places = ["export", "export_ema"] if name == "average" else ["export"]
     for place in places:
         ours, theirs = (tensors(folder / place / f"step-{records(one)[-1]['step']}") for folder in (one, two))
-        assert ours.keys() == theirs.keys() and len(ours) > 10
+        assert ours.keys() == theirs.keys()
+        assert len(ours) > 10
         for key in ours:
             assert (ours[key] - theirs[key]).norm() <= 1e-3 * ours[key].norm() + rounding(16), key
 
@@ -1074,7 +1108,8 @@ def test_a_judge_learns_from_verdicts(both):
     rows = samples_of(out, "eval-000002")
     assert [(row["label"], row["reference"]) for row in rows] == [
         ("correct", "yes"), ("pictures", "A"), ("pictures", "B"), ("answers", "tie"), ("answers", "tie")]
-    assert rows[1]["images"] == rows[2]["images"][::-1] and "Answer A: a\nAnswer B: b" in rows[3]["question"]
+    assert rows[1]["images"] == rows[2]["images"][::-1]
+    assert "Answer A: a\nAnswer B: b" in rows[3]["question"]
     assert len({row["index"] for row in rows}) == 5                                       # each order has noise of its own
     judge = Processor(out / "export" / "step-2").files["judge"]
     assert judge["trained_on"] == ["answers", "correct", "pictures"]
@@ -1096,7 +1131,9 @@ def test_failures_are_told_once_and_end_every_rank(checkpoints, task, tmp_path, 
     more, message = FAILURES[name]
     line = run_flags(name, ("qwen2_5_vl", more), checkpoints, task, tmp_path)
     text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
-    assert text.count("error: ") == 1 and re.search(f"error: .*{message}", text, re.DOTALL) and "Traceback" not in text
+    assert text.count("error: ") == 1
+    assert re.search(f"error: .*{message}", text, re.DOTALL)
+    assert "Traceback" not in text
     if name == "gap":
         assert [record["step"] for record in records(tmp_path / "gap") if "train/policy_loss" in record] == [1]
 
@@ -1143,4 +1180,5 @@ def check_exchange() -> None:
             raise ValueError(text)
         assert str(error.value) == message
     rows = [{"approx_kl": logging.Mean(torch.tensor(float(rank == 0)), 1)}]  # all stop together, or none
-    assert ppo.exceeds(rows, 0.9 / world) and not ppo.exceeds(rows, 1.1 / world)
+    assert ppo.exceeds(rows, 0.9 / world)
+    assert not ppo.exceeds(rows, 1.1 / world)

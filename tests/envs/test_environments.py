@@ -270,14 +270,16 @@ def test_limits_of_turns_tokens_and_replies(qwen25, picture_rows):
     short = talk(env, "Words", 2, max_turns=2)
     assert {conversation.ended for conversation in short.conversations} <= {"turn_limit", "token_limit"}
     for i, (long, cut) in enumerate(zip(free.conversations, short.conversations)):
-        assert cut.replies == long.replies[:1] and len(cut.turn_tokens(short.split(short.tokens)[i])) <= 2
+        assert cut.replies == long.replies[:1]
+        assert len(cut.turn_tokens(short.split(short.tokens)[i])) <= 2
         assert bool(short.truncated[i])
     few = talk(env, "Words", 2, max_reply_tokens=30)
     replied = [int((~is_own).sum()) for is_own in few.is_own.split(few.spans.tolist())]
     openings = [replied[i] for i, conversation in enumerate(few.conversations) if not conversation.replies]
     assert few.spans.max() <= 60 + 30 + max(openings, default=0) + 12
     assert all(conversation.ended != "answered" for conversation in few.conversations)
-    assert {conversation.ended for conversation in free.conversations} == {"answered"} and not free.truncated.any()
+    assert {conversation.ended for conversation in free.conversations} == {"answered"}
+    assert not free.truncated.any()
 
 
 WRONG = {1: "KeyError: 'no board'", 2: "ZeroDivisionError: no rule for this (talkers.py:", 3: "to float: 'much'",
@@ -295,10 +297,14 @@ def test_an_environment_that_fails_ends_its_sample(qwen25, picture_rows, monkeyp
         for number, conversation in zip(batch.number.tolist(), batch.conversations):
             assert (conversation.ended, bool(conversation.error)) == (("error", True) if number else ("answered", False))
             if number:
-                assert WRONG[number] in conversation.error and "rows.jsonl:" in conversation.error and "Bad" in conversation.error
+                assert WRONG[number] in conversation.error
+                assert "rows.jsonl:" in conversation.error
+                assert "Bad" in conversation.error
         earned = torch.tensor([sum(conversation.rewards) for conversation in batch.conversations])
-        assert (earned[batch.number > 0] == 0).all() and (earned[batch.number == 0] > 1).all()
-        assert (batch.lengths > 0).all() and not batch.truncated.any()
+        assert (earned[batch.number > 0] == 0).all()
+        assert (earned[batch.number == 0] > 1).all()
+        assert (batch.lengths > 0).all()
+        assert not batch.truncated.any()
     check_exact(env, hugging_face(qwen25), batch)
     env_row = dialogue.env_row
     monkeypatch.setattr(dialogue, "env_row", lambda row, seed, number: env_row(row, seed, number=2))
@@ -345,7 +351,8 @@ def test_an_environment_that_is_late_is_not_closed(qwen25, picture_rows):
     with user_error("--env: 4 of 4 samples failed, .*took longer than 0.2 s .--env_timeout"):
         ppo.rollout(env.actor, take(env), sampling, 1)
     time.sleep(1.5)
-    assert log.count("reset ends") == 4 and "close" not in log
+    assert log.count("reset ends") == 4
+    assert "close" not in log
 
 
 def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, picture_rows):
@@ -355,7 +362,8 @@ def test_a_sample_without_its_own_reset_knows_what_its_prompt_shows(qwen25, pict
     batch = talk(env, "Absent", 2, batch=prompts)
     for group, number, conversation in zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.conversations):
         assert (conversation.ended == "error") == (number == 0)
-        assert conversation.opening[0]["text"] == "the board" and conversation.images[0].size[1] == 56
+        assert conversation.opening[0]["text"] == "the board"
+        assert conversation.images[0].size[1] == 56
         assert len(batch.prompts[group].grids) == len(prompts.prompts[group].grids) + 1
     assert len(looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)) == 4
 
@@ -374,7 +382,8 @@ def test_an_environment_says_its_accuracy_by_name(qwen25, picture_rows, names):
     batch = talk(env, "Right" if names else "Costly", 2)
     scoring.load(env.args.reward).score(batch, env.processor)
     answered = torch.tensor([conversation.ended == "answered" for conversation in batch.conversations])
-    assert answered.any() and torch.allclose(batch.rewards[answered], torch.tensor(0.9))
+    assert answered.any()
+    assert torch.allclose(batch.rewards[answered], torch.tensor(0.9))
     assert torch.equal(batch.components["accuracy"], answered.float() if names else torch.zeros(len(batch)))
 
 
@@ -395,7 +404,8 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts([prompt])) for prompt in (1, 0)]
     for part in parts:
         reward.score(part, env.processor)
-    assert not parts[0].turn_rewards.any() and parts[1].turn_rewards.any()
+    assert not parts[0].turn_rewards.any()
+    assert parts[1].turn_rewards.any()
     joined = ppo.Batch.concatenate(parts)
     assert torch.equal(joined.turn_rewards, torch.cat([part.turn_rewards for part in parts]))
     assert torch.equal(parts[1].per_sample_sum(parts[1].turn_rewards).float(), parts[1].rewards)
@@ -473,7 +483,8 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
             expected = verdict_chances(judges[which], env.prompts[1 + int(batch.prompt_index[i])], conversation, turns, ["yes", "no"])
             assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
     samples = scoring.read_samples(batch, [0], env.processor)
-    assert samples.responses == [texts[0][-1]] and turns_of(samples.rows[0]) == texts[0]
+    assert samples.responses == [texts[0][-1]]
+    assert turns_of(samples.rows[0]) == texts[0]
 
 
 # ------------------------------------------------------------------------------------------------ whole runs
@@ -513,7 +524,8 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(qwen25, labelled, tmp_
                for row in samples if row["sample"] % 2)
     for row in samples:
         assert sum(row["turn_rewards"]) == pytest.approx(row["reward"], abs=rounding(16))
-        assert turns_of(row)[-1] == row["response"] and len(turns_of(row)) == row["turns"]
+        assert turns_of(row)[-1] == row["response"]
+        assert len(turns_of(row)) == row["turns"]
     assert {"eval/turns", "eval/ended_answered", "eval/ended_answered/quiz"} <= evaluated.keys()
 
 

@@ -99,7 +99,8 @@ def check_prompts(prompts):
 
     assert problem.reference == "3"
     assert_pixels(problem, noise(14))
-    assert messages.reference == "2" and not messages.images
+    assert messages.reference == "2"
+    assert not messages.images
     assert [message["role"] for message in messages.messages] == ["system", "user"]
 
 
@@ -116,7 +117,8 @@ def data_url(image: Image.Image) -> str:
 def test_verl_and_trl_in_jsonl(tmp_path, qwen25, picture):
     rows = run(tmp_path, [verl_row(picture), *trl_rows(picture)])
     assert rows[0]["extra_info"] == {"split": "train", "index": 7, "answer": "5"}
-    assert rows[0]["ability"] == "math" and rows[0]["reward_model"]["style"] == "rule"
+    assert rows[0]["ability"] == "math"
+    assert rows[0]["reward_model"]["style"] == "rule"
     assert "data_source" not in rows[0]
     assert rows[2]["solution"].startswith("<think>")  # the worked solution stays in the row
     check_prompts(load(tmp_path / "out" / "rows.jsonl", qwen25))
@@ -189,7 +191,8 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     rows = run(tmp_path, pairs())
     for number, row in enumerate(rows):
         better = {"A": 0, "B": 1, "tie": row["responses"].index(f"good {number}")}[row["preferred"]]
-        assert row["responses"][better] == f"good {number}" and row["responses"][1 - better] == "bad"
+        assert row["responses"][better] == f"good {number}"
+        assert row["responses"][1 - better] == "bad"
     assert [row["preferred"] == "tie" for row in rows] == [False] * 5 + [True]
     assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
 
@@ -198,8 +201,10 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     assert len(judgements) == 2 * len(rows)  # both orders
     for number, row in enumerate(rows):
         given, swapped = judgements[2 * number:2 * number + 2]
-        assert given.reference == row["preferred"] and given.label == "answers"
-        assert "which?" in given.text and f"good {number}" in given.text
+        assert given.reference == row["preferred"]
+        assert given.label == "answers"
+        assert "which?" in given.text
+        assert f"good {number}" in given.text
         assert_pixels(given, noise(20))
 
 
@@ -296,7 +301,8 @@ def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
     with pytest.raises(SystemExit) as stop:
         run(tmp_path, [GOOD, row])
     error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith(f"error: {tmp_path / 'rows.jsonl'}, row 2: {message}")
+    assert stop.value.code == 2
+    assert error.startswith(f"error: {tmp_path / 'rows.jsonl'}, row 2: {message}")
     assert error.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
@@ -311,4 +317,5 @@ def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags,
     (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit) as stop:
         convert.main([str(tmp_path / name), "--out", str(tmp_path / "out"), *flags])
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err

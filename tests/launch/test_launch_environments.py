@@ -29,7 +29,8 @@ def program(name: str):
 def test_examples_are_short_and_are_environments(spec):
     found = environments.load(EnvArgs(env=f"{FOLDER}/{spec}"), 512)
     assert len((FOLDER / spec.partition(":")[0]).read_text().splitlines()) <= 60
-    assert found.role == ("tool" if "tools" in spec else "user") and found.shows_images == ("tools" not in spec)
+    assert found.role == ("tool" if "tools" in spec else "user")
+    assert found.shows_images == ("tools" not in spec)
 
 
 def test_a_grid_world_is_walked_by_what_its_pictures_show():
@@ -39,7 +40,8 @@ def test_a_grid_world_is_walked_by_what_its_pictures_show():
         assert text == "Your move: up, down, left, right."
         assert grid.reset({"seed": seed})[0].tobytes() == picture.tobytes()               # shared by a prompt's samples
         reply, reward, done = grid.step("jump")
-        assert "none of" in reply and (reward, done) == (0.0, False)
+        assert "none of" in reply
+        assert (reward, done) == (0.0, False)
         for _ in range(6):
             cells = {picture.getpixel((28 * c + 14, 28 * r + 14)): (r, c) for r in range(4) for c in range(4)}
             (row, column), (to_row, to_column) = cells[0, 0, 255], cells[0, 128, 0]
@@ -74,9 +76,12 @@ def test_gymnasium_games_are_driven_by_their_own_interface(monkeypatch):
         make=lambda name, render_mode: made.append((name, render_mode)) or Lake()))
     game = program("grid_world").Game()
     picture, _ = game.reset({"seed": 3, "game": "FrozenLake-v1", "actions": ["left", "down"]})
-    assert made == [("FrozenLake-v1", "rgb_array")] and game.game.seed == 3 and picture.size == (8, 8)
+    assert made == [("FrozenLake-v1", "rgb_array")]
+    assert game.game.seed == 3
+    assert picture.size == (8, 8)
     reply, reward, done = game.step("down")
-    assert reply.getpixel((0, 0)) == (1, 1, 1) and (reward, done) == (1.0, False)
+    assert reply.getpixel((0, 0)) == (1, 1, 1)
+    assert (reward, done) == (1.0, False)
     assert game.step("left") == (None, 0.0, True)
 
 
@@ -94,7 +99,8 @@ def test_tools_are_called_and_their_mistakes_are_told():
     for wrong in ("{", '{"name": "reset", "arguments": {"row": {}}}', '{"name": "__init__"}', '{"name": "exit"}', "[1]",
                   '{"name": "calculate", "arguments": {"a": 1}}', call.replace("*", "/").replace("4", "0")):
         assert list(said(wrong)[0]) == ["error"]
-    assert tool.step(" 12") == (None, 1.0, True) and tool.step("13") == (None, 0.0, True)
+    assert tool.step(" 12") == (None, 1.0, True)
+    assert tool.step("13") == (None, 0.0, True)
 
 
 def test_zoom_shows_what_was_asked_for(tmp_path):
@@ -104,7 +110,8 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
     zoom = program("zoom").Zoom()
     zoom.reset({"folder": str(tmp_path), "images": ["a.png"], "answer": "red"})
     (crop,), reward, done = zoom.step("I look: <zoom>500, 0, 750, 500</zoom>")
-    assert crop.getcolors() == [(80 * 80, (255, 0, 0))] and (reward, done) == (0.0, False)
+    assert crop.getcolors() == [(80 * 80, (255, 0, 0))]
+    assert (reward, done) == (0.0, False)
     assert isinstance(zoom.step("<zoom>700,0,100,10</zoom>")[0], str)
     assert zoom.step("red") == (None, 1.0, True)
 
@@ -123,7 +130,9 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     row = rows[0] | {"folder": str(tmp_path / "look")}
     look.reset(row)
     (path, question), reward, done = look.step(" look\n")
-    assert Path(path).exists() and question == row["prompt"] and (reward, done) == (0.0, False)
+    assert Path(path).exists()
+    assert question == row["prompt"]
+    assert (reward, done) == (0.0, False)
     assert look.step("look") == (None, {"reward": 0.0, "accuracy": 0.0}, True)
     look.reset(row)
     assert look.step(row["answer"]) == (None, {"reward": 1.0, "accuracy": 1.0}, True)

@@ -57,9 +57,8 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
         tower = {id(p) for p in vlm.tower_parameters(module.model)}
         assert found["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
         assert found["tower"] == local_bytes(p for p in module.parameters() if id(p) in tower)
-        assert (found["tower"] > 0) == (role == "actor") and (found["Adam"] > 0) == (
-            role != "reference"
-        )
+        assert (found["tower"] > 0) == (role == "actor")
+        assert (found["Adam"] > 0) == (role != "reference")
         if role != "reference":
             optimizer = fsdp.Trainable(module, real.args.optim, 1e-3).optimizer
             assert found["Adam"] == local_bytes(
@@ -286,7 +285,8 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     cache = 2 * 28 * 512 * 2 * (longest + 512) * 4  # one prompt per GPU, four samples of it
     assert table["KV cache"] == pytest.approx([cache / GIB], abs=0.006)
     peak = max(table["total"])
-    assert table["total"][3] == peak and 35 < peak < 60
+    assert table["total"][3] == peak
+    assert 35 < peak < 60
     assert f"memory per GPU: {peak:.1f} of 80.0 GiB, in update actor\n" in text
     assert re.search(r"fastest with 8% to spare: --gradient_checkpointing off --max_tokens_per_pack \d{4}\n", text)
     assert not (tmp_path / "out").exists()

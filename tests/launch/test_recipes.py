@@ -79,9 +79,11 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
     assert len(before) == (name in ("quickstart_grm.sh", "sft_then_ppo.sh"))             # the judge that rewards, or SFT
     for other in before:
         parsed(other, monkeypatch, tmp_path / "a project")
-    assert call[0] == "torchrun" and "--nproc_per_node" in call
+    assert call[0] == "torchrun"
+    assert "--nproc_per_node" in call
     script, args = parsed(call, monkeypatch, tmp_path / "a project")
-    assert args.run.seed == 7 and str(args.run.out) == "two words"
+    assert args.run.seed == 7
+    assert str(args.run.out) == "two words"
     if script is ppo:
         package = SimpleNamespace(LatexExtractionConfig=dict, parse=None, verify=None)
         monkeypatch.setitem(sys.modules, "math_verify", package)
@@ -92,7 +94,8 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
             assert algorithm.kl_estimator in ("k2", "k3+", "full")
     if name.startswith("geo3k"):
         assert (args.data.data, args.data.eval_data) == ("data/geo3k/train.jsonl", "data/geo3k/test.jsonl")
-        assert r"\boxed{}" in args.rows.system_prompt and args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
+        assert r"\boxed{}" in args.rows.system_prompt
+        assert args.model.model == "Qwen/Qwen2.5-VL-7B-Instruct"
 
 
 def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
@@ -101,8 +104,10 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     for model in ({}, {"MODEL": "m", "SFT_DATA": "s.jsonl", "DATA": "d.jsonl", "EVAL_DATA": "e.jsonl"}):
         first, second = launch("sft_then_ppo.sh", OUT="runs/two", **model)
         (script, sft), (other, args) = (parsed(call, monkeypatch, project) for call in (first, second))
-        assert (script, other) == (grm, ppo) and str(sft.run.out) == "runs/two/sft"
-        assert args.model.model == "runs/two/sft/export/latest" and str(args.run.out) == "runs/two/ppo"
+        assert (script, other) == (grm, ppo)
+        assert str(sft.run.out) == "runs/two/sft"
+        assert args.model.model == "runs/two/sft/export/latest"
+        assert str(args.run.out) == "runs/two/ppo"
         assert sft.model.model == model.get("MODEL", "toy/model")
     with pytest.raises(AssertionError, match="EVAL_DATA: the held-out rows of PPO"):       # before the first half has taken its hours
         launch("sft_then_ppo.sh", MODEL="m", SFT_DATA="s.jsonl", SFT_EVAL="h.jsonl", DATA="d.jsonl")
@@ -110,7 +115,8 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     for flags, advantage in (((), "grpo"), (("--critic",), "gae")):
         (call,) = launch("real_words.sh", *flags)
         args = parsed(call, monkeypatch, project)[1]
-        assert args.algorithm.advantage == advantage and args.model.model == "real/fashion/model"
+        assert args.algorithm.advantage == advantage
+        assert args.model.model == "real/fashion/model"
         mix = scoring.load(args.reward)
         weights = {label: [(spec.rpartition(":")[2], weight) for spec, weight in own.items()] for label, own in mix.recipe.items()}
         assert weights == {"*": [("named", 1)], "grey": [("grey", 0)], "another": [("another", 0)]}
@@ -134,9 +140,13 @@ def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, n
     assert call[:6] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "launch/train.slurm"]
     (step,) = launch("train.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="train",
                      SLURM_GPUS_ON_NODE="8", MASTER_ADDR="node")
-    assert step[0] == "srun" and step[step.index("--nnodes") + 1] == "2" and step[step.index("--nproc_per_node") + 1] == "8"
+    assert step[0] == "srun"
+    assert step[step.index("--nnodes") + 1] == "2"
+    assert step[step.index("--nproc_per_node") + 1] == "8"
     trainer, args = parsed(step, monkeypatch, tmp_path / "a project")
-    assert trainer.__name__ == f"train_{script}_vl" and args.optim.steps == 3 and args.model.model == "small model"
+    assert trainer.__name__ == f"train_{script}_vl"
+    assert args.optim.steps == 3
+    assert args.model.model == "small model"
     assert str(args.run.out) == "runs/small"
 
 
@@ -144,7 +154,9 @@ def test_a_job_needs_its_script(tmp_path):
     job = ["bash", str(ROOT / "launch" / "train.slurm"), "train_none_vl.py"]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     result = subprocess.run(job, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 2 and "submit it by sbatch" in result.stderr and not (tmp_path / "logs").exists()
+    assert result.returncode == 2
+    assert "submit it by sbatch" in result.stderr
+    assert not (tmp_path / "logs").exists()
     variables |= {"SLURM_JOB_ID": "5", "SLURM_JOB_NAME": "train"}
     assert subprocess.run(job, cwd=tmp_path, env=variables, timeout=60).returncode == 2
     assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
@@ -186,7 +198,8 @@ def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, g
                           env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     words = (tmp_path / "noted").read_text().split()
-    assert words[-1] == "pytest" and [word for word in words if word.startswith("torch")] == wanted
+    assert words[-1] == "pytest"
+    assert [word for word in words if word.startswith("torch")] == wanted
 
 
 READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
@@ -209,7 +222,8 @@ def test_the_readmes_name_what_is_there():
     parity = text[text.index("**LightRFT `PPOTrainerVL`**"):]
     tests = {path.stem[5:]: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
     named = re.findall(r"\b(\w+)::(\w+)", parity)
-    assert len(named) > 80 and [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []
+    assert len(named) > 80
+    assert [pair for pair in named if f"def test_{pair[1]}(" not in tests[pair[0]]] == []
 
 
 @pytest.mark.parametrize("name", READMES)

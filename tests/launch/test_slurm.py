@@ -165,7 +165,8 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
 
     try:
         wait_for(lambda: steps(out), 200, f"checkpoint: {told()}")
-        assert "NodeList=n[1-2]" in state() and "NumNodes=2" in state()
+        assert "NodeList=n[1-2]" in state()
+        assert "NumNodes=2" in state()
         ask(cluster, "scancel", "--signal=USR1", job)
         wait_for(lambda: "Restarts=1" in state(), 200, "requeue")
         stopped = steps(out)[0]
@@ -176,8 +177,10 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
         subprocess.run(["scancel", job], env=cluster)
     assert "JobState=COMPLETED" in final, f"{final}\n{told()}"
     first, second = ((tmp_path / "logs" / f"train-{job}-{life}.log").read_text() for life in (0, 1))
-    assert "2 x cpu" in first and f"stopped by a signal after step {stopped}" in first
-    assert re.search(r"exitcode *: 75 ", first) and f"resuming from {out}/checkpoints/step-{stopped}" in second
+    assert "2 x cpu" in first
+    assert f"stopped by a signal after step {stopped}" in first
+    assert re.search(r"exitcode *: 75 ", first)
+    assert f"resuming from {out}/checkpoints/step-{stopped}" in second
     assert f"preempted: requeueing job {job}" in (tmp_path / "logs" / f"train-{job}.out").read_text()
     assert_bitwise(out, undisturbed("grpo", 2))
 

@@ -31,14 +31,18 @@ def test_it_passes_here(tmp_path):
     """One rank, two ranks that are killed and resumed, an export; a line for each, and a report."""
     done = run_smoke(tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "\nPASS; " in done.stdout and "FAIL" not in done.stdout
+    assert "\nPASS; " in done.stdout
+    assert "FAIL" not in done.stdout
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
     assert [run["name"] for run in report["runs"]] == ["sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
-    assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None] and report["passed"]
+    assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None]
+    assert report["passed"]
     for run in report["runs"][:3]:
-        assert run["metrics"]["train/sampler_gap"] < 1e-4 and run["metrics"]["perf/rollout_tokens_per_second"] > 0
+        assert run["metrics"]["train/sampler_gap"] < 1e-4
+        assert run["metrics"]["perf/rollout_tokens_per_second"] > 0
         assert f"\n{run['name']}: ok  perf/step_seconds " in done.stdout
-    assert report["machine"]["torch"] and report["machine"]["transformers"]
+    assert report["machine"]["torch"]
+    assert report["machine"]["transformers"]
     before, after = (run["metrics"]["step"] for run in report["runs"][1:3])
     assert after > before >= 2 or after == before + 1
 
@@ -49,9 +53,12 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
     assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "9"]) == 1
     told = capsys.readouterr().out
-    assert "\nFAIL; " in told and "sdpa: exit code 2; see" in told and "no checkpoint was committed" in told
+    assert "\nFAIL; " in told
+    assert "sdpa: exit code 2; see" in told
+    assert "no checkpoint was committed" in told
     report = json.loads((tmp_path / "out" / "smoke.json").read_text())
-    assert not report["passed"] and "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
+    assert not report["passed"]
+    assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
 
 
 def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys):
@@ -60,12 +67,14 @@ def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert smoke.main(["--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().out.endswith("FAIL\n") and not (tmp_path / "out" / "task").exists()
+    assert capsys.readouterr().out.endswith("FAIL\n")
+    assert not (tmp_path / "out" / "task").exists()
 
 
 def test_what_speaks_against_a_run():
     good = {"step": 1, "train/actor_skipped": 0, "train/sampler_gap": 0.004}
-    assert smoke.judge_steps([good], 0.05) == [] and smoke.judge_steps([], 0.05) == ["no step was recorded"]
+    assert smoke.judge_steps([good], 0.05) == []
+    assert smoke.judge_steps([], 0.05) == ["no step was recorded"]
     assert smoke.judge_steps([good], 1e-4) == ["step 1: sampler gap 0.004, at most 0.0001 is rounding"]
     nan = good | {"train/sampler_gap": float("nan"), "train/actor_skipped": 1.0}
     assert len(smoke.judge_steps([nan], 0.05)) == 2

@@ -38,9 +38,13 @@ def test_a_run_on_one_screen(tmp_path, capsys):
         write(tmp_path / "samples" / f"eval-{step:06d}.jsonl", answers)
     summary.main([str(tmp_path)])
     text = capsys.readouterr().out
-    assert "eval/accuracy_reward_mean         0.250 -> 0.750\n" in text and "explained" not in text
-    assert "question 2 at 1" in text and "'said 2'   reward 0.50, right: 'r'" in text
-    assert "question 3" not in text and "at 0" not in text and f"tensorboard --logdir {tmp_path}" in text
+    assert "eval/accuracy_reward_mean         0.250 -> 0.750\n" in text
+    assert "explained" not in text
+    assert "question 2 at 1" in text
+    assert "'said 2'   reward 0.50, right: 'r'" in text
+    assert "question 3" not in text
+    assert "at 0" not in text
+    assert f"tensorboard --logdir {tmp_path}" in text
     assert Image.open(tmp_path / "curve.png").size == (summary.WIDTH, summary.HEIGHT)
     summary.main([str(tmp_path), "train/explained_variance"])
     assert "train/explained_variance          -9.000 -> -9.000\n" in capsys.readouterr().out

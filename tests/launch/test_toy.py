@@ -36,7 +36,8 @@ def test_files_load_and_fit_each_other(folder):
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     processor = Qwen2VLImageProcessorPil.from_pretrained(folder / "model")
     generation = GenerationConfig.from_pretrained(folder / "model")
-    assert kind in KINDS and model.dtype == torch.float32
+    assert kind in KINDS
+    assert model.dtype == torch.float32
     assert generation.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert tokenizer.pad_token == "<|endoftext|>"
     assert len(tokenizer) == model.config.text_config.vocab_size
@@ -48,7 +49,8 @@ def test_files_load_and_fit_each_other(folder):
     assert patches["image_grid_thw"].tolist() == [[1, 4, 4]]  # pictures keep their size: one image token per cell
     prompt = torch.tensor([tokenizer.encode(toy.ASK.format(toy.PICTURE + row["prompt"]))])
     logits = model(**toy.model_inputs(model, prompt, patches["pixel_values"][None])).logits
-    assert logits.shape == (1, prompt.shape[1], len(tokenizer)) and logits.isfinite().all()
+    assert logits.shape == (1, prompt.shape[1], len(tokenizer))
+    assert logits.isfinite().all()
 
 
 def test_tokenizer_and_chat_template():
@@ -64,14 +66,16 @@ def test_tokenizer_and_chat_template():
 
 def test_rows_have_short_answers_and_pictures_of_their_own(folder):
     tokenizer, pictures = AutoTokenizer.from_pretrained(folder / "model"), []
-    assert len(read(folder, "train")) == 128 and len(read(folder, "eval")) == 64
+    assert len(read(folder, "train")) == 128
+    assert len(read(folder, "eval")) == 64
     for row in read(folder, "train") + read(folder, "eval"):
         assert set(row) == {"prompt", "images", "answer", "label"}
         assert 1 <= len(tokenizer.encode(row["answer"])) <= 3
         pictures += [Image.open(folder / name).tobytes() for name in row["images"]]
     assert len(set(pictures)) == len(pictures) == 128 + 64
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    assert Path(args["model"]).is_dir() and set(toy.TRAINER_ARGS) < set(args)
+    assert Path(args["model"]).is_dir()
+    assert set(toy.TRAINER_ARGS) < set(args)
 
 
 def test_who_ignores_the_picture_scores_at_chance(tmp_path):
@@ -81,7 +85,8 @@ def test_who_ignores_the_picture_scores_at_chance(tmp_path):
     for row in rows:
         answers[row["prompt"]][row["answer"]] += 1
     for counts in answers.values():
-        assert max(counts.values()) == min(counts.values()) and len(counts) in (4, 6)
+        assert max(counts.values()) == min(counts.values())
+        assert len(counts) in (4, 6)
     best_blind = sum(max(counts.values()) for counts in answers.values()) / len(rows)
     assert best_blind == 0.21875  # 24/64 cells at 1/6, 40/64 at 1/4
     assert len({row["label"] for row in rows}) == 3
@@ -120,7 +125,8 @@ def test_warm_start_moves_every_weight(tmp_path):
 def test_folder_in_use_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as error:
         toy.main(["--out", str(folder)])
-    assert error.value.code == 2 and "exists: remove it" in capsys.readouterr().err
+    assert error.value.code == 2
+    assert "exists: remove it" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------------------ --task describe
@@ -141,7 +147,8 @@ def test_descriptions_name_what_is_drawn(described):
         # a thick line may reach a few pixels into the next cell
         drawn = [{rgb for pixels, rgb in cell.getcolors() if pixels > 20} - {(255, 255, 255)} for cell in cells]
         assert [{colours[rgb] for rgb in found} for found in drawn if found] == [{name.split()[0]} for name in objects]
-        assert int(number) == len(objects) and all(name.split()[1] in toy.SHAPES for name in objects)
+        assert int(number) == len(objects)
+        assert all(name.split()[1] in toy.SHAPES for name in objects)
     assert len({row["prompt"] for row in read(described, "train")}) == 1
 
 
@@ -150,7 +157,8 @@ def test_descriptions_have_9_to_15_tokens(described):
     tokenizer = AutoTokenizer.from_pretrained(described / "model")
     rows = read(described, "train") + read(described, "eval")
     lengths = Counter(len(tokenizer.encode(row["answer"])) + 1 for row in rows)
-    assert sorted(lengths) == [9, 12, 15] and max(lengths.values()) - min(lengths.values()) <= 2
+    assert sorted(lengths) == [9, 12, 15]
+    assert max(lengths.values()) - min(lengths.values()) <= 2
     assert toy.DESCRIBE_ARGS["max_new_tokens"] > 15
     pictures = [Image.open(described / row["images"][0]).tobytes() for row in rows]
     assert len(set(pictures)) == len(pictures)
