@@ -29,7 +29,7 @@ SCRIPT = Path(ppo.__file__)
 ROOT = SCRIPT.parent
 GROUPS = {group.name: group.type for group in dataclasses.fields(ppo.Args)}
 FIELDS = [(group, field) for group, kind in GROUPS.items() for field in dataclasses.fields(kind)]
-NEEDED = ["--model", "m", "--data", "d.jsonl"]  # parse_args looks at neither
+NEEDED = words("--model m --data d.jsonl")  # parse_args looks at neither
 
 
 # ------------------------------------------------------------------------------------------------ every flag
@@ -77,7 +77,7 @@ def test_paths_become_absolute(tmp_path, monkeypatch):
         "": "",
     }
     assert {text: common_flags.absolute_paths(text) for text in expected} == expected
-    args = ppo.parse_args(["--model", "./judge", "--data", "a.jsonl", "--advantage", "grpo"])
+    args = ppo.parse_args(words("--model ./judge --data a.jsonl --advantage grpo"))
     assert (args.model.model, args.data.data) == (f"{tmp_path}/judge", f"{tmp_path}/a.jsonl")
 
 
@@ -309,32 +309,32 @@ def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(distributed.UserError) as refusal:
-        ppo.parse_args(["--config", str(path)])
+        ppo.parse_args(words("--config", path))
     assert message in str(refusal.value)
 
 
 def test_missing_config_file(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with user_error(str(path)):
-            ppo.parse_args(["--config", str(path)])
+            ppo.parse_args(words("--config", path))
 
 
 def test_flags_override_config_override_defaults(tmp_path):
     config = tmp_path / "a.json"
     config.write_text('{"model": "m", "data": "d.jsonl", "gamma": 1, "steps": 7, "save_blocking": true, "out": "here"}')
-    args = ppo.parse_args(["--config", str(config), "--steps", "9", "--no-save_blocking"])
+    args = ppo.parse_args(words("--config", config, "--steps 9 --no-save_blocking"))
     assert (args.optim.steps, args.checkpoint.save_blocking, args.data.data) == (9, False, "d.jsonl")
     assert args.run.out == Path("here")
     assert isinstance(args.algorithm.gamma, float)
     assert args.rollout.top_k == 0
-    assert ppo.parse_args(["--config", str(config), "--out", "there"]).run.out == Path("there")
+    assert ppo.parse_args(words("--config", config, "--out there")).run.out == Path("there")
 
 
 def test_a_config_may_hold_critic_flags_that_the_command_line_may_not(tmp_path):
     """args.json records all flags: another estimator from the command line must still be able to use it."""
     config = tmp_path / "a.json"
     config.write_text('{"model": "m", "data": "d.jsonl", "critic_lr": 1e-5, "value_clip": 0.1}')
-    assert ppo.parse_args(["--config", str(config), "--advantage", "grpo"]).algorithm.advantage == "grpo"
+    assert ppo.parse_args(words("--config", config, "--advantage grpo")).algorithm.advantage == "grpo"
 
 
 def test_flags_that_make_another_run():
@@ -353,7 +353,7 @@ def run(command: list[str], **environment: str) -> subprocess.CompletedProcess:
 
 
 def torchrun(world: int, flags: list[str], **environment: str) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(world)]
+    launcher = words("-m", "torch.distributed.run", "--standalone --nproc_per_node", world)
     return run([*launcher, str(SCRIPT), *flags], **environment)
 
 
@@ -377,7 +377,7 @@ def test_two_ranks_refuse_a_bad_flag_with_one_message(tmp_path):
 def test_two_ranks_refuse_a_bad_row_with_one_message(tmp_path, qwen25):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "how many?"}\n{"prompt": "how many?", "images": ["none.png"]}\n')
-    line = ["--model", str(qwen25), "--data", str(rows), "--out", str(tmp_path / "out"), "--prompts_per_step", "2"]
+    line = words("--model", qwen25, "--data", rows, "--out", tmp_path / "out", "--prompts_per_step 2")
     text = ranks.run(ppo.main, line, world=2, codes=[2, 2])
     assert text.count("error: ") == 1 == text.count(f"{rows}: 1 of 2 rows are bad")
     assert "Traceback" not in text
@@ -441,7 +441,7 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     flags = words("--model someone/tiny --reward exact --max_prompt_tokens 512 --max_new_tokens 8 --prompts_per_step 2 "
                   '--samples_per_prompt 2 --steps 2 --eval_every 0 --stop_strings ["x","yz"] --kl_coef 0.01',
                   "--data", picture_rows, "--eval_data", picture_rows, "--out", tmp_path / "out")
-    planned = run([str(ROOT / "launch" / "plan.py"), "ppo", "--gpus", "1", "--", *flags])
+    planned = run(words(ROOT / "launch" / "plan.py", "ppo", "--gpus 1 --", *flags))
     assert planned.returncode == 0 and "GiB per GPU" in planned.stdout, planned.stderr
     assert "config.json" in hub
     assert "model.safetensors" not in hub
@@ -462,5 +462,5 @@ def test_plain_python_is_one_rank_from_end_to_end(tmp_path, hub, picture_rows):
     recorded = read_json(tmp_path / "out" / "args.json")
     assert recorded.keys() == {field.name for _, field in FIELDS}
     assert lines[0]["arguments"] == recorded
-    again = ppo.parse_args(["--config", str(tmp_path / "out" / "args.json")])
+    again = ppo.parse_args(words("--config", tmp_path / "out" / "args.json"))
     assert again == ppo.parse_args(flags)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, words
 
 sys.path.insert(0, str(ROOT / "tests" / "benchmarks"))
 
@@ -64,7 +64,7 @@ def write(tmp_path, capfd):
         settings = "".join(f"{name} = {value!r}\n" for name, value in values.items())
         for script in set(golden.SCRIPTS.values()):
             (checkout / script).write_text(settings + TRAINER)
-        command = ["write", tmp_path / folder, "--checkout", checkout, "--toy", toy, "--only", only]
+        command = words("write", tmp_path / folder, "--checkout", checkout, "--toy", toy, "--only", only)
         return golden.main([str(word) for word in command]), *capfd.readouterr()
 
     return write
@@ -166,7 +166,7 @@ def test_flags_go_by_the_names_that_a_checkout_knows(monkeypatch):
     monkeypatch.setattr(golden, "RENAMED", {"old": "new", "gone": None})
     monkeypatch.setattr(golden, "FLAGS", {"run": {"old": 1, "gone": 2, "data": "{toy}/rows.jsonl"}, "older": {"old": 1}})
     places = {"toy": Path("/t")}
-    assert golden.command_line("run", places, {"new", "data"}) == ["--new", "1", "--data", "/t/rows.jsonl"]
+    assert golden.command_line("run", places, {"new", "data"}) == words("--new 1 --data /t/rows.jsonl")
     assert golden.command_line("older", places, {"old"}) == ["--old", "1"]
     with pytest.raises(golden.GoldenError, match="has no flag --data"):
         golden.command_line("run", places, {"new"})

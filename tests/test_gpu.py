@@ -324,8 +324,8 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
 def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
     """Run a script in as many processes; its records."""
     clean = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-               *words(ROOT / script, "--out", out, "--log_samples 0", *flags)]
+    command = words(sys.executable, "-m", "torch.distributed.run", "--standalone --nproc_per_node", ranks,
+                    ROOT / script, "--out", out, "--log_samples 0", *flags)
     program = subprocess.run(command, env=clean, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stdout[-3000:] + program.stderr[-6000:]
     return read_rows(out / "metrics.jsonl")
@@ -334,7 +334,7 @@ def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:
 @pytest.fixture(scope="module")
 def toy_task(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("task") / "toy"
-    toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "128", "--eval", "64"])
+    toy.main(words("--out", folder, "--warm_start_steps 0 --train 128 --eval 64"))
     return folder
 
 
@@ -347,7 +347,7 @@ WHOLE = {"everything": "--kl_coef 0.05 --ema_beta 0.9 --offload all --gradient_c
 @pytest.mark.parametrize("kind", WHOLE)
 def test_whole_run_on_all_gpus(toy_task, tmp_path, kind, ranks=0, graphs="on"):
     """Two steps, and a third in another life if there is a checkpoint; evaluation and export at the end of each."""
-    flags = ("train_ppo_vl.py", "--config", str(toy_task / "args.json"), "--dtype", "bfloat16", "--cuda_graphs", graphs,
+    flags = ("train_ppo_vl.py", "--config", toy_task / "args.json", "--dtype bfloat16 --cuda_graphs", graphs,
              "--max_new_tokens 24 --eval_every 1", WHOLE[kind])
     for steps in (2, 3) if kind == "everything" else (2,):
         records = torchrun(ranks or torch.cuda.device_count(), tmp_path, *flags, "--steps", steps)
@@ -373,7 +373,7 @@ def test_whole_run_of_the_judge_on_all_gpus(toy_task, tmp_path, ranks=0):
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs():
     """Its tiny mode, in a process of its own since it replaces the loading of weights."""
-    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / "gpu.py"), "--tiny"]
+    command = words(sys.executable, ROOT / "tests" / "benchmarks" / "gpu.py", "--tiny")
     program = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert program.returncode == 0, program.stderr[-3000:]
     for cell in ("| sdpa | float32 |", "| 4 x 32 |", "| 256 |", "| 2056 | shared |", "| rollout_seconds |"):

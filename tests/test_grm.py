@@ -683,7 +683,7 @@ def test_an_evaluation_leaves_the_run_as_it_is(one_rank, qwen25, task, tmp_path)
     """Of an earlier checkpoint, by other rows: records, flags, exports and judgements of the run are those of before."""
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
     argv = flags(qwen25, task, out, "--steps 4 --eval_every 2 --save_every 2 --export_every 1")
-    grm.main([*argv, "--eval_data", str(task / "more.jsonl"), "--eval_only", "--resume", str(out / "checkpoints" / "step-2")])
+    grm.main(words(*argv, "--eval_data", task / "more.jsonl", "--eval_only --resume", out / "checkpoints" / "step-2"))
     assert len(evaluation(out / "evaluation-step-2", 2)["records"]) < len(evaluation(out, 2)["records"])
     files = [path.relative_to(one_rank) for path in one_rank.rglob("*") if path.is_file() and path.name != ".lock"]
     assert len(files) > 20
@@ -749,7 +749,7 @@ def test_the_toy_brings_judgements(tmp_path):
     import toy
 
     out = tmp_path / "toy"
-    toy.main(["--out", str(out), "--warm_start_steps", "0", "--train", "128", "--eval", "64", "--mixed"])
+    toy.main(words("--out", out, "--warm_start_steps 0 --train 128 --eval 64 --mixed"))
     answers = {(row["prompt"], *row["images"]): row["answer"] for row in read_rows(out / "train.jsonl")}
     rows, held_out = read_rows(out / "judge_train.jsonl"), read_rows(out / "judge_eval.jsonl")
     graded = [row for row in rows if "correct" in row]
@@ -759,7 +759,7 @@ def test_the_toy_brings_judgements(tmp_path):
     assert {row["preferred"] for row in rows if "preferred" in row} == {"A", "B"}
     train, evaluated = ({image for row in part for image in row["images"]} for part in (rows, held_out))
     assert not train & evaluated
-    args = grm.parse_args(["--config", str(out / "grm_args.json")])
+    args = grm.parse_args(words("--config", out / "grm_args.json"))
     distributed.start(args.run.timeout, args.run.hsdp)
     loaded = grm.load_rows(args)
     assert len(loaded.train) > 256
@@ -771,12 +771,12 @@ def test_export_of_an_interrupted_run_is_that_of_the_finished_one(one_rank, tmp_
     out = Path(shutil.copytree(one_rank, tmp_path / "run"))
     shutil.rmtree(out / "export")
     names = {path.name for path in out.iterdir()}
-    grm.main(["--export_only", "--out", str(out), "--eval_data", ""])
+    grm.main(words("--export_only --out", out, "--eval_data", ""))
     ours, theirs = ({path.name: path.read_bytes() for path in (folder / "export" / "step-4").iterdir()}
                     for folder in (out, one_rank))
     assert ours == theirs
     assert "judge.json" in ours
-    grm.main(["--export_only", "--out", str(out), "--resume", str(out / "checkpoints" / "step-2")])
+    grm.main(words("--export_only --out", out, "--resume", out / "checkpoints" / "step-2"))
     assert (out / "export" / "step-2" / "model.safetensors").read_bytes() != ours["model.safetensors"]
     assert {path.name for path in out.iterdir()} == names | {"export"}
     assert capsys.readouterr().out.count("exported to ") == 2

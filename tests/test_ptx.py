@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, user_error, with_flags,
-                      write_rows)
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, user_error,
+                      with_flags, words, write_rows)
 from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
@@ -26,7 +26,7 @@ def rows(task) -> Path:
 
 
 def ptx(rows: Path, *more: str) -> list[str]:
-    return ["--ptx_data", str(rows), "--ptx_coef 0.5 --ptx_batch 5", *more]
+    return words("--ptx_data", rows, "--ptx_coef 0.5 --ptx_batch 5", *more)
 
 
 def start_text(*where, more: tuple[str, ...] = ()):

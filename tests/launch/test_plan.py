@@ -4,7 +4,6 @@ no weights.
 Shards on two ranks are measured in test_checkpoint.py, beside the run of four.
 """
 
-import json
 import re
 import shutil
 import weakref
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import start, take
+from conftest import read_json, start, take, user_error, words
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLConfig
@@ -34,9 +33,8 @@ GIB = 2**30
 
 def planned(checkpoint, rows, *flags: str) -> SimpleNamespace:
     """The models of a run on meta, as a plan builds them."""
-    line = ["--model", str(checkpoint), "--data", str(rows), "--max_prompt_tokens", "512"]
-    line += ["--max_new_tokens", "12", "--prompts_per_step", "4", *flags]
-    args = ppo.parse_args(line)
+    common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
+    args = ppo.parse_args(words("--model", checkpoint, "--data", rows, common, *flags))
     loaded = ppo.load_rows(args)
     models = ppo.build_models(args, loaded.processor, plan.META)
     models |= ppo.build_reward_models(args, scoring.load(args.reward), loaded, models["actor"])
@@ -49,8 +47,8 @@ def local_bytes(tensors) -> int:
 
 
 def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
-    flags = ("--kl_coef", "0.1", "--dtype", "float32")
-    real, dry = (make(qwen25, picture_rows, *flags) for make in (start, planned))
+    flags = "--kl_coef 0.1 --dtype float32"
+    real, dry = (make(qwen25, picture_rows, flags) for make in (start, planned))
     for role in ROLES:
         module = getattr(real, role)
         found = memory.resident_bytes(dry.models[role], 1)
@@ -86,9 +84,7 @@ def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
         "update actor": {"actor Adam", "actor average"},
     }
     for offload in ("none", "all"):
-        dry = planned(
-            qwen25, picture_rows, "--kl_coef", "0.1", "--ema_beta", "0.9", "--offload", offload
-        )
+        dry = planned(qwen25, picture_rows, "--kl_coef 0.1 --ema_beta 0.9 --offload", offload)
         phases = dry.needed.phases(budget.Choice(False, 16384), 80 * GIB)
         held = {
             phase: {part for part in parts if part.split()[0] in ROLES}
@@ -103,8 +99,8 @@ def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
 
 def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     """It is kept in the compute type; float32 are the adapters and the critic's head."""
-    flags = ("--lora_rank", "4", "--dtype", "bfloat16")
-    real, dry = (make(qwen25, picture_rows, *flags) for make in (start, planned))
+    flags = "--lora_rank 4 --dtype bfloat16"
+    real, dry = (make(qwen25, picture_rows, flags) for make in (start, planned))
     for role in ("actor", "critic"):
         module, found = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
         tower = {id(p) for p in vlm.tower_parameters(module.model)}
@@ -115,13 +111,12 @@ def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
 @pytest.mark.parametrize("script", ["ppo", "grm"])
 def test_copies_must_fit(script):
     """--hsdp divides the ranks, or in a plan those that it is for."""
-    line = ["--model", "m", "--data", "d.jsonl", "--hsdp", "3"]
-    with pytest.raises(distributed.UserError, match="--hsdp 3 must divide the number of ranks, 8"):
-        plan.main([script, "--", *line])
-    with pytest.raises(distributed.UserError, match="--hsdp 3 must divide the number of ranks, 1"):
+    with user_error("--hsdp 3 must divide the number of ranks, 8"):
+        plan.main(words(script, "-- --model m --data d.jsonl --hsdp 3"))
+    with user_error("--hsdp 3 must divide the number of ranks, 1"):
         distributed.start(60.0, 3)
-    with pytest.raises(distributed.UserError, match="it needs --data"):
-        plan.main([script, "--", "--model", "m", "--eval_only", "--eval_data", "e.jsonl"])
+    with user_error("it needs --data"):
+        plan.main(words(script, "-- --model m --eval_only --eval_data e.jsonl"))
 
 
 def test_bytes_of_the_cache(checkpoint):
@@ -219,7 +214,7 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
     """config.json of Qwen2.5-VL-7B-Instruct, but for the token ids, beside the toy's tokenizer; no
     weights."""
     folder = tmp_path_factory.mktemp("7b")
-    small = json.loads((qwen25 / "config.json").read_text())
+    small = read_json(qwen25 / "config.json")
     for path in qwen25.iterdir():
         if path.suffix != ".safetensors":
             shutil.copy(path, folder)
@@ -268,10 +263,10 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     line += f" --attention flash_attn --out {tmp_path / 'out'}"
 
     def table_of(gpus: int, more: str) -> dict[str, list[float]]:
-        plan.main(["ppo", "--gpus", str(gpus), "--", *line.split(), *more.split()])
+        plan.main(words("ppo", "--gpus", gpus, "--", line, *more.split()))
         return cells(capsys.readouterr().out)
 
-    plan.main(["ppo", "--", *line.split(), "--gradient_checkpointing"])
+    plan.main(words("ppo", "--", line, "--gradient_checkpointing"))
     text = capsys.readouterr().out
     language = 8292166656 - 676550144
     table = cells(text)
@@ -280,7 +275,7 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
         [8 * (language - 152064 * 3584 + 3584) / 8 / GIB] * 4, abs=0.006
     )
     assert table["actor tower"] == pytest.approx([2 * 676550144 / GIB] * 4, abs=0.006)
-    rows = planned(seven_b, picture_rows, "--advantage", "grpo").prompts
+    rows = planned(seven_b, picture_rows, "--advantage grpo").prompts
     longest = max(len(row.input_ids) for row in rows)
     cache = 2 * 28 * 512 * 2 * (longest + 512) * 4  # one prompt per GPU, four samples of it
     assert table["KV cache"] == pytest.approx([cache / GIB], abs=0.006)
@@ -290,7 +285,7 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     assert f"memory per GPU: {peak:.1f} of 80.0 GiB, in update actor\n" in text
     assert re.search(r"fastest with 8% to spare: --gradient_checkpointing off --max_tokens_per_pack \d{4}\n", text)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(distributed.UserError, match="does not fit; fastest with 8% to spare: --gradient_checkpointing off"):
+    with user_error("does not fit; fastest with 8% to spare: --gradient_checkpointing off"):
         table_of(8, "--gradient_checkpointing off")
     assert max(table_of(16, "")["total"]) < peak - 10
     assert max(table_of(16, "--hsdp 8")["total"]) == pytest.approx(peak)
@@ -301,19 +296,19 @@ def test_a_plan_compares_no_towers(qwen25, picture_rows, tmp_path):
     bare = shutil.copytree(
         qwen25, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors")
     )
-    assert "critic" in planned(bare, picture_rows, "--critic_model", str(qwen25)).models
-    assert "critic" in planned(qwen25, picture_rows, "--critic_model", str(bare)).models
+    assert "critic" in planned(bare, picture_rows, "--critic_model", qwen25).models
+    assert "critic" in planned(qwen25, picture_rows, "--critic_model", bare).models
 
 
 def test_the_judges_plan(seven_b, tmp_path, capsys):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "how many?", "response": "3", "correct": true}\n')
-    line = ["grm", "--", "--model", str(seven_b), "--data", str(rows), "--out", str(tmp_path / "out")]
-    plan.main([*line, "--eval_data", str(rows)])
+    line = words("grm", "-- --model", seven_b, "--data", rows, "--out", tmp_path / "out")
+    plan.main(words(*line, "--eval_data", rows))
     table, language = cells(capsys.readouterr().out), 8292166656 - 676550144
     assert table["judge Adam"] == pytest.approx([language / GIB] * 2, abs=0.006)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(distributed.UserError, match="does not fit; fastest with 8%"):
+    with user_error("does not fit; fastest with 8%"):
         plan.main([*line, "--gradient_checkpointing", "off"])
     capsys.readouterr()
     plan.main(line)  # without held-out rows there is no evaluation
@@ -326,7 +321,7 @@ def test_the_total_is_the_sum_of_a_column():
 
 
 def test_flags_of_the_plan_and_of_the_run():
-    with pytest.raises(distributed.UserError, match="unrecognized arguments: --model m"):
+    with user_error("unrecognized arguments: --model m"):
         plan.main(["ppo", "--model", "m"])
     with pytest.raises(distributed.Exit) as ended:
         plan.main(["--help"])

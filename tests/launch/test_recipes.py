@@ -13,10 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, words
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
+from common.flags import list_fields
 from common.rewards import scoring
 
 RECIPES = sorted(path.name for path in (ROOT / "launch").glob("*.s*") if path.suffix in (".sh", ".slurm"))
@@ -34,15 +35,16 @@ def launch(tmp_path):
     """launch(name, *arguments, **environment): run a copy of a launch file, in a folder with a space in its name, and return
     what it called, as lists of words. Job scripts start where they are submitted; the others, from anywhere, in their project."""
     project = tmp_path / "a project"
-    for folder in ("bin", "launch", "toy", "toy_describe", "real/smollm2", "real/fashion", "real/words"):
+    for folder in "bin launch toy toy_describe real/smollm2 real/fashion real/words".split():
         (project / folder).mkdir(parents=True)
     for program in ("torchrun", "srun", "sbatch", "scontrol"):
         (project / "bin" / program).write_text(NOTE)
         (project / "bin" / program).chmod(0o755)
     (project / "bin" / "python").write_text("#!/bin/sh\n")                         # makes no data and no summary
     (project / "bin" / "python").chmod(0o755)
-    for made in ("toy/train.jsonl", "toy/eval.jsonl", "real/smollm2/config.json", "real/fashion/eval.jsonl", "real/words/train.jsonl"):
-        (project / made).touch()
+    made = "toy/train.jsonl toy/eval.jsonl real/smollm2/config.json real/fashion/eval.jsonl real/words/train.jsonl"
+    for path in made.split():
+        (project / path).touch()
     for name in (*RECIPES, "reward_math.py", "real_rewards.py"):
         (project / "launch" / name).write_text((ROOT / "launch" / name).read_text())
     for script in ("train_ppo_vl.py", "train_grm_vl.py"):
@@ -56,7 +58,7 @@ def launch(tmp_path):
         noted = tmp_path / "noted"
         noted.unlink(missing_ok=True)
         environment |= {"PATH": f"{project / 'bin'}:{os.environ['PATH']}", "NOTED": str(noted), "HOME": str(tmp_path)}
-        result = subprocess.run(["bash", str(project / "launch" / name), *arguments], env=environment, capture_output=True,
+        result = subprocess.run(words("bash", project / "launch" / name, *arguments), env=environment, capture_output=True,
                                 cwd=project if name.endswith(".slurm") else "/", text=True, timeout=60)
         assert result.returncode == 0, result.stderr
         return [json.loads(line) for line in noted.read_text().splitlines()]
@@ -75,7 +77,7 @@ def parsed(call: list[str], monkeypatch, folder: Path):
 @pytest.mark.parametrize("name", [name for name in RECIPES if name.endswith(".sh") and name not in ("setup.sh", "smoke.sh")])
 def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatch, tmp_path, name):
     environment = {"DATA": "pairs.jsonl:2,more.jsonl:1", "EVAL_DATA": "held.jsonl", "JUDGE": "judge"} if name.startswith("grm") else {}
-    *before, call = launch(name, "--seed", "7", "--out", "two words", **environment)
+    *before, call = launch(name, "--seed 7 --out", "two words", **environment)
     assert len(before) == (name in ("quickstart_grm.sh", "sft_then_ppo.sh"))             # the judge that rewards, or SFT
     for other in before:
         parsed(other, monkeypatch, tmp_path / "a project")
@@ -120,7 +122,7 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
         mix = scoring.load(args.reward)
         weights = {label: [(spec.rpartition(":")[2], weight) for spec, weight in own.items()] for label, own in mix.recipe.items()}
         assert weights == {"*": [("named", 1)], "grey": [("grey", 0)], "another": [("another", 0)]}
-    calls = launch("real_words.sh", "--words", "--critic", "--steps", "2") + launch("real_words.sh", "--words", "naive")
+    calls = launch("real_words.sh", "--words --critic --steps 2") + launch("real_words.sh", "--words naive")
     rules = []
     for call in calls:
         args = parsed(call, monkeypatch, project)[1]
@@ -134,10 +136,10 @@ def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
 @pytest.mark.parametrize("name, script", [("geo3k_grpo.sh", "ppo"), ("grm_7b.sh", "grm"), ("grm_rl.sh", "ppo")])
 def test_a_recipe_for_another_model_under_slurm(launch, monkeypatch, tmp_path, name, script):
     """The recipe submits the job script, and the job script hands every flag to the trainer."""
-    (call,) = launch(name, "--steps", "3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
+    (call,) = launch(name, "--steps 3", MODEL="small model", JUDGE="small model", OUT="runs/small", DATA="d",
                      EVAL_DATA="e",
                      LAUNCH=f"sbatch --nodes 2 --gpus-per-node 8 launch/train.slurm train_{script}_vl.py")
-    assert call[:6] == ["sbatch", "--nodes", "2", "--gpus-per-node", "8", "launch/train.slurm"]
+    assert call[:6] == words("sbatch", "--nodes 2 --gpus-per-node 8 launch/train.slurm")
     (step,) = launch("train.slurm", *call[6:], SLURM_JOB_ID="5", SLURM_NNODES="2", SLURM_JOB_NAME="train",
                      SLURM_GPUS_ON_NODE="8", MASTER_ADDR="node")
     assert step[0] == "srun"
@@ -162,16 +164,19 @@ def test_a_job_needs_its_script(tmp_path):
     assert "the first argument must be the script" in (tmp_path / "logs" / "train-5.out").read_text()
 
 
+OURS = {name for script in (ppo, grm) for name in list_fields(script.Args)}
+OF_OTHERS = """help config
+standalone nproc_per_node nnodes rdzv_backend rdzv_endpoint rdzv_id max_restarts
+nodes gpus-per-node time partition signal output open-mode job-name ntasks-per-node requeue exclusive cpus-per-task array
+export wait nv
+quiet disable-pip-version-check no-deps version logdir
+critic words fetch imitation_coef task gpus gib versions
+"""  # torchrun, SLURM and apptainer, pip and tensorboard, real_words.sh, launch/toy.py, launch/plan.py, tests/run.sh
+
+
 def test_no_launch_file_speaks_of_a_flag_that_is_not_there():
     """In comments, too."""
-    known = {"help", "config"}
-    for script in (ppo, grm):
-        known |= {name for group in script.Args.__dataclass_fields__.values() for name in group.type.__dataclass_fields__}
-    known |= {"standalone", "nproc_per_node", "nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}                # torchrun
-    known |= {"nodes", "gpus-per-node", "time", "partition", "signal", "output", "open-mode", "job-name",
-              "ntasks-per-node", "requeue", "exclusive", "cpus-per-task", "array", "export", "wait", "nv"}   # slurm, apptainer
-    known |= {"quiet", "disable-pip-version-check", "no-deps", "version", "logdir"}                           # pip, tensorboard
-    known |= {"critic", "words", "fetch", "imitation_coef", "task"}          # of real_words.sh, tests/experiments, and launch/toy.py
+    known = OURS | set(OF_OTHERS.split())
     for name in RECIPES:
         text = (ROOT / "launch" / name).read_text()
         assert not set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)) - known, name
@@ -197,9 +202,9 @@ def test_a_build_for_cpus_is_installed_where_there_is_one_and_no_gpu(tmp_path, g
     done = subprocess.run(["bash", "-c", "set -euo pipefail; source launch/setup.sh pytest"], cwd=tmp_path,
                           env={"PATH": str(tmp_path / "bin")}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    words = (tmp_path / "noted").read_text().split()
-    assert words[-1] == "pytest"
-    assert [word for word in words if word.startswith("torch")] == wanted
+    asked = (tmp_path / "noted").read_text().split()
+    assert asked[-1] == "pytest"
+    assert [word for word in asked if word.startswith("torch")] == wanted
 
 
 READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md")
@@ -208,11 +213,7 @@ READMES = ("README.md", "common/README.md", "launch/README.md", "tests/README.md
 def test_the_readmes_name_what_is_there():
     """Every file, every flag but those of other programs, and in the table of parity every test."""
     text = "\n".join((ROOT / name).read_text() for name in READMES)
-    known = {"config", "help", "nproc_per_node", "nnodes", "max_restarts", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
-    known |= {"gpus", "gib", "versions", "critic", "words", "task"}  # launch/plan.py, tests/run.sh, real_words.sh, launch/toy.py
-    for script in (ppo, grm):
-        for group in script.Args.__dataclass_fields__.values():
-            known |= group.type.__dataclass_fields__.keys()
+    known = OURS | set(OF_OTHERS.split())
     ours = text[:text.index("## Benchmarks")] + text[text.index("## Parity"):]
     ours = [line for line in ours.splitlines() if "sbatch" not in line and "scancel" not in line]
     ours = "\n".join(ours).replace("--remote_*", "")

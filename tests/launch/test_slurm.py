@@ -1,7 +1,6 @@
 """Many nodes: launch/train.slurm on a SLURM cluster of two nodes that this file starts on this machine, and two torchrun
 agents without SLURM. Everything talks over the loopback interface; what was started is ended by its process id."""
 
-import json
 import os
 import re
 import shutil
@@ -13,13 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, read_json, words
 from test_checkpoint import (ALGORITHMS, REWARD, assert_bitwise, clean_environment, flags, steps, task,  # noqa: F401
                              undisturbed)
 
 pytestmark = pytest.mark.slow
 
-PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "munged")
+PROGRAMS = "slurmctld slurmd sbatch srun scontrol scancel munged".split()
 SLOW = '''
 
 def slow(*arguments):
@@ -92,7 +91,7 @@ def install_slurm() -> None:
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip(f"{', '.join(missing)} not installed, and only root can install them, by apt-get")
-    command = ["apt-get", "install", "-y", "--no-install-recommends", "slurmctld", "slurmd", "slurm-client", "munge"]
+    command = "apt-get install -y --no-install-recommends slurmctld slurmd slurm-client munge".split()
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     for attempt in (command, ["apt-get", "update"], command):        # a fresh machine has no package lists
         result = subprocess.run(attempt, capture_output=True, text=True, env=environment, timeout=120)
@@ -115,8 +114,8 @@ def cluster(tmp_path_factory):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"                  # the torchrun of this Python
     environment = clean_environment(SLURM_CONF=str(folder / "slurm.conf"), PATH=path, **LOOPBACK)
     munge = [f"--{name}={folder}/munge.{name}" for name in ("key-file", "socket", "pid-file", "log-file", "seed-file")]
-    commands = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D"], ["slurmd", "-D", "-N", "n1"],
-                ["slurmd", "-D", "-N", "n2"]]
+    commands = [["munged", "--foreground", "--force", *munge], "slurmctld -D".split(), "slurmd -D -N n1".split(),
+                "slurmd -D -N n2".split()]
     daemons = []
     try:
         for number, command in enumerate(commands):
@@ -137,8 +136,8 @@ def cluster(tmp_path_factory):
                 daemon.kill()
 
 
-def ask(environment: dict[str, str], *command: str) -> str:
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30)
+def ask(environment: dict[str, str], *command: str | Path) -> str:
+    result = subprocess.run(words(*command), env=environment, capture_output=True, text=True, timeout=30)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -147,8 +146,8 @@ def test_slurm_job_is_preempted_and_goes_on(cluster, slow_flags, undisturbed, tm
     """Submit, two nodes train together, USR1, requeue, resume: the same metrics and weights as an undisturbed run's."""
     (tmp_path / "train_ppo_vl.py").symlink_to(ROOT / "train_ppo_vl.py")
     out = tmp_path / "run"
-    job = ask(cluster, "sbatch", "--parsable", "--nodes", "2", "--chdir", str(tmp_path),
-              str(ROOT / "launch" / "train.slurm"), "train_ppo_vl.py", *slow_flags(out)).strip()
+    job = ask(cluster, "sbatch", "--parsable --nodes 2 --chdir", tmp_path, ROOT / "launch" / "train.slurm",
+              "train_ppo_vl.py", *slow_flags(out)).strip()
     told = lambda: "\n".join(path.read_text() for path in sorted((tmp_path / "logs").glob("*")))  # noqa: E731
     state = lambda: ask(cluster, "scontrol", "show", "job", job)  # noqa: E731
 
@@ -202,10 +201,10 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_
     (tmp_path / "env.sh").write_text(SETUP)
     (tmp_path / "inside.sh").write_text(CONTAINER)
     environment = cluster | {"SETUP": "env.sh", "CONTAINER": "bash inside.sh", "NOTES": str(tmp_path / "notes")}
-    job = ask(environment, "sbatch", "--parsable", "--nodes", "2", "--array", "3", "--cpus-per-task", "2", "--chdir", str(tmp_path),
-              str(ROOT / "launch" / "train.slurm"), "train_grm_vl.py", "--seed", "%a",
-              "--model", str(qwen25), "--data", str(tmp_path / "rows.jsonl"), "--steps", "3", "--prompts_per_step", "1",
-              "--max_prompt_tokens", "128", "--max_tokens_per_pack", "256", "--out", f"{tmp_path}/run-%a").strip()
+    job = ask(environment, "sbatch", "--parsable --nodes 2 --array 3 --cpus-per-task 2 --chdir", tmp_path,
+              ROOT / "launch" / "train.slurm", "train_grm_vl.py", "--model", qwen25, "--data", tmp_path / "rows.jsonl",
+              "--steps 3 --prompts_per_step 1 --max_prompt_tokens 128 --max_tokens_per_pack 256 --seed %a "
+              "--out", f"{tmp_path}/run-%a").strip()
     states = lambda: re.findall(r"JobState=(\w+)", ask(cluster, "scontrol", "show", "job", job))  # noqa: E731
     try:
         wait_for(lambda: set(states()) <= {"COMPLETED", "FAILED"}, 200, "end of the jobs")
@@ -214,7 +213,7 @@ def test_an_array_of_supervised_runs_as_a_cluster_wants_it(cluster, qwen25, tmp_
     finally:
         subprocess.run(["scancel", job], env=cluster)
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"train-{job}_3.out", f"train-{job}_3-0.log"}
-    assert json.loads((tmp_path / "run-3" / "args.json").read_text())["seed"] == 3
+    assert read_json(tmp_path / "run-3" / "args.json")["seed"] == 3
     assert (tmp_path / "run-3" / "export" / "step-3" / "model.safetensors").exists()
     cpus = min(2, os.cpu_count())
     notes = (tmp_path / "notes").read_text().splitlines()
@@ -234,10 +233,9 @@ def children(pid: int) -> list[int]:
 def test_a_lost_node_comes_back(slow_flags, undisturbed, tmp_path):  # noqa: F811
     """The node that does not host the rendezvous dies, agent and worker; its agent is started again: it goes on."""
     out, port = tmp_path / "run", free_ports(1)[0]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1",
-               "--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_endpoint", f"127.0.0.1:{port}",
-               "--rdzv_id", "test", "--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=2",
-               str(ROOT / "train_ppo_vl.py"), *slow_flags(out)]
+    command = words(sys.executable, "-m", "torch.distributed.run", "--rdzv_endpoint", f"127.0.0.1:{port}",
+                    "--nnodes 2 --nproc_per_node 1 --max_restarts 3 --rdzv_backend c10d --rdzv_id test "
+                    "--rdzv_conf keep_alive_interval=1,keep_alive_max_attempt=2", ROOT / "train_ppo_vl.py", *slow_flags(out))
     environment = clean_environment(**LOOPBACK, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     agents = []
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, words
 
 import smoke
 
@@ -23,7 +23,7 @@ def run_smoke(folder: Path) -> subprocess.CompletedProcess:
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     environment = {key: value for key, value in os.environ.items() if key not in own}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", str(folder / "launch" / "smoke.sh"), "--out", str(folder / "out")]
+    command = words("bash", folder / "launch" / "smoke.sh", "--out", folder / "out")
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
 
 
@@ -51,7 +51,7 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     start = smoke.start
     monkeypatch.setattr(smoke, "start", lambda name, out, ranks, *rest, **more: start(name, out, 1, *rest, **more))
     monkeypatch.setattr(smoke.check_kernels, "main", lambda argv: 0)
-    assert smoke.main(["--out", str(tmp_path / "out"), "--min_new_tokens", "9"]) == 1
+    assert smoke.main(words("--out", tmp_path / "out", "--min_new_tokens 9")) == 1
     told = capsys.readouterr().out
     assert "\nFAIL; " in told
     assert "sdpa: exit code 2; see" in told
@@ -66,7 +66,7 @@ def test_gpus_that_torch_cannot_use_are_a_failure(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(smoke.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(smoke.torch.cuda, "device_count", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert smoke.main(["--out", str(tmp_path / "out")]) == 1
+    assert smoke.main(words("--out", tmp_path / "out")) == 1
     assert capsys.readouterr().out.endswith("FAIL\n")
     assert not (tmp_path / "out" / "task").exists()
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import words
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -17,7 +18,7 @@ KINDS = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 def write(folder: Path, *flags: str) -> Path:
-    toy.main(["--out", str(folder), "--warm_start_steps", "0", "--train", "128", "--eval", "64", *flags])
+    toy.main(words("--out", folder, "--warm_start_steps 0 --train 128 --eval 64", *flags))
     return folder
 
 
@@ -80,7 +81,7 @@ def test_rows_have_short_answers_and_pictures_of_their_own(folder):
 
 def test_who_ignores_the_picture_scores_at_chance(tmp_path):
     """The best constant answer per question text, fitted to eval itself, is right in 1 of (number of answers)."""
-    rows = read(write(tmp_path / "toy", "--train", "1", "--eval", "256"), "eval")
+    rows = read(write(tmp_path / "toy", "--train 1 --eval 256"), "eval")
     answers = defaultdict(Counter)
     for row in rows:
         answers[row["prompt"]][row["answer"]] += 1
@@ -93,8 +94,8 @@ def test_who_ignores_the_picture_scores_at_chance(tmp_path):
 
 
 def test_seed_determines_every_byte(tmp_path):
-    first, second = (write(tmp_path / name, "--seed", "3") for name in "ab")
-    other = write(tmp_path / "c", "--seed", "4")
+    first, second = (write(tmp_path / name, "--seed 3") for name in "ab")
+    other = write(tmp_path / "c", "--seed 4")
     names = sorted(str(path.relative_to(first)) for path in first.rglob("*") if path.is_file())
     assert names == sorted(str(path.relative_to(second)) for path in second.rglob("*") if path.is_file())
     for name in names:
@@ -115,7 +116,7 @@ def test_mixed_rows(tmp_path):
 
 def test_warm_start_moves_every_weight(tmp_path):
     folder = tmp_path / "toy"
-    write(folder, "--warm_start_steps", "2")
+    write(folder, "--warm_start_steps 2")
     model = AutoModelForImageTextToText.from_pretrained(folder / "model")
     fresh = toy.make_model("qwen2_5_vl", toy.make_tokenizer(), seed=0)
     for (name, weight), start in zip(model.named_parameters(), fresh.parameters()):
@@ -124,7 +125,7 @@ def test_warm_start_moves_every_weight(tmp_path):
 
 def test_folder_in_use_is_refused(folder, capsys):
     with pytest.raises(SystemExit) as error:
-        toy.main(["--out", str(folder)])
+        toy.main(words("--out", folder))
     assert error.value.code == 2
     assert "exists: remove it" in capsys.readouterr().err
 
@@ -134,7 +135,7 @@ def test_folder_in_use_is_refused(folder, capsys):
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("describe") / "toy", "--task", "describe")
+    return write(tmp_path_factory.mktemp("describe") / "toy", "--task describe")
 
 
 def test_descriptions_name_what_is_drawn(described):
