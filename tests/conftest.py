@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ def rounding(additions: int) -> float:
     return additions * torch.finfo(torch.float32).eps
 
 
+Tensors = dict[str, torch.Tensor]  # by name
 ROUNDING = rounding(128)  # in float32, of the tiny models: their matrix products sum up to 128 terms
 
 
@@ -201,6 +203,11 @@ def read_json(path: Path) -> dict:
     return json.loads(path.read_text())
 
 
+def table(text: str) -> list[list[str]]:
+    """The rows of a text whose columns stand between bars."""
+    return [re.split(r" +\| *", row) for row in text.strip("\n").splitlines()]
+
+
 def write_rows(path: Path, rows: list[dict]) -> str:
     """Write a JSONL file; its path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -226,7 +233,7 @@ def assert_same_records(one: list[dict], other: list[dict]) -> None:
     assert list(map(reproducible, one)) == list(map(reproducible, other))
 
 
-def same_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same_tensors(one: Tensors, other: Tensors) -> bool:
     """Whether names and values are the same in every bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 

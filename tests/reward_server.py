@@ -23,22 +23,22 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from PIL import Image
 
-LIES = {
-    "short": lambda rewards: {"rewards": rewards[:-1]},
-    "long": lambda rewards: {"rewards": rewards + [0.0]},
-    "nan": lambda rewards: {"rewards": [float("nan")] * len(rewards)},
-    "infinite": lambda rewards: {"rewards": [float("inf")] * len(rewards)},
-    "strings": lambda rewards: {"rewards": [str(reward) for reward in rewards]},
-    "null": lambda rewards: {"rewards": [None] * len(rewards)},
-    "number": lambda rewards: {"rewards": 1.0},
-    "missing": lambda rewards: {"scores": rewards},
-    "list": lambda rewards: rewards,
-    "component": lambda rewards: {"rewards": rewards, "style": rewards[:-1]},
-    "message": lambda rewards: {"rewards": rewards, "comment": "well done"},
-    "both": lambda rewards: {"rewards": rewards, "reward": rewards},
-    "text": lambda rewards: "<html>busy</html>",
-    "empty": lambda rewards: "",
-}
+LIES = dict(
+    short=lambda rewards: {"rewards": rewards[:-1]},
+    long=lambda rewards: {"rewards": rewards + [0.0]},
+    nan=lambda rewards: {"rewards": [float("nan")] * len(rewards)},
+    infinite=lambda rewards: {"rewards": [float("inf")] * len(rewards)},
+    strings=lambda rewards: {"rewards": [str(reward) for reward in rewards]},
+    null=lambda rewards: {"rewards": [None] * len(rewards)},
+    number=lambda rewards: {"rewards": 1.0},
+    missing=lambda rewards: {"scores": rewards},
+    list=lambda rewards: rewards,
+    component=lambda rewards: {"rewards": rewards, "style": rewards[:-1]},
+    message=lambda rewards: {"rewards": rewards, "comment": "well done"},
+    both=lambda rewards: {"rewards": rewards, "reward": rewards},
+    text=lambda rewards: "<html>busy</html>",
+    empty=lambda rewards: "",
+)
 
 
 def score(batch: dict) -> dict[str, list[float]]:

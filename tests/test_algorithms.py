@@ -109,7 +109,7 @@ def expected(name: str, scores: list[float], kl: list[list[float]], lengths: lis
     return whitened(rows) if name == "reinforce_baseline" else rows
 
 
-ESTIMATORS = ["reinforce", "reinforce++", "reinforce_baseline", "grpo", "group_norm", "dr_grpo", "rloo", "remax", "opo", "gpg", "cpgd"]
+ESTIMATORS = "reinforce reinforce++ reinforce_baseline grpo group_norm dr_grpo rloo remax opo gpg cpgd".split()
 
 
 @pytest.mark.parametrize("kl_in", ["reward", "loss"])
@@ -235,7 +235,7 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
     return model.lm_head.weight.grad
 
 
-CLIPS = {"ppo": (0.2, 0.2), "gspo": (3e-4, 4e-4), "cpgd": (0.2, 0.2), "gmpo": (0.4, 0.4), "cispo": (1.0, 4.0), "sapo": (0, 0)}
+CLIPS = dict(ppo=(0.2, 0.2), gspo=(3e-4, 4e-4), cpgd=(0.2, 0.2), gmpo=(0.4, 0.4), cispo=(1.0, 4.0), sapo=(0, 0))
 
 
 def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, reference=None) -> torch.Tensor:
@@ -338,7 +338,7 @@ def test_value_kl_and_entropy_terms_keep_truncated_responses(env):
             flat = [torch.cat([part.flatten() for part in gradient.values()]) for gradient in actor.gradients]
             plain, kl, entropy = flat
             value = torch.cat([part.flatten() for part in critic.gradients[0].values()])
-            by_mask.append({"plain": plain, "kl": kl - plain, "entropy": entropy - plain, "value": value})
+            by_mask.append(dict(plain=plain, kl=kl - plain, entropy=entropy - plain, value=value))
     whole, masked = by_mask
     assert (whole["plain"] - masked["plain"]).norm() > 0.1 * whole["plain"].norm()
     for name in ("kl", "entropy", "value"):

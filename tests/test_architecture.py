@@ -18,18 +18,19 @@ BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.compre
 SIZES = {"product": 64_500, "train_ppo_vl.py": 9_200, "train_grm_vl.py": 3_200, "file": 2_360}
 
 # The rooms of common/, from the ground up, and which of those before it each may open.
-ROOMS = {
-    "losses": (),
-    "logprobs": (),
-    "distributed": (),
-    "flags": ("distributed",),
-    "buffers": ("distributed",),
-    "logging": ("distributed", "flags"),
-    "data": ("distributed", "flags", "buffers"),
-    "model": ("losses", "logprobs", "distributed", "flags", "buffers", "logging", "data"),
-    "rewards": ("losses", "distributed", "flags", "buffers", "data", "model"),
-    "envs": ("distributed", "flags", "buffers", "data", "model"),
-}
+TABLE = """\
+losses
+logprobs
+distributed
+flags        distributed
+buffers      distributed
+logging      distributed flags
+data         distributed flags buffers
+model        losses logprobs distributed flags buffers logging data
+rewards      losses distributed flags buffers data model
+envs         distributed flags buffers data model
+"""
+ROOMS = {room: set(opened) for room, *opened in map(str.split, TABLE.splitlines())}
 FLOORS = 9  # of modules, the scripts on top
 DOORS = ("common.data", "common.rewards")
 
@@ -80,12 +81,12 @@ def test_rooms_open_only_what_is_below_them(modules):
     for module, tree in modules.items():
         rooms = {room_of(name) for name in imported(module, tree)} - {"", room_of(module)}
         if room_of(module):
-            assert rooms <= set(ROOMS[room_of(module)]), module
+            assert rooms <= ROOMS[room_of(module)], module
         roots = {name.split(".")[0] for name in imported(module, tree)}
         assert module == "launch.plan" or not roots & {"launch", "tests", "train_ppo_vl", "train_grm_vl"}, module
     before = set()
     for room, opened in ROOMS.items():
-        assert set(opened) <= before, room
+        assert opened <= before, room
         before.add(room)
     assert {room_of(module) for module in modules} - {""} == set(ROOMS)
 

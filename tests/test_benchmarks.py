@@ -69,16 +69,16 @@ def test_scale_counts_the_weights_of_transformers_own_model():
 
     for name in ("3B", "7B"):
         hidden, inner, layers, heads, kv_heads, vocabulary, tied, vision_inner = scale.MODELS[name]
-        text = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
-                "num_key_value_heads": kv_heads, "vocab_size": vocabulary,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
-        vision = {
-            "depth": 32,
-            "hidden_size": 1280,
-            "intermediate_size": vision_inner,
-            "num_heads": 16,
-            "out_hidden_size": hidden,
-        }
+        text = dict(hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+                    num_key_value_heads=kv_heads, vocab_size=vocabulary,
+                    rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]})
+        vision = dict(
+            depth=32,
+            hidden_size=1280,
+            intermediate_size=vision_inner,
+            num_heads=16,
+            out_hidden_size=hidden,
+        )
         config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, tie_word_embeddings=tied)
         with torch.device("meta"):
             model = AutoModelForImageTextToText.from_config(config)

@@ -414,7 +414,7 @@ def naive_row(samples: Batch, blocks, positions, image: int) -> dict[str, list]:
             start, previous, step = len(row["input_ids"]), prompt_end - 1, 0
             for token, is_own, place in talks[i]:
                 if is_own:
-                    target = {"predict": previous, "targets": token, "flat": starts[i] + step, "sample": i, "step": step}
+                    target = dict(predict=previous, targets=token, flat=starts[i] + step, sample=i, step=step)
                     for name, value in target.items():
                         row[name].append(value)
                     step += 1

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import ranks
 import torch
-from conftest import read_json, read_rows, user_error, words
+from conftest import read_json, read_rows, table, user_error, words
 from transformers import AutoModelForImageTextToText
 
 import train_grm_vl as grm
@@ -129,50 +129,50 @@ def test_a_flag_reaches_its_field():
 
 
 # ------------------------------------------------------------------------------------------------ refusals
-REFUSED = {
-    "--nonsense 1": "unrecognized arguments: --nonsense 1",
-    "--step 5": "unrecognized arguments: --step 5; did you mean --steps?",                            # no abbreviations
-    "--actor_rl 1 --samples_per_promt 2": "did you mean --actor_lr, --samples_per_prompt?",
-    "stray": "unrecognized arguments: stray",
-    "--steps": "--steps: expected one argument",
-    "--steps 1.5": "--steps: invalid int value: '1.5'",
-    "--gamma nan": "nan is not a finite number",
-    "--actor_lr inf": "inf is not a finite number",
-    "--actor_lr one": "--actor_lr: invalid finite_float value: 'one'",
-    "--advantage ppo": "invalid choice: 'ppo'",
-    "--steps 0": "--steps 0 must be at least 1",
-    f"--seed {10**23}": f"--seed {10**23} must be at least 0 and at most 4294967295",
-    "--timeout 1e18": "--timeout 1e+18 must be at least 1e-06 and at most 10000000",
-    "--gamma 1.5": "--gamma 1.5 must be at least 0 and at most 1",
-    "--temperature 0": "--temperature 0.0 must be at least 1e-06",
-    "--prompts_per_step 10 --minibatches 4": "--minibatches 4 must divide --prompts_per_step 10",
-    "--prompts_per_step 10 --rollouts_per_step 4": "--rollouts_per_step 4 must divide --prompts_per_step 10",
-    "--rollouts_per_step 4 --dynamic_sampling 3": "--rollouts_per_step 4 exceeds --dynamic_sampling 3",
-    "--advantage grpo --samples_per_prompt 1": "--samples_per_prompt 1 must be at least 2",
-    "--advantage grpo --critic_lr 1e-5": "--advantage grpo has no critic: leave out --critic_lr",
-    "--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9": "has no critic: leave out --gae_lambda, --value_clip",
-    "--advantage grpo --critic_warmup_steps 2": "--critic_warmup_steps",
-    "--freezing_actor_steps 2": "did you mean --critic_warmup_steps?",
-    "--reference_model m": "--reference_model is of no use without a --kl_coef above 0",
-    "--reference_every 5": "--reference_every is of no use without a --kl_coef above 0",
-    "--reference_every 5 --kl_coef 0.1 --lora_rank 4": "--reference_every and --lora_rank: choose one",
-    "--kl_target 0.1": "--kl_target is of no use without a --kl_coef above 0",
-    "--kl_coef 0.1 --kl_target 0.1 --kl_horizon 20": "--kl_horizon",        # 128 samples would turn the weight negative
-    "--min_new_tokens 9 --max_new_tokens 8": "--min_new_tokens 9 exceeds --max_new_tokens 8",
-    "--dual_clip 1": "--dual_clip 1.0 must be above 1, or 0",
-    "--max_tokens_per_pack 4607": "--max_prompt_tokens + --max_new_tokens = 4608",
-    "--min_pixels 9 --max_pixels 8": "--min_pixels 9 exceeds --max_pixels 8",
-    "--eval_only": "--eval_only needs --eval_data",
-    "--row_kind judgements --system_prompt x": "--system_prompt is for --row_kind prompts",
-    "--ptx_data p.jsonl": "--ptx_data and a --ptx_coef above 0 are needed together",
-    "--ptx_coef 0.1": "--ptx_data and a --ptx_coef above 0 are needed together",
-    "--stop_strings [1]": "not a JSON list of non-empty strings",
-    "--stop_strings end": "not a JSON list of non-empty strings",
-    "--stop_strings [\"\"]": "not a JSON list of non-empty strings",
-    "--data a.jsonl:0.5,b.jsonl": "--data a.jsonl:0.5,b.jsonl: ",
-    "--reward nonsense": "--reward nonsense: expected one of",
-    "--reward no/such.py:f": "--reward no/such.py:f: expected one of",
-}
+REFUSED = dict(table("""
+--nonsense 1                                  | unrecognized arguments: --nonsense 1
+--step 5                                      | unrecognized arguments: --step 5; did you mean --steps?
+--actor_rl 1 --samples_per_promt 2            | did you mean --actor_lr, --samples_per_prompt?
+stray                                         | unrecognized arguments: stray
+--steps                                       | --steps: expected one argument
+--steps 1.5                                   | --steps: invalid int value: '1.5'
+--gamma nan                                   | nan is not a finite number
+--actor_lr inf                                | inf is not a finite number
+--actor_lr one                                | --actor_lr: invalid finite_float value: 'one'
+--advantage ppo                               | invalid choice: 'ppo'
+--steps 0                                     | --steps 0 must be at least 1
+--seed 100000000000000000000000               | --seed 100000000000000000000000 must be at least 0 and at most 4294967295
+--timeout 1e18                                | --timeout 1e+18 must be at least 1e-06 and at most 10000000
+--gamma 1.5                                   | --gamma 1.5 must be at least 0 and at most 1
+--temperature 0                               | --temperature 0.0 must be at least 1e-06
+--prompts_per_step 10 --minibatches 4         | --minibatches 4 must divide --prompts_per_step 10
+--prompts_per_step 10 --rollouts_per_step 4   | --rollouts_per_step 4 must divide --prompts_per_step 10
+--rollouts_per_step 4 --dynamic_sampling 3    | --rollouts_per_step 4 exceeds --dynamic_sampling 3
+--advantage grpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
+--advantage grpo --critic_lr 1e-5             | --advantage grpo has no critic: leave out --critic_lr
+--advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9 | has no critic: leave out --gae_lambda, --value_clip
+--advantage grpo --critic_warmup_steps 2      | --critic_warmup_steps
+--freezing_actor_steps 2                      | did you mean --critic_warmup_steps?
+--reference_model m                           | --reference_model is of no use without a --kl_coef above 0
+--reference_every 5                           | --reference_every is of no use without a --kl_coef above 0
+--reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every and --lora_rank: choose one
+--kl_target 0.1                               | --kl_target is of no use without a --kl_coef above 0
+--kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
+--min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
+--dual_clip 1                                 | --dual_clip 1.0 must be above 1, or 0
+--max_tokens_per_pack 4607                    | --max_prompt_tokens + --max_new_tokens = 4608
+--min_pixels 9 --max_pixels 8                 | --min_pixels 9 exceeds --max_pixels 8
+--eval_only                                   | --eval_only needs --eval_data
+--row_kind judgements --system_prompt x       | --system_prompt is for --row_kind prompts
+--ptx_data p.jsonl                            | --ptx_data and a --ptx_coef above 0 are needed together
+--ptx_coef 0.1                                | --ptx_data and a --ptx_coef above 0 are needed together
+--stop_strings [1]                            | not a JSON list of non-empty strings
+--stop_strings end                            | not a JSON list of non-empty strings
+--stop_strings [""]                           | not a JSON list of non-empty strings
+--data a.jsonl:0.5,b.jsonl                    | --data a.jsonl:0.5,b.jsonl:
+--reward nonsense                             | --reward nonsense: expected one of
+--reward no/such.py:f                         | --reward no/such.py:f: expected one of
+"""))  # no abbreviations; a horizon below a step's 128 samples would turn the weight of the KL negative
 
 
 @pytest.mark.parametrize("line", REFUSED)
@@ -188,31 +188,30 @@ def test_refused_before_the_process_group(monkeypatch, line):
     assert "unrecognized" in str(refusal.value) or "did you mean" not in str(refusal.value)
 
 
-FOREIGN = [
-    # script, what TRL, verl, OpenRLHF or LightRFT would take, our flags
-    (ppo, "--learning_rate 1e-6", "--actor_lr"),
-    (grm, "--learning_rate 1e-6", "--lr"),
-    (ppo, "--lr 1e-6", "--actor_lr"),
-    (grm, "--actor_lr 1e-6", "--lr"),
-    (ppo, "--max_completion_length 512", "--max_new_tokens"),
-    (grm, "--max_completion_length 512", "--eval_max_new_tokens"),
-    (ppo, "--beta 0.04", "--kl_coef"),
-    (ppo, "--epsilon 0.2", "--clip_high, --clip_low"),
-    (ppo, "--num_train_epochs 3", "--steps"),
-    (grm, "--num_train_epochs 3", "--max_epochs"),
-    (ppo, "--output-dir runs/x", "--out"),
-    (ppo, "actor_rollout_ref.actor.optim.lr=1e-6", "--actor_lr"),
-    (ppo, "actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo", "--advantage, --samples_per_prompt"),
-    (ppo, "--init_kl_coef 0.01 --pretrain m", "--kl_coef, --model"),
-    (ppo, "--actor-lr 1e-6", "--actor_lr"),
-    (ppo, "--temp 1", "--temperature"),
-]
+FOREIGN = table("""
+ppo | --learning_rate 1e-6                  | --actor_lr
+grm | --learning_rate 1e-6                  | --lr
+ppo | --lr 1e-6                             | --actor_lr
+grm | --actor_lr 1e-6                       | --lr
+ppo | --max_completion_length 512           | --max_new_tokens
+grm | --max_completion_length 512           | --eval_max_new_tokens
+ppo | --beta 0.04                           | --kl_coef
+ppo | --epsilon 0.2                         | --clip_high, --clip_low
+ppo | --num_train_epochs 3                  | --steps
+grm | --num_train_epochs 3                  | --max_epochs
+ppo | --output-dir runs/x                   | --out
+ppo | actor_rollout_ref.actor.optim.lr=1e-6 | --actor_lr
+ppo | actor_rollout_ref.rollout.n=5 algorithm.adv_estimator=grpo | --advantage, --samples_per_prompt
+ppo | --init_kl_coef 0.01 --pretrain m      | --kl_coef, --model
+ppo | --actor-lr 1e-6                       | --actor_lr
+ppo | --temp 1                              | --temperature
+""")  # script, what TRL, verl, OpenRLHF or LightRFT would take, our flags
 
 
 @pytest.mark.parametrize("script, line, ours", FOREIGN)
 def test_names_of_other_systems_are_answered_with_ours(script, line, ours):
     with user_error(re.escape(f"unrecognized arguments: {line}; did you mean {ours}?")):
-        script.parse_args(line.split())
+        {"ppo": ppo, "grm": grm}[script].parse_args(line.split())
 
 
 def test_suggested_flags_exist():
@@ -292,19 +291,18 @@ def test_flags_that_are_no_contradiction():
 
 
 # ------------------------------------------------------------------------------------------------ --config
-@pytest.mark.parametrize("content, message", [
-    ('{"model": "m", "data": "d", "step": 3}', "unrecognized arguments: --step=3; did you mean --steps?"),
-    ('{"learning_rate": 1e-6}', "unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?"),
-    ('{"config": "other.json"}', "cannot name another one"),
-    ('["--steps", "3"]', "no JSON object"),
-    ("steps: 3", "Expecting value"),
-    (b"\xff\xfe\x00", "config"),
-    ('{"steps": 3.5}', "argument --steps: invalid int value: '3.5'"),
-    ('{"steps": true}', "argument --steps: expected one argument"),
-    ('{"gamma": NaN}', "argument --gamma: NaN is not a finite number"),
-    ('{"advantage": "ppo"}', "argument --advantage: invalid choice: 'ppo'"),
-    ('{"model": "m", "data": "d", "gamma": 3}', "--gamma 3.0 must be at least 0 and at most 1"),
-])
+@pytest.mark.parametrize("content, message", [(b"\xff\xfe\x00", "config"), *table("""
+{"model": "m", "data": "d", "step": 3}  | unrecognized arguments: --step=3; did you mean --steps?
+{"learning_rate": 1e-6}                 | unrecognized arguments: --learning_rate=1e-06; did you mean --actor_lr?
+{"config": "other.json"}                | cannot name another one
+["--steps", "3"]                        | no JSON object
+steps: 3                                | Expecting value
+{"steps": 3.5}                          | argument --steps: invalid int value: '3.5'
+{"steps": true}                         | argument --steps: expected one argument
+{"gamma": NaN}                          | argument --gamma: NaN is not a finite number
+{"advantage": "ppo"}                    | argument --advantage: invalid choice: 'ppo'
+{"model": "m", "data": "d", "gamma": 3} | --gamma 3.0 must be at least 0 and at most 1
+""")])
 def test_bad_config_file(tmp_path, content, message):
     path = tmp_path / "bad.json"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -393,7 +391,7 @@ def hub(qwen25, monkeypatch, tmp_path):
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self):
             if self.path.startswith("/api/models/someone/tiny/"):
-                files = [{"type": "file", "rfilename": path.name, "path": path.name, "size": path.stat().st_size, "oid": path.name}
+                files = [dict(type="file", rfilename=path.name, path=path.name, size=path.stat().st_size, oid=path.name)
                          for path in qwen25.iterdir()]
                 listing = files if "/tree/" in self.path else {"id": "someone/tiny", "sha": commit, "siblings": files}
                 body = json.dumps(listing).encode()

@@ -2,7 +2,6 @@
 it says, in two steps of a toy."""
 
 import importlib.util
-import json
 import os
 import statistics
 import subprocess
@@ -12,7 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, rounding
+from conftest import ROOT, read_rows, rounding
 from test_training import flags, task  # noqa: F401
 
 from common import losses
@@ -53,8 +52,7 @@ def run(qwen25, task, tmp_path):  # noqa: F811
         script.advance = see
         script.main(flags(qwen25, task, tmp_path / "run", "--steps 2 --save_every 0 --export_every 0 "
                           "--advantage grpo --samples_per_prompt 4", *more))
-        records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-        steps = [record for record in records if "rollout/reward" in record]
+        steps = [record for record in read_rows(tmp_path / "run" / "metrics.jsonl") if "rollout/reward" in record]
         assert len(steps) == len(batches) == 2
         return script, steps, batches
 

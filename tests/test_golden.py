@@ -60,7 +60,7 @@ def write(tmp_path, capfd):
         for path in (checkout, toy, tmp_path / "toy-hidden", tmp_path / "toy-hybrid"):
             path.mkdir(exist_ok=True)
         (toy / "train.jsonl").touch()
-        values = {"FLAGS": sorted(flags), "RESUMES": resumes, "DRIFT": drift, "PAUSE": pause}
+        values = dict(FLAGS=sorted(flags), RESUMES=resumes, DRIFT=drift, PAUSE=pause)
         settings = "".join(f"{name} = {value!r}\n" for name, value in values.items())
         for script in set(golden.SCRIPTS.values()):
             (checkout / script).write_text(settings + TRAINER)
@@ -108,7 +108,7 @@ def test_a_run_that_ends_before_the_kill_is_not_taken_for_a_killed_one(write, mo
 def fill(folder: Path, steps: dict[int, dict], **about: str) -> Path:
     folder.mkdir()
     golden.write_normal(steps, folder / "gae-1-whole.jsonl")
-    about = {"commit": folder.name, "toy": "t", "torch": "2", "transformers": "5"} | about
+    about = dict(commit=folder.name, toy="t", torch="2", transformers="5") | about
     (folder / "about.json").write_text(json.dumps(about))
     return folder
 

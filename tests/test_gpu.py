@@ -39,7 +39,7 @@ def attention_bounds(dtype: torch.dtype) -> dict[str, float]:
     """Relative errors that rounding explains, as launch/check_kernels.py has them: inputs of a product, scores and results
     are rounded, backwards three times as often; sums are of up to 400 numbers."""
     forward, backward = (check_kernels.explained(dtype, roundings, terms=400) for roundings in (4, 12))
-    return {"forward": forward, "dq": backward, "dk": backward, "dv": backward}
+    return dict(forward=forward, dq=backward, dk=backward, dv=backward)
 
 
 def explained_gap(layers: int) -> float:

@@ -17,8 +17,9 @@ import pytest
 import ranks
 import tokenizers
 import torch
-from conftest import (ROUNDING, assert_same_records, hugging_face, inputs_of, judge_settings, read_json, read_rows, records,
-                      reproducible, rounding, user_error, with_flags, words, write_image, write_rows)
+from conftest import (ROUNDING, assert_same_records, hugging_face, inputs_of, judge_settings, read_json, read_rows,
+                      records, reproducible, rounding, table, user_error, with_flags, words, write_image,
+                      write_rows)
 from safetensors.torch import load_file, save_file
 from test_checkpoint import die_at
 from test_training import Caught, distance
@@ -34,19 +35,20 @@ from common.data.loader import PromptLoader
 from common.data.processor import Processor
 from common.model import forward as vlm
 
-CRITIQUE = "{A} is red and {B} is not.\nSo"
-ROWS = [
-    {"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"},
-    {"prompt": "what is this?", "images": ["0.png"], "response": "no idea"},
-    {"messages": [{"role": "user", "content": "hello"}], "response": "hi", "source": "chat"},
-    {"prompt": "red", "images": ["1.png", "2.png"], "preferred": "A", "critique": CRITIQUE},
-    {"prompt": "how many?", "images": ["2.png"], "responses": ["one {response_b}", "two"], "preferred": "B"},
-    {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie", "source": "texts"},
-    {"question": "how many?", "images": ["1.png"], "response": "", "correct": False},
-    {"question": "how many?", "images": ["0.png"], "response": "3", "correct": True, "critique": "there are 3"},
-    {"question": "how many?", "images": ["1.png"], "response": "3", "score": 4.0},
-    {"prompt": "how many?", "images": [], "response": "3", "score": -1.5},
-]
+ROWS = [json.loads(line) for line in r"""
+{"prompt": "what is this?", "images": ["0.png"], "response": "a circle. <answer>yes</answer>"}
+{"prompt": "what is this?", "images": ["0.png"], "response": "no idea"}
+{"messages": [{"role": "user", "content": "hello"}], "response": "hi", "source": "chat"}
+{"prompt": "red", "images": ["1.png", "2.png"], "preferred": "A", "critique": "{A} is red and {B} is not.\nSo"}
+{"prompt": "how many?", "images": ["2.png"], "responses": ["one {response_b}", "two"], "preferred": "B"}
+{"prompt": "say a", "responses": ["a", "b"], "preferred": "tie", "source": "texts"}
+{"question": "how many?", "images": ["1.png"], "response": "", "correct": false}
+{"question": "how many?", "images": ["0.png"], "response": "3", "correct": true, "critique": "there are 3"}
+{"question": "how many?", "images": ["1.png"], "response": "3", "score": 4.0}
+{"prompt": "how many?", "images": [], "response": "3", "score": -1.5}
+""".strip().splitlines()]
+PAIR = ["A", "B", "tie"]
+VERDICTS = dict(pictures=PAIR, answers=PAIR, correct=["yes", "no"], score=["-1.5", "4"])
 # As published with LLaVA 1.5, with another image token: a space before the answer, no end token behind it.
 LLAVA = ("{% for message in messages %}{% if message['role'] != 'system' %}{{ message['role'].upper() + ': '}}{% endif %}"
          "{% for content in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<|image_pad|>\n' }}{% endfor %}"
@@ -237,17 +239,16 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
     assert sorted(scores) == list(range(len(examples)))
     frame = judgements.answer_frame(env.processor)
 
+    @torch.no_grad()
     def loss_of(example, target) -> float:
-        with torch.no_grad():
-            return float(oracle(**labelled(env, example, target)).loss) * len(target)
+        return float(oracle(**labelled(env, example, target)).loss) * len(target)
 
     for i, example in enumerate(examples):
         assert scores[i]["loss"] == pytest.approx(loss_of(example, example.target), rel=1e-4)
-        words = {"pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"],
-                 "score": ["-1.5", "4"], "response": []}[example.kind]
-        targets = [judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>") for word in words]
+        verdicts = VERDICTS.get(example.kind, [])
+        targets = [judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>") for word in verdicts]
         chances = torch.tensor([-loss_of(example, target) for target in targets]).softmax(0).tolist()
-        assert scores[i]["probabilities"] == pytest.approx(dict(zip(words, chances)), abs=1e-4)
+        assert scores[i]["probabilities"] == pytest.approx(dict(zip(verdicts, chances)), abs=1e-4)
 
 
 def test_generation_does_not_depend_on_batches(env, oracle):
@@ -379,8 +380,8 @@ def test_a_pair_is_asked_in_both_orders(env):
 def test_a_response_is_no_place_for_a_picture(env, task):
     """As in train_ppo_vl.py, which asks about whatever a policy says."""
     asked = [judgements.read_judgement(row, settings(), "given")[0] for row in (
-        {"question": "what <image>?", "images": ["0.png"], "response": "an <image>", "correct": True},
-        {"prompt": "what?", "images": ["0.png"], "responses": ["<video>", "b"], "preferred": "A"})]
+        dict(question="what <image>?", images=["0.png"], response="an <image>", correct=True),
+        dict(prompt="what?", images=["0.png"], responses=["<video>", "b"], preferred="A"))]
     texts = [judgements.judge_prompt(env.processor, settings(), ask, 0, "x", folder=str(task)).text for ask in asked]
     assert "Question: what <|vision_start|>" in texts[0]
     assert "Answer: an  \n" in texts[0]
@@ -399,28 +400,28 @@ def test_other_rows():
         judgements.read_judgement(row, replace(judge, which_answer="first"), "both")
 
 
-BAD_ROWS = [
-    ('{"prompt": "a"}', "needs a target"),
-    ('{"prompt": "a", "output": "b"}', "; the row has 'prompt', 'output'"),
-    ('{"query": "a", "response": "b"}', "needs one prompt; the row has 'query', 'response'"),
-    ('{"prompt": "a", "question": "a", "response": "b", "correct": true}', "one prompt"),
-    ('{"prompt": "a", "response": "b", "critique": "c"}', "field 'critique' beside 'response'"),
-    ('{"prompt": "a", "response": "b", "score": 1, "correct": true}', "field 'correct' beside 'score'"),
-    ('{"prompt": "a", "response": " "}', "a response that is not empty"),
-    ('{"prompt": "a", "response": [0], "correct": true}', "texts as response"),
-    ('{"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"}', "A, B or tie"),
-    ('{"prompt": "a", "images": ["0.png"], "preferred": "A"}', "two images or two responses"),
-    ('{"prompt": "a", "responses": ["b"], "preferred": "A"}', "two texts as responses"),
-    ('{"prompt": "a", "response": "b", "correct": "yes"}', "true or false"),
-    ('{"prompt": "a", "response": "b", "score": true}', "a finite number"),
-    ('{"prompt": "a", "response": "b", "score": 1e400}', "a finite number"),
-    ('{"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"}', "write {A} and {B}"),
-    ('{"prompt": "a", "images": ["none.png"], "response": "b"}', "no such image"),
-    ('{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"}', "2 images in the row's column for 3 places"),
-    ('{"prompt": "a", "response": "b<|im_end|>"}', "special token <|im_end|>"),
-    ('{"prompt": "a", "response": "LONG"}', "example too long"),
-    ('{"prompt": "LONG", "response": "b"}', "prompt too long"),
-]
+BAD_ROWS = table("""
+{"prompt": "a"}                            | needs a target
+{"prompt": "a", "output": "b"}             | the row has 'prompt', 'output'
+{"query": "a", "response": "b"}            | needs one prompt; the row has 'query', 'response'
+{"prompt": "a", "question": "a", "response": "b", "correct": true} | one prompt
+{"prompt": "a", "response": "b", "critique": "c"} | field 'critique' beside 'response'
+{"prompt": "a", "response": "b", "score": 1, "correct": true} | field 'correct' beside 'score'
+{"prompt": "a", "response": " "}           | a response that is not empty
+{"prompt": "a", "response": [0], "correct": true} | texts as response
+{"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | A, B or tie
+{"prompt": "a", "images": ["0.png"], "preferred": "A"} | two images or two responses
+{"prompt": "a", "responses": ["b"], "preferred": "A"} | two texts as responses
+{"prompt": "a", "response": "b", "correct": "yes"} | true or false
+{"prompt": "a", "response": "b", "score": true} | a finite number
+{"prompt": "a", "response": "b", "score": 1e400} | a finite number
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"} | write {A} and {B}
+{"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
+{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | 2 images in the row's column for 3 places
+{"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
+{"prompt": "a", "response": "LONG"}        | example too long
+{"prompt": "LONG", "response": "b"}        | prompt too long
+""")
 
 
 @pytest.mark.parametrize("row, message", BAD_ROWS)
@@ -437,8 +438,8 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
 
 def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     """And its responses may be numbers."""
-    rows = [{"question": "2 + 2?", "response": 4, "correct": True, "id": 7},
-            {"prompt": "2 + 2?", "responses": [4, 4.5], "preferred": "A", "by": {"whom": "me"}}]
+    rows = [dict(question="2 + 2?", response=4, correct=True, id=7),
+            dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"})]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
@@ -483,11 +484,10 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts():
-    words = ["A", "B", "tie"]
-    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", words) == "B"
-    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", words) == "A"
+    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", PAIR) == "B"
+    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", PAIR) == "A"
     for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
-        assert rules.parse_verdict(text, "last", words) is None, text
+        assert rules.parse_verdict(text, "last", PAIR) is None, text
     assert rules.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
     assert rules.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
 
@@ -518,9 +518,9 @@ def record(line: str) -> dict:
     """Of a line: row, kind, order, right answer, predicted answer ("-": none), and the probabilities of answers."""
     row, kind, order, right, predicted, *chances = line.split()
     probabilities = {word: float(chance) for word, _, chance in (pair.partition("=") for pair in chances)}
-    return {"info": {"row": row, "dataset": 0, "source": row[0], "kind": kind}, "order": order,
-            "gt_answer": None if right == "-" else right, "predicted_answer": None if predicted == "-" else predicted,
-            "probabilities": probabilities, "loss": 6.0, "tokens": 3, "generated_text": "a  Cat", "response_text": "a cat"}
+    return dict(info=dict(row=row, dataset=0, source=row[0], kind=kind), order=order,
+                gt_answer=None if right == "-" else right, predicted_answer=None if predicted == "-" else predicted,
+                probabilities=probabilities, loss=6.0, tokens=3, generated_text="a  Cat", response_text="a cat")
 
 
 JUDGED = """\
@@ -610,8 +610,8 @@ def test_evaluation_has_every_example_once(one_rank, env):
 def test_rows_of_prompt_and_response_are_all_it_takes(qwen25, tmp_path, capsys):
     """Supervised fine-tuning: no verdict anywhere, held-out loss and exact match, and no talk of chance. Who learned no
     judgements is no judge."""
-    shapes = ("circles", "squares", "stars", "rings")
-    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(shapes)]
+    shapes = "circles squares stars rings"
+    rows = [{"prompt": f"how many {shape}?", "response": str(n)} for n, shape in enumerate(shapes.split())]
     path, out = write_rows(tmp_path / "sft.jsonl", rows), tmp_path / "run"
     grm.main(words("--model", qwen25, "--data", path, "--eval_data", path, "--out", out,
                    "--steps 40 --lr 3e-3 --max_prompt_tokens 128 --prompts_per_step 4 --eval_max_new_tokens 4 "
@@ -700,13 +700,12 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
     folder = one_rank / "export" / "step-4"
     judge = read_json(folder / "judge.json")
     assert Processor(folder).files["judge"] == judge
-    assert {kind: settings["verdicts"] for kind, settings in judge["kinds"].items()} == {
-        "pictures": ["A", "B", "tie"], "answers": ["A", "B", "tie"], "correct": ["yes", "no"], "score": ["-1.5", "4"]}
+    assert {kind: settings["verdicts"] for kind, settings in judge["kinds"].items()} == VERDICTS
     assert judge["trained_on"] == ["answers", "correct", "pictures", "score"]
     kinds, summary = judge["held_out"]["kinds"], evaluation(one_rank, 4)["summary"]
     assert judge["held_out"]["step"] == 4
-    assert {kind: (of["chance"], of["count"]) for kind, of in kinds.items()} == {
-        "pictures": (0.5, 2), "answers": (0.5, 4), "correct": (0.5, 2), "score": (0.5, 2), "response": (1.0, 1)}
+    assert {kind: (of["chance"], of["count"]) for kind, of in kinds.items()} == dict(
+        pictures=(0.5, 2), answers=(0.5, 4), correct=(0.5, 2), score=(0.5, 2), response=(1.0, 1))
     assert sum(of["accuracy"] * of["count"] for of in kinds.values()) == pytest.approx(11 * summary["accuracy"])
     model = AutoModelForImageTextToText.from_pretrained(folder)
     assert load_file(folder / "model.safetensors").keys() == load_file(qwen25 / "model.safetensors").keys()
@@ -792,13 +791,14 @@ def test_passes_asked_for_are_not_the_steps_of_a_config(tmp_path):
     assert (steps(), steps("--max_epochs 1"), steps("--steps 7")) == (4, 2, 7)
 
 
-@pytest.mark.parametrize("line, message", [
-    ("--model= --data d.jsonl", "--model and --data are needed together"),
-    ("--model m --eval_only", "--eval_only needs --eval_data"),
-    ("--model m --data d --max_prompt_tokens 99999", "--max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384"),
-    ("--model m --data d --eval_data a:0.5,b:0.5", "its files have no weights"),
-    ("--model m --data d --system_instruction none.txt", "none.txt: no such file"),
-    ("--model m --data d --lr -1", "--lr -1.0 must be at least 0")])
+@pytest.mark.parametrize("line, message", table("""
+--model= --data d.jsonl                      | --model and --data are needed together
+--model m --eval_only                        | --eval_only needs --eval_data
+--model m --data d --max_prompt_tokens 99999 | --max_prompt_tokens 99999 exceeds --max_tokens_per_pack 16384
+--model m --data d --eval_data a:0.5,b:0.5   | its files have no weights
+--model m --data d --system_instruction none.txt | none.txt: no such file
+--model m --data d --lr -1                   | --lr -1.0 must be at least 0
+"""))
 def test_flags_are_refused(line, message):
     with user_error(message):
         grm.parse_args(line.split())

@@ -298,8 +298,8 @@ def test_value_loss_golden():
 
 
 def test_kl_golden_and_straight_through_gradients():
-    golden = {"k1": [.2, -.5, 0, -.5, .7], "k2": [.02, .125, 0, .125, .245], "abs": [.2, .5, 0, .5, .7],
-              "k3": [.01873076, .14872122, 0, .14872122, .1965853]}
+    golden = dict(k1=[.2, -.5, 0, -.5, .7], k2=[.02, .125, 0, .125, .245], abs=[.2, .5, 0, .5, .7],
+                  k3=[.01873076, .14872122, 0, .14872122, .1965853])
     for kind, values in golden.items():
         logp = LOGP.clone().requires_grad_()
         close(losses.kl_penalty(kind, logp, OLD), values)

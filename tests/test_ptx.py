@@ -4,25 +4,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, user_error,
-                      with_flags, words, write_rows)
+from conftest import (ROUNDING, computing, hugging_face, inputs_of, rounding, same_tensors, start, table, Tensors,
+                      user_error, with_flags, words, write_rows)
 from test_training import Caught, distance, fresh, gradient, take_gradients, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
 from common.model import forward as vlm
 
 
+ROWS = """\
+{"prompt": "what is it?", "images": ["train-1-0.png"], "response": "a red circle"}
+{"prompt": "count to three", "response": "one two three", "source": "text"}
+{"prompt": "compare <image> with <image>: which is larger?", "images": ["train-2-0.png", "train-2-1.png"], "response": "b"}
+{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"}, {"role": "user", "content": \
+[{"type": "image"}, {"type": "text", "text": "what is this?"}]}], "images": ["train-3-0.png"], "response": "it is blue"}
+{"prompt": "say yes", "images": [], "response": "yes"}
+"""
+
+
 @pytest.fixture(scope="module")
 def rows(task) -> Path:
     """ptx.jsonl beside the pictures of the task: 0, 1 and 2 images, a conversation."""
-    lines = [{"prompt": "what is it?", "images": ["train-1-0.png"], "response": "a red circle"},
-             {"prompt": "count to three", "response": "one two three", "source": "text"},
-             {"prompt": "compare <image> with <image>: which is larger?", "images": ["train-2-0.png", "train-2-1.png"], "response": "b"},
-             {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "good day"},
-                           {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]}],
-              "images": ["train-3-0.png"], "response": "it is blue"},
-             {"prompt": "say yes", "images": [], "response": "yes"}]
-    return Path(write_rows(task / "ptx.jsonl", lines))
+    (task / "ptx.jsonl").write_text(ROWS)
+    return task / "ptx.jsonl"
 
 
 def ptx(rows: Path, *more: str) -> list[str]:
@@ -42,7 +46,7 @@ def env(qwen25, picture_rows, rows):
     return start_text(qwen25, picture_rows, rows)
 
 
-def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, dict[str, torch.Tensor]]:
+def text_gradient(env, args: ppo.Args, picks: list[int]) -> tuple[float, Tensors]:
     """Loss and gradient of rows by the code under test."""
     drawn = [env.text.rows[k][0] for k in picks]
     env.text.coef, env.text.labels = args.rows.ptx_coef, args.rows.ptx_labels
@@ -156,11 +160,12 @@ def test_the_loss_falls(qwen25, rows, task, tmp_path):
     assert all(step["train/ptx_dropped"] == 0 for step in steps)
 
 
-@pytest.mark.parametrize("row, message", [
-    ('{"prompt": "a", "responses": ["b", "c"], "preferred": "A"}', "a judgement row .answers., expected prompt and response"),
-    ('{"prompt": "a"}', "a row needs a target"),
-    ('{"prompt": "a", "response": "LONG"}', "example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600"),
-    ('{"prompt": "a", "images": ["no.png"], "response": "b"}', ".*no.png")])
+@pytest.mark.parametrize("row, message", table("""
+{"prompt": "a", "responses": ["b", "c"], "preferred": "A"} | a judgement row .answers., expected prompt and response
+{"prompt": "a"}                     | a row needs a target
+{"prompt": "a", "response": "LONG"} | example too long: [0-9]+ tokens, [0-9]+ of them target; the limit is 600
+{"prompt": "a", "images": ["no.png"], "response": "b"} | .*no.png
+"""))
 def test_bad_rows_are_refused_at_the_start(qwen25, task, tmp_path, row, message):
     (tmp_path / "ptx.jsonl").write_text(row.replace("LONG", "b " * 700))
     with user_error(f"(?s)--ptx_data .*ptx.jsonl:1: {message}"):

@@ -5,14 +5,14 @@ import shutil
 
 import pytest
 import torch
-from conftest import ROUNDING, assert_same_records, read_json, same_tensors, start, user_error
+from conftest import ROUNDING, assert_same_records, read_json, same_tensors, start, Tensors, user_error
 from test_training import task, tensors, train  # noqa: F401
 
 
 KL = "--kl_coef 0.1 --actor_lr 1e-2 --save_every 1 --keep_last 9 --export_every 0"
 
 
-def role(folder, name: str) -> dict[str, torch.Tensor]:
+def role(folder, name: str) -> Tensors:
     """The weights of a role in a checkpoint, by their names in it."""
     start = f"{name}.model."
     return {key.removeprefix(start): value for key, value in tensors(folder).items() if key.startswith(start)}

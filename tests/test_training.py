@@ -18,7 +18,7 @@ import ranks
 import torch
 import torch.distributed as dist
 from conftest import (ROUNDING, assert_same_records, computing, hugging_face, inputs_of, logits_of, read_json, read_rows,
-                      records, reproducible, responses_of, rounding, same_tensors, start, take, token_logprobs,
+                      records, reproducible, responses_of, rounding, same_tensors, start, take, Tensors, token_logprobs,
                       user_error, with_flags, words, write_checkpoint, write_image, write_judge, write_rows)
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
@@ -141,7 +141,7 @@ def samples_of_steps(out: Path) -> list[dict]:
     return [row for path in sorted((out / "samples").glob("step-*.jsonl")) for row in read_rows(path)]
 
 
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
+def tensors(folder: Path) -> Tensors:
     """All tensors of a checkpoint folder by their key in the files."""
     return {key: value for file in sorted(folder.glob("*.safetensors")) for key, value in load_file(file).items()}
 
@@ -204,7 +204,7 @@ def exact(qwen25, picture_rows):
     return hand_env(qwen25, picture_rows, torch.float64)
 
 
-def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tensor], int]:
+def gradient(args: ppo.Args, module, batch: Batch) -> tuple[Tensors, int]:
     """Gradient of the loss of all samples by parameter, accumulated over packs as in an update; the number of packs."""
     weights = ppo.minibatch_weights(batch, range(4), batch.in_policy_loss, args)
     part = ppo.Minibatch(range(4), weights, weights, None)
@@ -220,7 +220,7 @@ def gradient(args: ppo.Args, module, batch: Batch) -> tuple[dict[str, torch.Tens
     return take_gradients(module), packs
 
 
-def take_gradients(module) -> dict[str, torch.Tensor]:
+def take_gradients(module) -> Tensors:
     """By parameter; the module has none afterwards."""
     gradients = {name: p.grad.full_tensor() for name, p in module.named_parameters() if p.requires_grad}
     module.zero_grad(set_to_none=True)
@@ -239,7 +239,7 @@ class Caught(fsdp.Trainable):
         return 1.0, self.applied
 
 
-def distance(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+def distance(actual: Tensors, expected: Tensors) -> float:
     """Norm of the difference over the norm, all parameters together."""
     assert actual.keys() == expected.keys()
     difference = sum(float((actual[name] - expected[name]).double().square().sum()) for name in expected)
@@ -340,7 +340,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(exact, qwen25, picture_
 
 
 def test_importance_weight_acts_only_with_recomputed_logprobs(exact):
-    def gradient_of(cap: float, shift: float) -> dict[str, torch.Tensor]:
+    def gradient_of(cap: float, shift: float) -> Tensors:
         args = with_flags(exact.args, kl_in="reward", entropy_coef=0.0, importance_cap=cap)
         batch = dataclasses.replace(exact.batch, logprobs=exact.batch.logprobs - shift)
         return gradient(args, exact.actor, batch)[0]
@@ -409,7 +409,7 @@ def update_actor(env, args: ppo.Args | None = None) -> dict[str, float]:
     return ppo.update_actor(env.trained, None, env.batch, 1, None, args or env.args)
 
 
-def weights_of(module) -> dict[str, torch.Tensor]:
+def weights_of(module) -> Tensors:
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in module.named_parameters()}
 
 
@@ -1011,7 +1011,7 @@ def checkpoints(qwen25, task, tmp_path_factory) -> dict[str, Path]:
     (task / "recipe.json").write_text(json.dumps({"*": [[f"grm:{task / 'judge'}", 1], ["exact", 0.5]]}))
     (task / "talk.json").write_text(json.dumps({"*": [["env", 1], [f"grm:{task / 'judge'}", 0.5]]}))
     write_rows(task / "judgements.jsonl", [
-        {"question": "how many?", "images": ["train-1-0.png"], "response": "3", "correct": True},
+        dict(question="how many?", images=["train-1-0.png"], response="3", correct=True),
         {"prompt": "red", "images": ["train-3-0.png", "train-1-0.png"], "preferred": "A"},
         {"prompt": "say a", "responses": ["a", "b"], "preferred": "tie"}])
     write_rows(task / "talk.jsonl", [

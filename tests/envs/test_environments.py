@@ -36,7 +36,7 @@ PROGRAMS = ROOT / "tests" / "talkers.py"
 
 def talk(env, name: str, count: int, batch=None, **changes):
     """``count`` samples of each prompt, in conversation with an environment; ``changes`` of its flags, and slots."""
-    flags = {"env": f"{PROGRAMS}:{name}", "env_workers": 0, "max_turns": 4, "max_reply_tokens": 400} | changes
+    flags = dict(env=f"{PROGRAMS}:{name}", env_workers=0, max_turns=4, max_reply_tokens=400) | changes
     slots = flags.pop("slots", env.sampling.slots)
     answering = environments.load(dataclasses.replace(env.args.env, **flags), 512)
     sampling = dataclasses.replace(env.sampling, environment=answering, slots=slots)

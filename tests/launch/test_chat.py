@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import start, take
+from conftest import read_json, start, take, words
 
 import chat as program
 import train_ppo_vl as ppo
@@ -25,8 +25,7 @@ def greedy(qwen25, picture_rows):
 
 def test_one_question_is_answered_as_in_a_rollout(qwen25, greedy, capsys):
     for prompt, answer in greedy:
-        words = [*prompt.images, prompt.row["prompt"]]
-        program.main([str(qwen25), *words, "--max_new_tokens", str(LENGTH)])
+        program.main(words(qwen25, *prompt.images, prompt.row["prompt"], "--max_new_tokens 12"))
         assert capsys.readouterr().out == answer.strip() + "\n"
     assert len({answer for _, answer in greedy}) > 1
 
@@ -35,9 +34,9 @@ def test_the_checkpoints_own_sampling_is_not_applied(qwen25, greedy, tmp_path, c
     """Qwen's checkpoints come with a repetition penalty and a top_p."""
     shutil.copytree(qwen25, tmp_path / "model")
     file = tmp_path / "model" / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"repetition_penalty": 5.0}))
+    file.write_text(json.dumps(read_json(file) | {"repetition_penalty": 5.0}))
     prompt, answer = greedy[1]
-    program.main([str(tmp_path / "model"), *prompt.images, prompt.row["prompt"], "--max_new_tokens", str(LENGTH)])
+    program.main(words(tmp_path / "model", *prompt.images, prompt.row["prompt"], "--max_new_tokens 12"))
     assert capsys.readouterr().out == answer.strip() + "\n"
 
 
@@ -50,10 +49,9 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
     talk.model.generate = lambda **inputs: seen.append(inputs["input_ids"]) or generate(**inputs)
     first = talk.ask("what is this?", [picture], LENGTH)
     talk.ask("and now?", [], LENGTH)
-    chat = [{"role": "system", "content": [{"type": "text", "text": "be brief"}]},
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is this?"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": first}]},
-            {"role": "user", "content": [{"type": "text", "text": "and now?"}]}]
+    turns = [("system", "be brief"), ("user", "what is this?"), ("assistant", first), ("user", "and now?")]
+    chat = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
+    chat[1]["content"].insert(0, {"type": "image"})
     text = talk.processor.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     pad = talk.processor.config.image_token_id
     expected = [token for token in talk.processor.tokenizer.encode(text) if token != pad]
@@ -62,17 +60,17 @@ def test_a_conversation_knows_what_was_said(qwen25, greedy, monkeypatch, capsys)
 
     lines = iter(["how many?", "and now?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
-    program.main([str(qwen25), picture, "--max_new_tokens", "3"])
+    program.main(words(qwen25, picture, "--max_new_tokens 3"))
     assert len(capsys.readouterr().out.splitlines()) >= 2
 
 
-@pytest.mark.parametrize("words, told", [
-    (["no such folder"], "no such folder"),
+@pytest.mark.parametrize("line, told", [
+    (["no such folder", "hello"], "no such folder"),
     (["MODEL", "two", "questions"], "one question"),
     (["MODEL", __file__, "what is this?"], "test_chat.py"),
 ])
-def test_what_is_wrong_is_said(qwen25, words, told, capsys):
+def test_what_is_wrong_is_said(qwen25, line, told, capsys):
     with pytest.raises(SystemExit) as error:
-        program.main([str(qwen25) if word == "MODEL" else word for word in words] + ["hello"] * (len(words) == 1))
+        program.main([str(qwen25) if word == "MODEL" else word for word in line])
     assert error.value.code == 2
     assert told in capsys.readouterr().err

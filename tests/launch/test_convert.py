@@ -9,7 +9,7 @@ import convert
 import extra_packages
 import numpy as np
 import pytest
-from conftest import judge_settings, words
+from conftest import judge_settings, read_rows, words
 from PIL import Image
 
 from common.rewards.judge import load_judgements
@@ -23,7 +23,7 @@ from common.data.images import read_image
 
 def noise(seed: int, size=(60, 40)) -> Image.Image:
     width, height = size
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+    return Image.frombytes("RGB", size, np.random.default_rng(seed).bytes(3 * width * height))
 
 
 def encode(image: Image.Image, form: str = "PNG", **options) -> bytes:
@@ -48,11 +48,7 @@ def run(tmp_path, rows: list[dict], *flags: str, name: str = "rows.jsonl") -> li
     source = tmp_path / name
     source.write_text("".join(json.dumps(row) + "\r\n" for row in rows) + " \r\n")
     convert.main(words(source, "--out", tmp_path / "out", *flags))
-    return read(tmp_path / "out" / "rows.jsonl")
-
-
-def read(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return read_rows(tmp_path / "out" / "rows.jsonl")
 
 
 def load(path, qwen25):
@@ -70,10 +66,10 @@ def base64_of(image: Image.Image) -> str:
 
 
 def verl_row(picture) -> dict:
-    return {"data_source": "geo", "prompt": [{"role": "user", "content": "<image>Find $x$. Is <image> it?"}],
-            "images": [picture(noise(10)), picture(noise(11))], "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": "5"},
-            "extra_info": {"split": "train", "index": 7, "answer": "5"}}
+    return dict(data_source="geo", prompt=[{"role": "user", "content": "<image>Find $x$. Is <image> it?"}],
+                images=[picture(noise(10)), picture(noise(11))], ability="math",
+                reward_model={"style": "rule", "ground_truth": "5"},
+                extra_info={"split": "train", "index": 7, "answer": "5"})
 
 
 def trl_rows(picture) -> list[dict]:
@@ -143,12 +139,12 @@ def test_labels_columns_and_responses(tmp_path):
     """A label by flag, columns under other names, conversations that end with what the model is to say."""
     dialogue = [{"role": "user", "content": "a?"}, *said("b")]
     source = [{"Text": dialogue, "Image": base64_of(noise(1)), "Gold": 3.5, "pass": {"rate": 0.5}},
-              {"Text": "c?", "Image": None, "Gold": "d", "label": "own", "completion": "e"}]
+              dict(Text="c?", Image=None, Gold="d", label="own", completion="e")]
     names = "prompt=Text,images=Image,answer=Gold"
     rows = run(tmp_path, source, "--label mine --columns", names)
     assert rows[0] == {"prompt": [{"role": "user", "content": "a?"}], "images": ["images/rows-00000-0.png"],
                        "answer": "3.5", "response": "b", "label": "mine", "pass": {"rate": 0.5}}
-    assert rows[1] == {"prompt": "c?", "images": [], "answer": "d", "response": "e", "label": "own"}
+    assert rows[1] == dict(prompt="c?", images=[], answer="d", response="e", label="own")
 
 
 def test_videos(tmp_path):
@@ -174,16 +170,15 @@ def pairs() -> list[dict]:
     """Preferences in every form, the better response always "good N"."""
     picture = base64_of(noise(20))
     question = asked("which?")
-    plain = {"prompt": "which?", "image": picture, "chosen": "good 0", "rejected": "bad",
-             "data_source": "plain"}
+    plain = dict(prompt="which?", image=picture, chosen="good 0", rejected="bad", data_source="plain")
     embedded = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": data_url(noise(20))}},
                                              {"type": "text", "text": "which?"}]}]
     trl = {"prompt": embedded, "chosen": said("good 1"), "rejected": said("bad")}
     whole = {"images": [picture], "chosen": question + said("good 2"), "rejected": question + said("bad")}
-    bench = {"query": "which?", "image": picture, "response": ["good 3", "bad"], "human_ranking": [0, 1],
-             "query_source": "bench"}
-    second = {"query": "which?", "image": picture, "response": ["bad", "good 4"], "human_ranking": [1, 0]}
-    tie = {"query": "which?", "image": picture, "response": ["good 5", "bad"], "human_ranking": [0, 0]}
+    ranked = {"query": "which?", "image": picture}
+    bench = ranked | dict(response=["good 3", "bad"], human_ranking=[0, 1], query_source="bench")
+    second = ranked | {"response": ["bad", "good 4"], "human_ranking": [1, 0]}
+    tie = ranked | {"response": ["good 5", "bad"], "human_ranking": [0, 0]}
     return [plain, trl, whole, bench, second, tie]
 
 
@@ -209,7 +204,7 @@ def test_pairs_are_judgements(tmp_path, qwen25):
 
 
 def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
-    rows = run(tmp_path, [{"prompt": f"question {k}", "chosen": "yes", "rejected": "no", "score": k} for k in range(400)])
+    rows = run(tmp_path, [dict(prompt=f"question {k}", chosen="yes", rejected="no", score=k) for k in range(400)])
     assert all(row["responses"]["AB".index(row["preferred"])] == "yes" for row in rows)
     assert [row["original_score"] for row in rows] == list(range(400))
     assert 160 < [row["preferred"] for row in rows].count("A") < 240  # four standard deviations
@@ -218,7 +213,7 @@ def test_the_order_of_a_pair_is_a_fair_coin(tmp_path):
 def test_a_dialogue_in_a_pair_is_one_text(tmp_path):
     dialogue = [{"role": "system", "content": "Be kind."}, *asked("what?"), *said("a cat"),
                 {"role": "user", "content": "Sure?"}]
-    pair = {"prompt": dialogue, "image": base64_of(noise(1)), "chosen": "yes", "rejected": "no"}
+    pair = dict(prompt=dialogue, image=base64_of(noise(1)), chosen="yes", rejected="no")
     row, = run(tmp_path, [pair])
     assert row["prompt"] == "system: Be kind.\n\nuser: <image>what?\n\nassistant: a cat\n\nuser: Sure?"
 
@@ -258,9 +253,9 @@ def test_geometry3k(tmp_path, qwen25, pyarrow, capsys):
     assert capsys.readouterr().out == "test.jsonl: 1 rows, 1 images\ntrain.jsonl: 5 rows, 5 images\n"
 
     folder = tmp_path / "data" / "geo3k"
-    rows = read(folder / "train.jsonl")
-    assert rows[0] == {"prompt": "<image>Find $x$.", "images": ["images/train-00000-0.png"],
-                       "answer": "train-00000-of-00002 0", "label": "geo3k"}
+    rows = read_rows(folder / "train.jsonl")
+    assert rows[0] == dict(prompt="<image>Find $x$.", images=["images/train-00000-0.png"],
+                           answer="train-00000-of-00002 0", label="geo3k")
     assert [row["answer"].split()[1] for row in rows] == ["0", "1", "2", "0", "1"]
     prompts = load(folder / "train.jsonl", qwen25)
     assert_pixels(prompts[4], noise(30))
@@ -285,8 +280,8 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
     ({"text": "what?", "id": 1},
      "ValueError: no column prompt, messages, query, question, problem; the row has text, id"),
     ({"prompt": [{"from": "human", "value": "x"}]}, "KeyError: 'content'"),
-    ({"query": [{"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}], "image": base64_of(noise(2)),
-      "response": ["a", "b"], "human_ranking": [0, 1]}, "ValueError: images of a pair come with its messages or in a column"),
+    (dict(query=[{"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}], image=base64_of(noise(2)),
+          response=["a", "b"], human_ranking=[0, 1]), "ValueError: images of a pair come with its messages or in a column"),
     (GOOD | {"image": "a.png"}, "ValueError: columns 'image' and 'images'"),
     (GOOD | {"images": ["none.png"]}, "ValueError: 'none.png' is neither a file in "),
     (GOOD | {"images": ["http://host/a.png"]}, "ValueError: 'http://host/a.png' is neither a file in "),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import toy
-from conftest import ROOT, start, take, words
+from conftest import ROOT, read_rows, start, take, words
 from PIL import Image
 
 import train_ppo_vl as ppo
@@ -121,7 +121,7 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     toy.main(words("--out", tmp_path / "toy", "--train 64 --eval 16 --warm_start_steps 0"))
     hidden = program("hidden_toy")
     hidden.main(str(tmp_path / "toy"), str(tmp_path / "look"), steps=2)
-    rows = [json.loads(line) for line in (tmp_path / "look" / "train.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "look" / "train.jsonl")
     assert all("images" not in row and (tmp_path / "look" / row["hidden"]).exists() for row in rows)
     dialogues = [hidden.example(random.Random(seed), toy.random_rows(random.Random(0), 1, 28, set())[0]) for seed in range(40)]
     assert {len(texts) for texts in dialogues} == {2, 4}
@@ -137,7 +137,7 @@ def test_the_hidden_picture_is_shown_to_who_looks(tmp_path):
     look.reset(row)
     assert look.step(row["answer"]) == (None, {"reward": 1.0, "accuracy": 1.0}, True)
     env = start(tmp_path / "look" / "model", tmp_path / "look" / "train.jsonl", "--env",
-                f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens", "40")
+                f"{FOLDER / 'hidden_picture.py'}:Look", "--max_reply_tokens 40")
     answering = environments.load(env.args.env, 512)
     answering.check_model(env.processor)
     batch = ppo.rollout(env.actor, take(env, 4), replace(env.sampling, environment=answering), 2)

@@ -162,15 +162,15 @@ def test_peak_of_an_update(qwen25, picture_rows, tmp_path, dtype, checkpointing,
     """Gathered weights, activations and backward of one row against what is alive while actor and
     critic learn from it."""
     config = AutoConfig.from_pretrained(qwen25)
-    sizes = {
-        "hidden_size": 128,
-        "intermediate_size": 640,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": max(vocabulary, config.text_config.vocab_size),
-        "layer_types": ["full_attention"] * 4,
-    }
+    sizes = dict(
+        hidden_size=128,
+        intermediate_size=640,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=max(vocabulary, config.text_config.vocab_size),
+        layer_types=["full_attention"] * 4,
+    )
     for name, size in sizes.items():
         setattr(config.text_config, name, size)
     config.text_config.rope_parameters = {
@@ -219,27 +219,27 @@ def seven_b(qwen25, tmp_path_factory) -> Path:
         if path.suffix != ".safetensors":
             shutil.copy(path, folder)
     ids = {name: value for name, value in small.items() if name.endswith("token_id")}
-    text = {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-    }
-    vision = {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-    }
+    text = dict(
+        vocab_size=152064,
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        tie_word_embeddings=False,
+        rope_scaling={"type": "mrope", "mrope_section": [16, 24, 24]},
+    )
+    vision = dict(
+        depth=32,
+        hidden_size=1280,
+        intermediate_size=3420,
+        num_heads=16,
+        out_hidden_size=3584,
+        patch_size=14,
+        spatial_merge_size=2,
+        window_size=112,
+        fullatt_block_indexes=[7, 15, 23, 31],
+    )
     Qwen2_5_VLConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=False, **ids
     ).save_pretrained(folder)

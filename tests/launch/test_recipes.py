@@ -103,7 +103,7 @@ def test_every_script_starts_a_trainer_that_accepts_its_flags(launch, monkeypatc
 def test_the_parts_of_a_recipe_fit_together(launch, monkeypatch, tmp_path):
     """What one trainer writes is what the next one starts from, and a task is trained with its own rule."""
     project = tmp_path / "a project"
-    for model in ({}, {"MODEL": "m", "SFT_DATA": "s.jsonl", "DATA": "d.jsonl", "EVAL_DATA": "e.jsonl"}):
+    for model in ({}, dict(MODEL="m", SFT_DATA="s.jsonl", DATA="d.jsonl", EVAL_DATA="e.jsonl")):
         first, second = launch("sft_then_ppo.sh", OUT="runs/two", **model)
         (script, sft), (other, args) = (parsed(call, monkeypatch, project) for call in (first, second))
         assert (script, other) == (grm, ppo)

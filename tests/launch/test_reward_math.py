@@ -5,7 +5,7 @@ import sys
 
 import extra_packages
 import pytest
-from conftest import ROOT
+from conftest import ROOT, table
 
 from common.rewards.functions import Samples, load_source, score_samples
 from common.flags import RewardArgs
@@ -36,25 +36,43 @@ def score(tmp_path_factory):
         yield accuracy
 
 
-EQUAL = [
-    (r"\sqrt{12}", r"2 \sqrt { 3 }"), ("2√3", r"2\sqrt{3}"), (r"1/2", r"\frac{1}{2}"), (r"\dfrac{3}{5}", "0.6"),
-    (r"2π", r"2\pi"), (r"\frac{4\pi}{3}", r"\frac{4}{3}\pi"), (r"5 \text{ cm}", "5"), ("60°", "60"),
-    (r"2\frac{1}{2}", r"\frac{5}{2}"), ("x = 3", "3"), ("1{,}234", "1234"), (r"50\%", "0.5"), ("x + 1", "1 + x"),
-    ("B", "B"), ("−4", "-4"),
-]
-DIFFERENT = [("4", "5"), (r"\sqrt{12}", r"2\sqrt{2}"), ("-4", "4"), (r"\frac{1}{3}", "0.5"), (r"2\pi", "2"),
-             ("A", "B"), ("5", r"5\pi")]
+EQUAL = table(r"""
+\sqrt{12}      | 2 \sqrt { 3 }
+2√3            | 2\sqrt{3}
+1/2            | \frac{1}{2}
+\dfrac{3}{5}   | 0.6
+2π             | 2\pi
+\frac{4\pi}{3} | \frac{4}{3}\pi
+5 \text{ cm}   | 5
+60°            | 60
+2\frac{1}{2}   | \frac{5}{2}
+x = 3          | 3
+1{,}234        | 1234
+50\%           | 0.5
+x + 1          | 1 + x
+B              | B
+−4             | -4
+""")
+DIFFERENT = table(r"""
+4           | 5
+\sqrt{12}   | 2\sqrt{2}
+-4          | 4
+\frac{1}{3} | 0.5
+2\pi        | 2
+A           | B
+5           | 5\pi
+""")
 
 
 @pytest.mark.slow
 def test_what_is_equal(score):
     grades = score([(rf"so it is \boxed{{{given}}}.", reference) for given, reference in EQUAL])
-    assert dict(zip(EQUAL, grades)) == dict.fromkeys(EQUAL, 1.0)
+    assert [pair for pair, grade in zip(EQUAL, grades) if grade != 1.0] == []
 
 
 def test_what_is_not_equal(score):
     grades = score([(rf"\boxed{{{given}}}", reference) for given, reference in DIFFERENT])
-    assert dict(zip(DIFFERENT, grades)) == dict.fromkeys(DIFFERENT, 0.0)
+    assert [pair for pair, grade in zip(DIFFERENT, grades) if grade != 0.0] == []
 
 
 def test_only_the_last_box_counts(score):

@@ -27,7 +27,7 @@ def slow(*arguments):
     time.sleep(0.7)
     return letters(*arguments)
 '''
-LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "PET_LOCAL_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NPROC": "1"}
+LOOPBACK = dict(MASTER_ADDR="127.0.0.1", PET_LOCAL_ADDR="127.0.0.1", GLOO_SOCKET_IFNAME="lo", NPROC="1")
 
 
 def free_ports(count: int) -> list[int]:

@@ -1,13 +1,13 @@
 """launch/smoke.sh: passes where everything works, fails with the reason where something does not."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, words
+from conftest import ROOT, read_json, words
+from ranks import TORCHRUN
 
 import smoke
 
@@ -20,8 +20,7 @@ def run_smoke(folder: Path) -> subprocess.CompletedProcess:
     (folder / "launch" / "smoke.sh").write_text((ROOT / "launch" / "smoke.sh").read_text())
     (folder / "launch" / "setup.sh").write_text("# installs nothing here\n")
     (folder / "launch" / "smoke.py").symlink_to(ROOT / "launch" / "smoke.py")
-    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    environment = {key: value for key, value in os.environ.items() if key not in own}
+    environment = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
     environment["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = words("bash", folder / "launch" / "smoke.sh", "--out", folder / "out")
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
@@ -33,7 +32,7 @@ def test_it_passes_here(tmp_path):
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "\nPASS; " in done.stdout
     assert "FAIL" not in done.stdout
-    report = json.loads((tmp_path / "out" / "smoke.json").read_text())
+    report = read_json(tmp_path / "out" / "smoke.json")
     assert [run["name"] for run in report["runs"]] == ["sdpa", "2 ranks, killed", "2 ranks, resumed", "export loaded"]
     assert [run.get("exit_code") for run in report["runs"]] == [0, -9, 0, None]
     assert report["passed"]
@@ -56,7 +55,7 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     assert "\nFAIL; " in told
     assert "sdpa: exit code 2; see" in told
     assert "no checkpoint was committed" in told
-    report = json.loads((tmp_path / "out" / "smoke.json").read_text())
+    report = read_json(tmp_path / "out" / "smoke.json")
     assert not report["passed"]
     assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
 

@@ -1,16 +1,18 @@
 """launch/summary.py: the screen and the curve at the end of the quickstart."""
 
-import json
-
 import pytest
+from conftest import write_rows
 from PIL import Image, ImageColor
 
 import summary
 
 
-def write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+METRICS = """\
+{"type": "header"}
+{"step": 0, "eval/reward_mean": 0.1, "eval/accuracy_reward_mean": 0.25}
+{"step": 1, "rollout/reward": 0.5, "train/explained_variance": -9.0}
+{"step": 1, "eval/reward_mean": 0.7, "eval/accuracy_reward_mean": 0.75}
+"""
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.9], [3.0], [-5.0, 5.0, 1e6]])
@@ -29,13 +31,11 @@ def test_every_value_has_its_place(tmp_path, values):
 
 def test_a_run_on_one_screen(tmp_path, capsys):
     """Of the last evaluation: three answers, their rewards, and where everything is."""
-    write(tmp_path / "metrics.jsonl", [
-        {"type": "header"}, {"step": 0, "eval/reward_mean": 0.1, "eval/accuracy_reward_mean": 0.25},
-        {"step": 1, "rollout/reward": 0.5, "train/explained_variance": -9.0},
-        {"step": 1, "eval/reward_mean": 0.7, "eval/accuracy_reward_mean": 0.75}])
+    (tmp_path / "metrics.jsonl").write_text(METRICS)
+    (tmp_path / "samples").mkdir()
     for step in (0, 1):
-        answers = [{"question": f"question {i} at {step}", "response": f"said {i}", "reward": i / 4, "reference": "r"} for i in range(5)]
-        write(tmp_path / "samples" / f"eval-{step:06d}.jsonl", answers)
+        answers = [dict(question=f"question {i} at {step}", response=f"said {i}", reward=i / 4, reference="r") for i in range(5)]
+        write_rows(tmp_path / "samples" / f"eval-{step:06d}.jsonl", answers)
     summary.main([str(tmp_path)])
     text = capsys.readouterr().out
     assert "eval/accuracy_reward_mean         0.250 -> 0.750\n" in text

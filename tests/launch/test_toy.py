@@ -1,12 +1,11 @@
 """launch/toy.py: its files are ordinary ones, its task needs the pictures, and a seed gives the same bytes."""
 
-import json
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import words
+from conftest import read_json, read_rows, words
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -23,7 +22,7 @@ def write(folder: Path, *flags: str) -> Path:
 
 
 def read(folder: Path, split: str) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
+    return read_rows(folder / f"{split}.jsonl")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -74,7 +73,7 @@ def test_rows_have_short_answers_and_pictures_of_their_own(folder):
         assert 1 <= len(tokenizer.encode(row["answer"])) <= 3
         pictures += [Image.open(folder / name).tobytes() for name in row["images"]]
     assert len(set(pictures)) == len(pictures) == 128 + 64
-    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    args = read_json(folder / "args.json")
     assert Path(args["model"]).is_dir()
     assert set(toy.TRAINER_ARGS) < set(args)
 
@@ -167,7 +166,7 @@ def test_descriptions_have_9_to_15_tokens(described):
 
 def test_the_reward_counts_parts_in_their_places(described):
     """Checked by hand; the file's own flags name it."""
-    args = json.loads((described / "args.json").read_text(encoding="utf-8"))
+    args = read_json(described / "args.json")
     source = reward_functions.load_source(args["reward"])
     asked = "red circle, blue cross, 2"
     wanted = {
