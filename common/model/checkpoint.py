@@ -34,7 +34,6 @@ from common.model.storage import (
     own_shards,
     sha256,
     step_folders,
-    tensors_of,
     training_state,
     write_shards,
 )
@@ -233,7 +232,7 @@ class Checkpoints:
         started = time.perf_counter()
         self.finish()
         folder = self.folder / f".tmp-step-{step}"
-        tensors = tensors_of(training_state(roles))
+        tensors = training_state(roles)
         try:
             with raise_on_all_ranks():
                 if is_main():

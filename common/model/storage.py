@@ -11,7 +11,6 @@ that any number of ranks may have written, everything else is JSON: nothing is r
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 from common.data.folder import read_json
@@ -44,65 +38,36 @@ Roles = dict[str, Trainable | nn.Module]
 # -------------------------------------------------------------------------------------------------
 
 
-def training_state(roles: Roles) -> dict[str, Any]:
-    """Weights and optimizer state of all roles in one flat dictionary.
+def training_state(roles: Roles) -> dict[str, Tensor]:
+    """Weights and optimizer state of all roles, as they are in use, by their names in a checkpoint.
 
     The frozen weights of a trained role are those of --model; a role without an optimizer has all
-    of its own.
+    of its own. Rates and decays are flags.
     """
-    state: dict[str, Any] = {}
+    state: dict[str, Tensor] = {}
     for role, part in roles.items():
-        module, optimizers, options = arguments(part)
-        model, optimizer = get_state_dict(module, optimizers, options=options)
-        state |= {f"{role}.model.{name}": value for name, value in model.items()}
-        state |= {f"{role}.optimizer.{name}": value for name, value in optimizer.items()}
+        trained = isinstance(part, Trainable)
+        module = part.module if trained else part
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad or not trained:
+                state[f"{role}.model.{name}"] = parameter.detach()
+            if parameter.requires_grad:
+                for kind, value in part.optimizer.state[parameter].items():
+                    state[f"{role}.optimizer.state.{name}.{kind}"] = value
     return state
 
 
-def arguments(part: Trainable | nn.Module) -> tuple[nn.Module, list, StateDictOptions]:
-    """Of torch's `get_state_dict` and `set_state_dict`: a role's module, optimizers, options."""
-    trained = isinstance(part, Trainable)
-    options = StateDictOptions(
-        ignore_frozen_params=trained, flatten_optimizer_state_dict=True, strict=False
-    )
-    if trained:
-        return part.module, [part.optimizer], options
-    return part, [], options
-
-
-def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
-    """A training state without its numbers, which are flags."""
-    return {name: value for name, value in state.items() if torch.is_tensor(value)}
-
-
 def load_training_state(path: Path, roles: Roles) -> None:
-    """Read a checkpoint's tensors into models and optimizers; any number of ranks may have written
-    it. Raises UserError: it lacks some, or has them in other shapes."""
-    state = training_state(roles)
+    """Read a checkpoint's tensors into models and optimizers, in place; any number of ranks may
+    have written it. Raises UserError: it lacks some, or has them in other shapes."""
     try:
-        dcp.load(tensors_of(state), storage_reader=HuggingFaceStorageReader(str(path)))
+        dcp.load(training_state(roles), storage_reader=HuggingFaceStorageReader(str(path)))
     except dcp.api.CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise UserError(
             f"{path} cannot be loaded into the models of this run: {cause}; to start from its "
             "weights alone, pass an export of its run as --model"
         ) from error
-    for role, part in roles.items():
-        module, optimizers, options = arguments(part)
-        set_state_dict(
-            module,
-            optimizers,
-            model_state_dict=entries(state, f"{role}.model."),
-            optim_state_dict=entries(state, f"{role}.optimizer."),
-            options=options,
-        )
-
-
-def entries(state: dict[str, Any], prefix: str) -> dict[str, Any]:
-    """Those whose names begin with the prefix, without it."""
-    return {
-        name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)
-    }
 
 
 # -------------------------------------------------------------------------------------------------

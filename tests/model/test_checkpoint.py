@@ -517,7 +517,7 @@ def test_weights_that_cannot_be_exported(flags, out):
     assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
     (out / "export").unlink()
     output = live(flags(out, "--export_every 1"), 2)
-    assert f"resuming from {out}/checkpoints/step-2" in output and "done before this start: metrics" in output
+    assert f"resuming from {out}/checkpoints/step-2" in output and "done before this start: all results" in output
     assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
 
 
