@@ -83,7 +83,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, read_only=read_only)
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
-    fsdp.put_away(trainables)
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
     if not args.run.eval_only:  # which has nothing to save
@@ -956,7 +955,7 @@ def load_models(
         for role, module in models.items():
             weights.shard_and_load(module, ranks, args.run.seed)
             if role not in ("actor", "critic"):
-                fsdp.offload(module, args.update.offload)
+                fsdp.put_away(module, args.update.offload)
     actor, reference = models["actor"], models.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
@@ -975,14 +974,13 @@ def make_trainables(
         update.actor_lr,
         delay=update.critic_warmup_steps,
         ema_beta=update.ema_beta,
-        offload=update.offload,
     )
     if critic is not None:
-        trainables["critic"] = fsdp.Trainable(
-            critic, args.optim, update.critic_lr, offload=update.offload
-        )
+        trainables["critic"] = fsdp.Trainable(critic, args.optim, update.critic_lr)
     if args.algorithm.reference_every:
         trainables["reference"] = reference
+    for part in trainables.values():
+        fsdp.put_away(part, update.offload)
     return trainables
 
 
@@ -1346,7 +1344,7 @@ def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) 
     """Regress the values on the returns: all epochs and minibatches of 1-based ``step``."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
-    with trained.onloaded():
+    with fsdp.onloaded(trained, args.update.offload):
         for minibatch in minibatches_of(critic, batch, step, args.critic_epochs, args):
             if not minibatch.weights.any():
                 continue
@@ -1387,7 +1385,9 @@ def update_actor(
     exact = reference if args.exact_kl_in_loss else None
     updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
-    with trained.onloaded(), fsdp.onloaded(exact, args.update.offload):
+    offload = args.update.offload
+    scoring = nullcontext() if exact is None else fsdp.onloaded(exact, offload)
+    with fsdp.onloaded(trained, offload), scoring:
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.policy_weights.any():

@@ -5,7 +5,7 @@ rollout, host memory.
     Trainable                            a model in training, and what moves with it
     unsharded, bare_forwards             many forwards without a collective
     rest_after_scoring, forget_forwards  forwards without a backward
-    onloaded, offload                    modules kept in host memory while not in use
+    put_away, onloaded                   what --offload keeps in host memory while not in use
 """
 
 import inspect
@@ -69,7 +69,6 @@ class Trainable:
         lr: base learning rate.
         delay: first steps in which the model is not trained; its schedule starts after them.
         ema_beta: weight of the past in the running average; 0: no average.
-        offload: "none", or what keeps the optimizer's state in host memory between its updates.
     """
 
     def __init__(
@@ -79,11 +78,10 @@ class Trainable:
         lr: float,
         *,
         delay: int = 0,
-        ema_beta: float = 0.0,
-        offload: str = "none"
+        ema_beta: float = 0.0
     ):
         self.module, self.args, self.lr, self.delay = module, args, lr, delay
-        self.ema_beta, self.offload = ema_beta, offload
+        self.ema_beta = ema_beta
         self.optimizer = adamw(module, lr, args)
         if ema_beta:
             # The average is optimizer state, on the same shards: it is saved and resumed with it.
@@ -100,10 +98,9 @@ class Trainable:
         """Clip by the model's global norm and step. Returns the norm before clipping and whether
         the update was applied: it is skipped if the norm is not finite, which all ranks see
         alike."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
         bound = self.args.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(parameters, bound, foreach=True)
-        norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norm = nn.utils.clip_grad_norm_(list(self.optimizer.state), bound, foreach=True)
+        norm = float(whole(norm))
         applied = math.isfinite(norm)
         if applied:
             for group in self.optimizer.param_groups:
@@ -142,33 +139,6 @@ class Trainable:
             weight.copy_(average)
             average.copy_(before)
 
-    @contextmanager
-    def onloaded(self):
-        """Inside, the optimizer's state is on the device."""
-        self.move_state(self.module.model.compute.device)
-        try:
-            yield
-        finally:
-            self.move_state(HOST)
-
-    @torch.no_grad()
-    def move_state(self, device: torch.device) -> None:
-        """Move the optimizer's state, if it is kept in host memory between updates."""
-        if self.offload == "none":
-            return
-        for state in self.optimizer.state.values():
-            for name in ("exp_avg", "exp_avg_sq", "ema"):
-                if name in state:
-                    state[name] = to_device(state[name], device)
-        synchronize()
-
-
-def put_away(trained: dict[str, Trainable | nn.Module]) -> None:
-    """Move the optimizers' state of all roles into host memory, if that is where it is kept."""
-    for role in trained.values():
-        if isinstance(role, Trainable):
-            role.move_state(HOST)
-
 
 def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
     """AdamW on the trained parameters; matrices decay, biases and norms (one dimension) do not."""
@@ -177,7 +147,6 @@ def adamw(module: nn.Module, lr: float, args: OptimArgs) -> torch.optim.AdamW:
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": args.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
     # fused: one kernel instead of a Python loop over DTensors
     betas = (0.9, args.adam_beta2)
     optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, betas=betas)
@@ -206,6 +175,11 @@ def schedule(step: int, steps: int, args: OptimArgs) -> float:
 # -------------------------------------------------------------------------------------------------
 # Shards
 # -------------------------------------------------------------------------------------------------
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor that may be sharded: a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -305,11 +279,8 @@ def bare_forwards(decoder: nn.Module):
     captured in a CUDA graph.
     """
     hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in fsdp_parts(decoder)]
-    for part, pre_hooks, hooks in hooked:
-        state = part._get_fsdp_state()
-        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
-        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
-        del part._forward_hooks[state._post_forward_hook_handle.id]
+    for part, *_ in hooked:
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
     try:
         yield
@@ -324,36 +295,45 @@ def bare_forwards(decoder: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def is_frozen(module: nn.Module) -> bool:
-    """Whether nothing in it is trained. A reference that is the actor without its adapters is not
-    frozen."""
-    return not any(parameter.requires_grad for parameter in module.parameters())
+def rests(part: Trainable | nn.Module, offload: str) -> bool:
+    """Whether ``offload``, the value of --offload, keeps it in host memory while it is not in use:
+    the optimizer's state of a model in training, or a frozen module. A reference that is the actor
+    without its adapters is not frozen."""
+    if isinstance(part, Trainable):
+        return offload != "none"
+    return offload == "all" and not any(p.requires_grad for p in part.parameters())
 
 
-def offload(module: nn.Module, what: str) -> None:
-    """Move a frozen module into host memory if ``what``, the value of --offload, is "all"."""
-    if what == "all" and is_frozen(module):
-        move_module(module, HOST)
+def put_away(part: Trainable | nn.Module, offload: str) -> None:
+    """Move what `rests` into host memory."""
+    if rests(part, offload):
+        move(part, HOST)
 
 
 @contextmanager
-def onloaded(module: nn.Module | None, what: str):
-    """Inside, a frozen module that `offload` keeps in host memory is on its device."""
-    if module is not None and what == "all" and is_frozen(module):
-        move_module(module, module.model.compute.device)
+def onloaded(part: Trainable | nn.Module, offload: str):
+    """Inside, what `rests` in host memory is on its device."""
+    if rests(part, offload):
+        module = part.module if isinstance(part, Trainable) else part
+        move(part, module.model.compute.device)
     try:
         yield
     finally:
-        if module is not None:
-            offload(module, what)
+        put_away(part, offload)
 
 
-def move_module(module: nn.Module, device: torch.device) -> None:
-    """Put the shards and buffers of a module that FSDP2 wraps into the memory of ``device``.
-    Parameters stay the same objects, and FSDP2's own `_apply` tells each of its parts where they
-    are now; forwards need them on the device of the mesh."""
-    module._apply(lambda tensor: to_device(tensor, device))
-    synchronize()
+@torch.no_grad()
+def move(part: Trainable | nn.Module, device: torch.device) -> None:
+    """Put an optimizer's state, or the shards and buffers of a module that FSDP2 wraps, into the
+    memory of ``device``. Parameters stay the same objects, and FSDP2's own `_apply` tells each of
+    its parts where they are now; forwards need them on the device of the mesh."""
+    if isinstance(part, Trainable):
+        for state in part.optimizer.state.values():
+            state |= {name: to_device(state[name], device) for name in state if name != "step"}
+    else:
+        part._apply(lambda tensor: to_device(tensor, device))
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # before the host reads what is on its way
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -368,9 +348,3 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
         # Not DTensor.from_local, which takes a shard back to the device of its mesh.
         return DTensor(target, tensor._spec, requires_grad=False)
     return target
-
-
-def synchronize() -> None:
-    """Wait for copies before the host reads what is on its way."""
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -31,7 +31,6 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from common import distributed
@@ -52,7 +51,7 @@ from common.model.forward import (
     use_mixers,
     vision_parts,
 )
-from common.model.fsdp import copy_shard, shard, shard_of
+from common.model.fsdp import copy_shard, shard, shard_of, whole
 from common.model.layers import use_fewer_kernels
 from common.model.linear_attention import choose_rule
 
@@ -649,11 +648,6 @@ def gather_files(
             if ".lora_" in name
         }
         yield "adapter/adapter_model.safetensors", tensors
-
-
-def whole(parameter: Tensor) -> Tensor:
-    """All of a parameter that may be sharded: a collective."""
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def write_file(

@@ -52,7 +52,6 @@ def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
     env = fresh(qwen25, picture_rows, "--minibatches 1 --epochs 1", EMA, *more)
     env.trained = ppo.make_trainables(env.args, env.actor, None, None)["actor"]
-    fsdp.put_away({"actor": env.trained})
     return env
 
 
@@ -250,7 +249,7 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     role = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
-    role.move_state(env.ranks.device)
+    fsdp.move(role, env.ranks.device)
     assert len(MOVED) == 3 * len(trained)
     state = role.optimizer.state.values()
     held = {
@@ -261,7 +260,7 @@ def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, m
     assert held == {tensor.data_ptr() for _, tensor in MOVED}
     MOVED.clear()
     before = dict(env.reference.named_parameters())
-    fsdp.move_module(env.reference, env.ranks.device)
+    fsdp.move(env.reference, env.ranks.device)
     tensors_of = [*env.reference.parameters(), *env.reference.buffers()]
     assert {fsdp.shard_of(t).data_ptr() for t in tensors_of} == {
         tensor.data_ptr() for _, tensor in MOVED
@@ -281,8 +280,8 @@ def test_a_gpu_is_relieved(qwen25, picture_rows):
     batch = hand_batch(env)
     expected = score(env.reference, batch)
     for move, held in (
-        (lambda device: fsdp.move_module(env.reference, device), list(env.reference.parameters())),
-        (trained.move_state, [p for p in env.actor.parameters() if p.requires_grad] * 3),
+        (lambda device: fsdp.move(env.reference, device), list(env.reference.parameters())),
+        (lambda device: fsdp.move(trained, device), [p for p in env.actor.parameters() if p.requires_grad] * 3),
     ):
         size, before = (
             sum(fsdp.shard_of(t).numel() * 4 for t in held),
