@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
             # whatever the run before it did not finish.
             stopping = distributed.stop_requested()  # the same answer on every rank
-            checkpoints.save_if_due(step, last, state, trainables, now=stopping)
+            checkpoints.save_if_due(step, last, now=stopping)
             if stopping and step < last:
                 break
             if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Container, NamedTuple
+from typing import Any, Container
 
 import torch.distributed as dist
 from torch import Tensor
@@ -43,14 +43,6 @@ from common.model.storage import (
 MOST_FAILURES = 3
 
 
-class Save(NamedTuple):
-    """A save in flight."""
-
-    step: int
-    folder: Path
-    done: Future  # of the sha256 of each file that this rank writes
-
-
 class Checkpoints:
     """Writes and finds <out>/checkpoints/step-N, and exports to <out>/export/step-N.
 
@@ -69,7 +61,8 @@ class Checkpoints:
         self.read_only = False
         self.failed = 0  # saves in a row
         self.waited = 0.0  # seconds that training waited for saves since they were last recorded
-        self.pending: Save | None = None
+        # a save in flight: its step, and the sha256 of each file that this rank writes
+        self.pending: tuple[int, Future] | None = None
         self.staging = Staging()
         self.start_writer()
         host, lock = socket.gethostname(), out / ".lock"
@@ -145,7 +138,7 @@ class Checkpoints:
             UserError: no checkpoint where one must be, one where none may be, one of another run,
                 or one that does not fit into the models.
         """
-        self.state, self.flags, self.read_only = state, flags, read_only
+        self.state, self.roles, self.flags, self.read_only = state, roles, flags, read_only
         message = f"starting from step 0: no complete checkpoint in {self.folder}"
         path = self.choose()
         if path is not None:
@@ -218,37 +211,41 @@ class Checkpoints:
     # Save
     # ---------------------------------------------------------------------------------------------
 
-    def save_if_due(self, step: int, last: int, state, roles: Roles, now: bool = False) -> None:
+    def save_if_due(self, step: int, last: int, now: bool = False) -> None:
         """Save after ``step`` steps if --save_every says so; with ``now``, because the run is being
         stopped, save in any case and wait. The step that was resumed from is on disk already."""
         self.commit_if_written()
         if step > self.first_step and (now or due(step, self.args.save_every, last)):
-            self.save(step, roles, state.state_dict() | {"flags": self.flags})
+            self.save(step)
         if now:
             self.finish()
 
-    def save(self, step: int, roles: Roles, scalars: dict[str, Any]) -> None:
+    def save(self, step: int) -> None:
         """Start saving; training may change the tensors at once, which it does after their copy."""
         started = time.perf_counter()
         self.finish()
-        folder = self.folder / f".tmp-step-{step}"
-        tensors = training_state(roles)
+        folder = self.unfinished(step)
+        tensors = training_state(self.roles)
         try:
             with raise_on_all_ranks():
                 if is_main():
-                    self.begin(folder, tensors, scalars)
+                    self.begin(folder, tensors)
         except UserError as error:
-            self.count_failure(step, folder, error)
+            self.count_failure(step, error)
             return
         shards, offsets = own_shards(tensors)
         copies = self.staging.stage(shards)
         done = self.thread.submit(self.write, self.group, folder, copies, offsets)
-        self.pending = Save(step, folder, done)
+        self.pending = step, done
         if self.args.save_blocking:
             self.finish()
         self.waited += time.perf_counter() - started
 
-    def begin(self, folder: Path, tensors: dict[str, Tensor], scalars: dict[str, Any]) -> None:
+    def unfinished(self, step: int) -> Path:
+        """The folder that is written, before it becomes step-N."""
+        return self.folder / f".tmp-step-{step}"
+
+    def begin(self, folder: Path, tensors: dict[str, Tensor]) -> None:
         """Make the folder, with state.json. Raises OSError: the disk is too full; ValueError: a
         scalar is not finite."""
         self.folder.mkdir(exist_ok=True)
@@ -258,6 +255,7 @@ class Checkpoints:
             sizes = f"{needed / 2**30:.3f} GiB are needed and {free / 2**30:.3f} GiB free"
             raise OSError(f"{sizes} in {self.folder}")
         folder.mkdir()
+        scalars = self.state.state_dict() | {"flags": self.flags}
         write_durably(folder / "state.json", json.dumps(scalars, indent=1, allow_nan=False))
 
     def write(
@@ -285,60 +283,54 @@ class Checkpoints:
 
     def commit_if_written(self) -> None:
         """Commit the save in flight if it has been written on all ranks."""
-        if self.pending is not None and all(gather_objects(self.pending.done.done())):
+        if self.pending is not None and all(gather_objects(self.pending[1].done())):
             self.finish()
 
     def finish(self) -> None:
         """Wait for the save in flight, if there is one, and commit it."""
         if self.pending is None:
             return
-        save, self.pending = self.pending, None
-        digests: dict[str, str] = {}
+        (step, done), self.pending = self.pending, None
         try:
             with raise_on_all_ranks(f"{socket.gethostname()}: "):
-                digests = self.wait_for(save)
+                digests = self.wait_for(done)
             parts = gather_objects(digests)
             with raise_on_all_ranks():
                 if is_main():
-                    self.commit(save, parts)
+                    self.commit(step, parts)
             self.failed = 0
         except UserError as error:
-            self.count_failure(save.step, save.folder, error)
+            self.count_failure(step, error)
 
-    def wait_for(self, save: Save) -> dict[str, str]:
+    def wait_for(self, done: Future) -> dict[str, str]:
         """The sha256 of each file that this rank has written. Raises ValueError, OSError."""
         limit = 0.8 * self.timeout  # less than the other ranks wait for this one
         try:
-            return save.done.result(limit)
+            return done.result(limit)
         except TimeoutError as error:
             raise OSError(f"not written within {limit:g} s, 0.8 of --timeout") from error
         except RuntimeError as error:  # CUDA's, and those of a turn that never came
             raise OSError(str(error)) from error
 
-    def commit(self, save: Save, parts: list[dict[str, str]]) -> None:
+    def commit(self, step: int, parts: list[dict[str, str]]) -> None:
         """Make a written checkpoint visible, then delete those that need not be kept. Rank 0 only.
 
         ``parts``: the sha256 of every file, from the ranks that wrote them. Raises OSError.
         """
-        records = self.out / "metrics.jsonl"
-        if records.exists():
-            sync_folder(records)  # a checkpoint that survives a power cut needs them
-        digests = {"state.json": sha256(save.folder / "state.json")}
+        sync_folder(self.out / "metrics.jsonl")  # which the checkpoint needs after a power cut
+        folder, final = self.unfinished(step), self.folder / f"step-{step}"
+        digests = {"state.json": sha256(folder / "state.json")}
         for part in parts:
             digests |= part
-        missing = digests.keys() - {path.name for path in save.folder.iterdir()}
-        if missing:
-            raise OSError(f"{', '.join(sorted(missing))}: written, but not in {save.folder}")
-        committed = json.dumps({"step": save.step, "sha256": digests}, indent=1)
-        write_durably(save.folder / "COMMITTED.json", committed)
-        sync_folder(save.folder)
-        final = self.folder / f"step-{save.step}"
+        committed = json.dumps({"step": step, "sha256": digests}, indent=1)
+        write_durably(folder / "COMMITTED.json", committed)
+        sync_folder(folder)
         if final.exists():  # it is damaged, or of an attempt that was rolled back
             shutil.rmtree(final)
-        save.folder.rename(final)
+        folder.rename(final)
         sync_folder(self.folder)
         write_pointer(self.folder / "latest", final.name)
-        self.delete_old(save.step)
+        self.delete_old(step)
 
     def delete_old(self, step: int) -> None:
         """Delete checkpoints beyond --keep_last and --keep_gb, but not that of this ``step``."""
@@ -350,12 +342,12 @@ class Checkpoints:
             if number and (number >= self.args.keep_last or size > limit):
                 shutil.rmtree(path, ignore_errors=True)  # what is left is deleted the next time
 
-    def count_failure(self, step: int, folder: Path, problem: UserError) -> None:
+    def count_failure(self, step: int, problem: UserError) -> None:
         """Count a failed save. Raises UserError after MOST_FAILURES in a row."""
         self.failed += 1
         self.start_writer()  # the old one may wait for ranks that have given up
         if is_main():
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self.unfinished(step), ignore_errors=True)
             print(
                 f"warning: the checkpoint of step {step} was not saved ({self.failed} in a row): "
                 f"{problem}",
@@ -396,38 +388,32 @@ class Checkpoints:
     def export_if_due(self, step: int, last: int, trained: Trainable, processor) -> None:
         """Export the weights after ``step`` steps if --export_every says so. Raises UserError if
         the last export fails; earlier ones only warn."""
-        if self.read_only or not due(step, self.args.export_every, last):
-            return
-        problem = self.export(step, trained, processor)
-        if problem and step == last:
-            raise UserError(
-                f"{problem}. Once that is fixed, the same command goes on from the newest "
-                "checkpoint and exports them"
-            )
-        if problem and is_main():
-            print(f"warning: {problem}", flush=True)
+        if not self.read_only and due(step, self.args.export_every, last):
+            self.export(step, trained, processor, must=step == last)
 
     def export_now(self, trained: Trainable, processor) -> dict[str, float]:
         """Export the weights of the checkpoint that was resumed from, for --export_only. Returns
         the metrics of its step. Raises UserError if that fails."""
-        problem = self.export(self.first_step, trained, processor)
-        if problem:
-            raise UserError(problem)
+        step = self.first_step
+        self.export(step, trained, processor, must=True)
         if is_main():
-            print(f"exported to {self.out}/export/step-{self.first_step}", flush=True)
+            print(f"exported to {self.out}/export/step-{step}", flush=True)
         return self.state.metrics
 
-    def export(self, step: int, trained: Trainable, processor) -> str:
+    def export(self, step: int, trained: Trainable, processor, must: bool) -> None:
         """Write <out>/export/step-N and, with an average of the weights, <out>/export_ema/step-N.
-        Returns why that was not possible, "" if it was."""
+        What cannot be written is an error if it ``must``, else a warning."""
         places = {"export": nullcontext()}
         if trained.ema_beta:
             places["export_ema"] = trained.averaged()
-        problems = []
         for place, swapped in places.items():
             folder = self.out / place / f"step-{step}"
             with swapped:
                 problem = weights.export(trained.module, processor, folder)
-            if problem:
-                problems.append(f"the weights were not exported to {folder}: {problem}")
-        return "; ".join(problems)
+            if problem and must:
+                raise UserError(
+                    f"the weights were not exported to {folder}: {problem}. Once that is fixed, "
+                    "the same command goes on from the newest checkpoint and exports them"
+                )
+            if problem and is_main():
+                print(f"warning: the weights were not exported to {folder}: {problem}", flush=True)
