@@ -417,7 +417,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     """The model, sharded, with its weights. Raises UserError on every rank alike: bad files, or too
     little memory."""
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, rows.processor, ranks.device, longest_sequence(args))
+        builder = weights.Builder(args.model, ranks.device, longest_sequence(args))
         judge = Judge(builder.actor())
     if not args.run.export_only:
         budget.fit(budget.JudgeMemory(args, {"judge": judge}, rows, ranks.world), ranks)

@@ -903,7 +903,7 @@ def build_models(
     if args.rollout.cuda_graphs == "on" and device.type == "cpu":
         raise UserError("--cuda_graphs on needs a GPU, and torch sees none; leave it at auto")
     with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, processor, device, args.longest)
+        builder = weights.Builder(args.model, device, args.longest)
         actor = Policy(builder.actor(), processor)
         models: dict[str, nn.Module] = {"actor": actor}
         if args.update.aux_loss_coef and not vlm.routers(actor.model):

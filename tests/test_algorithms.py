@@ -358,7 +358,7 @@ def test_statistics_are_those_of_the_tokens_in_the_policy_term(qwen25, picture_r
 
 def test_the_exact_kl(env, qwen25):
     """Over the whole vocabulary, in the reward and in the loss, against Hugging Face's logits and autograd."""
-    builder = vlm_weights.Builder(env.args.model, env.processor, env.ranks.device, env.args.longest)
+    builder = vlm_weights.Builder(env.args.model, env.ranks.device, env.args.longest)
     reference = ppo.Policy(builder.role("", frozen=True), env.processor)
     vlm_weights.shard_and_load(reference, env.ranks, env.args.run.seed)
     model, other = (hugging_face(qwen25) for _ in range(2))

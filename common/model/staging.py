@@ -5,7 +5,7 @@ save is one copy from the device, on a stream of its own. The training stream wa
 and for nothing else; the host does not wait at all.
 """
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Staging:
         if self.stream:
             self.stream.wait_stream(torch.cuda.current_stream())
         copies = {}
-        with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+        with torch.cuda.stream(self.stream):  # of None: nothing
             for (name, tensor), place in zip(tensors.items(), places):
                 room = self.buffer[place : place + tensor.nbytes]
                 copy = room.view(tensor.dtype).view(tensor.shape)

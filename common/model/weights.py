@@ -187,14 +187,14 @@ class Builder:
         longest: tokens of the longest sequence.
     """
 
-    def __init__(self, args: ModelArgs, processor: Processor, device: torch.device, longest: int):
-        self.args, self.config, self.longest = args, processor.config, longest
+    def __init__(self, args: ModelArgs, device: torch.device, longest: int):
+        self.args, self.longest = args, longest
         self.folder = resolve_folder(args.model)
         self.compute = choose_compute(args, device)
 
     def actor(self) -> nn.Module:
         """The model to train, with its vision tower."""
-        return self.build(self.config, self.folder, vision=True)
+        return self.build(self.folder, vision=True)
 
     def role(self, name: str, head: bool = True, frozen: bool = False) -> nn.Module:
         """The model of a checkpoint, or the actor's if ``name`` is empty. It reads the actor's
@@ -204,15 +204,16 @@ class Builder:
             ValueError: the checkpoint has another vocabulary, or another tower, so that its
                 language model expects other features.
         """
-        folder, config = self.folder, self.config
+        folder = self.folder
         if name:
             folder = resolve_folder(name)
-            config = read_model_config(folder)  # same shapes do not make the same model
-            self.check_role(folder, config)
-        return self.build(config, folder, self.args.train_vision, head, frozen)
+            self.check_role(folder)
+        return self.build(folder, self.args.train_vision, head, frozen)
 
-    def check_role(self, folder: Path, config) -> None:
-        size, tokens = config.get_text_config().vocab_size, self.config.get_text_config().vocab_size
+    def check_role(self, folder: Path) -> None:
+        size, tokens = (
+            read_model_config(place).get_text_config().vocab_size for place in (folder, self.folder)
+        )
         if size != tokens:
             raise ValueError(
                 f"{folder}: vocab_size {size}, the actor's is {tokens}: critic and reference read "
@@ -225,12 +226,12 @@ class Builder:
             )
 
     def build(
-        self, config, folder: Path, vision: bool, head: bool = True, frozen: bool = False
+        self, folder: Path, vision: bool, head: bool = True, frozen: bool = False
     ) -> nn.Module:
         """With adapters, gradient checkpointing and compiled layers, as the flags say."""
         args = self.args
         model = build_model(
-            config,
+            read_model_config(folder),  # each its own: same shapes do not make the same model
             self.compute,
             self.longest,
             vision=vision,
@@ -490,35 +491,32 @@ class StoredWeight:
 def shard_and_load(module: nn.Module, ranks: distributed.Ranks, seed: int) -> None:
     """Shard a module that is on meta, allocate the shards and stream its checkpoint into them.
     Fresh adapters depend on ``seed``; a critic's value head that the files lack is zero. Raises
-    ValueError: see `load`; a scalar reward model without a value head."""
+    ValueError: see `load`."""
     shard(module, ranks.mesh)
     materialize(module, ranks.device)
     init_adapters(module.model, seed)
-    head, folder = getattr(module, "value_head", None), module.model.folder
+    head = getattr(module, "value_head", None)
     if head is not None:
         nn.init.zeros_(head.weight)
-    loaded = load(module.model, folder, value_head=head)
-    is_reward_model = head is not None and not head.weight.requires_grad
-    if is_reward_model and "value_head.weight" not in loaded:
-        raise ValueError(
-            f"--reward rm:{folder}: no value head: none of the weights value_head.weight, score.weight"
-        )
+    load(module.model, module.model.folder, value_head=head)
 
 
-def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> set[str]:
+def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) -> None:
     """Stream safetensors into a materialised, possibly sharded model; each rank reads only its own
-    rows. A value head is read where the files have one. Returns the names of what was read.
+    rows. A value head that is trained is read where the files have one.
 
     Raises:
         ValueError: no safetensors files, missing or quantized weights, two values for tied ones, or
             a shape that does not fit; names and shapes are given.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    required = [name for name in parameters if ".lora_" not in name]
+    fresh = {name for name in parameters if ".lora_" in name}
     if value_head is not None:
         parameters["value_head.weight"] = value_head.weight
+        if value_head.weight.requires_grad:
+            fresh.add("value_head.weight")
     model.stored = {}
-    read: dict[int, str] = {}  # by the parameter's id: tied ones are one
+    read: set[Tensor] = set()  # tied ones are one
     for path in weight_files(folder):
         with open_weights(path) as tensors:
             for key in tensors.keys():
@@ -531,20 +529,19 @@ def load(model: nn.Module, folder: Path, value_head: nn.Linear | None = None) ->
                 if name is None:  # of a part that this role leaves out, or that no model has
                     continue
                 target = parameters[name]
-                tied = shard_of(target).clone() if id(target) in read else None
+                tied = shard_of(target).clone() if target in read else None
                 read_weight(f"{path}: {key}", target, value)
                 if tied is not None and not torch.equal(tied, shard_of(target)):
                     raise ValueError(
                         f"{path}: {key} differs from the weight that config.json ties it to; to "
                         "keep both, set tie_word_embeddings to false there"
                     )
-                read[id(target)] = name
-    missing = [name for name in required if id(parameters[name]) not in read]
+                read.add(target)
+    missing = [name for name in parameters if parameters[name] not in read and name not in fresh]
     if missing:
         raise ValueError(
             f"{folder}: {len(missing)} weights are in no file, the first: {', '.join(missing[:3])}"
         )
-    return set(read.values())
 
 
 def parameter_name(key: str, parameters: dict[str, nn.Parameter]) -> str | None:

@@ -244,7 +244,7 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         expected.append(float(hidden[0, -1] @ head[0]))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
-    with user_error("no value head: none of the weights value_head.weight, score.weight"):
+    with user_error("1 weights are in no file, the first: value_head.weight"):
         build(env, scoring.load(env.args.reward))
 
 
