@@ -1386,8 +1386,7 @@ def update_actor(
     updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     offload = args.update.offload
-    scoring = nullcontext() if exact is None else fsdp.onloaded(exact, offload)
-    with fsdp.onloaded(trained, offload), scoring:
+    with fsdp.onloaded(trained, offload), fsdp.onloaded(exact, offload):
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.policy_weights.any():

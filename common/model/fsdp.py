@@ -295,23 +295,25 @@ def bare_forwards(decoder: nn.Module):
 # -------------------------------------------------------------------------------------------------
 
 
-def rests(part: Trainable | nn.Module, offload: str) -> bool:
+def rests(part: Trainable | nn.Module | None, offload: str) -> bool:
     """Whether ``offload``, the value of --offload, keeps it in host memory while it is not in use:
     the optimizer's state of a model in training, or a frozen module. A reference that is the actor
     without its adapters is not frozen."""
     if isinstance(part, Trainable):
         return offload != "none"
-    return offload == "all" and not any(p.requires_grad for p in part.parameters())
+    if part is None or offload != "all":
+        return False
+    return not any(parameter.requires_grad for parameter in part.parameters())
 
 
-def put_away(part: Trainable | nn.Module, offload: str) -> None:
+def put_away(part: Trainable | nn.Module | None, offload: str) -> None:
     """Move what `rests` into host memory."""
     if rests(part, offload):
         move(part, HOST)
 
 
 @contextmanager
-def onloaded(part: Trainable | nn.Module, offload: str):
+def onloaded(part: Trainable | nn.Module | None, offload: str):
     """Inside, what `rests` in host memory is on its device."""
     if rests(part, offload):
         module = part.module if isinstance(part, Trainable) else part
