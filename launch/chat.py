@@ -36,7 +36,7 @@ class Chat:
         self.processor = Processor(path, DataArgs())
         self.family = self.processor.family
         kind = transformers.AutoModelForCausalLM
-        if self.family.has_images:
+        if self.family.media:
             kind = transformers.AutoModelForImageTextToText
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.model = kind.from_pretrained(path, dtype=dtype).to(device).eval()

@@ -21,9 +21,6 @@ import torch
 import transformers
 from PIL import Image
 from torch import Tensor
-from transformers.models.idefics3.image_processing_pil_idefics3 import (
-    get_resize_output_image_size as idefics3_size,
-)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
 
@@ -46,17 +43,14 @@ class Family:
     videos."""
 
     model_types: tuple = ()
-    has_images = True
+    media: tuple = ("image",)
     replies_show_images = True  # whether replies of environments may hold them
-    takes_videos = False
     # Those that may prepare the images; the first one where the files do not say.
     image_processors: tuple = ()
-    processor_options: dict = {}  # of every call of the image processor
+    processor_options: dict = {}  # whatever the files say
     # A pattern of the special tokens around images that no config names: never to be sampled.
     unnamed_tokens = ""
-    # Whether the chat template writes it; or else the tokenizer, as the family's own processor
-    # does.
-    template_has_bos = False
+    types_input = ""  # by which transformers is told what each token is
 
     def __init__(self, config):
         self.config = config
@@ -81,11 +75,8 @@ class Family:
     def token_types(self, input_ids: Tensor) -> Inputs:
         """What transformers asks for in some families: which tokens are pieces of images (1) or
         clips (2)."""
-        return {}
-
-    def visual_types(self, input_ids: Tensor) -> Tensor:
         images, clips = input_ids == self.image_token_id, input_ids == self.video_token_id
-        return images.int() + 2 * clips.int()
+        return {self.types_input: images.int() + 2 * clips.int()} if self.types_input else {}
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
         """What transformers takes for images, of any number of prompts, as `loader.load_pixels`
@@ -100,33 +91,27 @@ class Family:
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         """Read from the files of a checkpoint how images are prepared. Raises ValueError: they are
-        missing or contradict each other."""
+        missing, or another family's."""
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
         self.placeholder = self.token(self.image_token_id)
         settings = files["processor_config"].get("image_processor") or files["preprocessor_config"]
         if not settings:
             raise ValueError("no preprocessor_config.json; take the base checkpoint's")
-        kind = settings.get("image_processor_type") or settings.get("feature_extractor_type")
-        name = re.sub("(ImageProcessor|FeatureExtractor)?(Fast|Pil)?$", "", kind or "", count=1)
-        name = name or self.image_processors[0]
+        kind = settings.get("image_processor_type", self.image_processors[0])
+        name, _, _ = kind.partition("ImageProcessor")
         if name not in self.image_processors:
             raise ValueError(
                 f"preprocessor_config.json: image processor {name!r}; that of "
                 f"{self.config.model_type} is {' or '.join(self.image_processors)}"
             )
-        settings = self.processor_settings(settings, files, args)
+        settings = self.processor_settings(settings, files, args) | self.processor_options
         try:
             maker = getattr(transformers, f"{name}ImageProcessorPil")
             self.image_processor = maker.from_dict(settings)
-            _, grid = self.patches(Image.new("RGB", (64, 64)))
+            self.patches(Image.new("RGB", (64, 64)))
         except Exception as error:  # settings of a wrong type raise anything
             raise ValueError(f"preprocessor_config.json cannot be used: {error!r}") from error
-        if grid != self.grid(64, 64):
-            raise ValueError(
-                f"preprocessor_config.json makes {grid} of an image of 64 x 64 pixels, and "
-                f"config.json asks for {self.grid(64, 64)}"
-            )
 
     def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
         """The settings of the image processor, as the flags change them."""
@@ -151,12 +136,11 @@ class Family:
         raise NotImplementedError
 
     def patches(self, image: Image.Image) -> Patches:
-        """One image by the family's image processor, and its grid by what came out."""
-        pixels = self.prepared([image])["pixel_values"]
-        return pixels, tuple(pixels.shape[-2:])
+        """One image by the family's image processor, and its grid."""
+        return self.prepared(image)["pixel_values"], self.grid(*image.size)
 
-    def prepared(self, images: list) -> Inputs:
-        return self.image_processor(images=images, return_tensors="pt", **self.processor_options)
+    def prepared(self, image: Image.Image) -> Inputs:
+        return self.image_processor(images=[image], return_tensors="pt")
 
     def tile_side(self) -> int:
         """Patches along a side of the square that the vision tower takes. Some configs give sizes
@@ -170,8 +154,8 @@ class TextOnly(Family):
     """Language models without a vision tower."""
 
     model_types = ("qwen2", "qwen3", "qwen3_5_text", "qwen3_5_moe_text", "llama", "mistral")
-    has_images = replies_show_images = False
-    template_has_bos = True
+    media = ()
+    replies_show_images = False
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         self.tokenizer = tokenizer
@@ -188,9 +172,9 @@ class Qwen(Family):
         "qwen3_5",
         "qwen3_5_moe",
     )
-    takes_videos = True
+    media = ("image", "video")
     image_processors = ("Qwen2VL",)
-    template_has_bos = True
+    types_input = "mm_token_type_ids"
 
     def __init__(self, config):
         super().__init__(config)
@@ -199,9 +183,6 @@ class Qwen(Family):
         self.depth = tower.temporal_patch_size
         self.is_third = config.model_type.startswith("qwen3")
         self.video_token_id = config.video_token_id
-
-    def token_types(self, input_ids: Tensor) -> Inputs:
-        return {"mm_token_type_ids": self.visual_types(input_ids)}
 
     def vision_inputs(self, patches: Tensor, grids: Tensor, items: tuple = ()) -> Inputs:
         clips = [item for item in items if is_clip(item)]
@@ -230,26 +211,28 @@ class Qwen(Family):
             files["video_preprocessor_config"] = clips
         side = self.patch_size * self.merge_size
         frames = self.bounded(clips, (0, 0), (128 * side**2, 768 * side**2))
-        frames["do_resize"] = False
+        frames |= {"do_resize": False, "temporal_patch_size": 1}
         self.frame_processor = transformers.Qwen2VLImageProcessorPil.from_dict(frames)
         flags = args.min_pixels, args.max_pixels
         return self.bounded(settings, flags, (56 * 56, 28 * 28 * 1280))
 
     def bounded(self, settings: dict, flags: tuple, defaults: tuple) -> dict:
-        """Settings with the fewest and most pixels as ``size`` alone, by the flags or else by the
-        settings, which spell them in three ways. Given min_pixels, transformers 5.17 would write it
+        """Settings with the fewest and most pixels by the flags or else by the settings, which
+        spell them in three ways. Given min_pixels without a size, transformers 5.17 would write it
         into the default of the class, for every later checkpoint."""
         values = (settings.get("size") or {}) | {key: v for key, v in settings.items() if v}
         low = flags[0] or values.get("min_pixels") or values.get("shortest_edge") or defaults[0]
         high = flags[1] or values.get("max_pixels") or values.get("longest_edge") or defaults[1]
         if low > high:
             raise ValueError(f"min_pixels {low} is more than max_pixels {high}")
-        bounded = dict(settings)
-        for name in ("min_pixels", "max_pixels"):
-            bounded.pop(name, None)
-        bounded["size"] = {"shortest_edge": low, "longest_edge": high}
-        bounded |= {"do_resize": True, "temporal_patch_size": self.depth}
-        return bounded | {"patch_size": self.patch_size, "merge_size": self.merge_size}
+        return settings | {
+            "min_pixels": low,
+            "max_pixels": high,
+            "size": {"shortest_edge": low, "longest_edge": high},
+            "patch_size": self.patch_size,
+            "merge_size": self.merge_size,
+            "temporal_patch_size": self.depth,
+        }
 
     def grid(self, width: int, height: int) -> Grid:
         bounds = self.image_processor.size
@@ -295,10 +278,6 @@ class Qwen(Family):
             text += f"<{second:.1f} seconds>{start}{self.clip_placeholder}{end}"
         return text, [tokens] * t
 
-    def patches(self, image: Image.Image) -> Patches:
-        batch = self.prepared([image])
-        return batch["pixel_values"], tuple(batch["image_grid_thw"][0].tolist())
-
     def clip_patches(self, frames: list[Image.Image]) -> Patches:
         """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the
         families' video processors, and (t, h, w). The last frame is repeated to fill the last
@@ -308,10 +287,8 @@ class Qwen(Family):
         frames = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]
         frames += frames[-1:] * (-len(frames) % deep)
         pixels = self.frame_processor(images=frames, return_tensors="pt")["pixel_values"]
-        # The processor makes each frame ``deep`` frames deep; one of them is kept.
-        pixels = pixels.view(len(frames) // deep, deep, -1, 3, deep, side**2)
-        pixels = pixels[:, :, :, :, 0]  # (t, deep, hw, 3, side**2)
-        grid = len(pixels), height // side, width // side
+        grid = len(frames) // deep, height // side, width // side
+        pixels = pixels.view(grid[0], deep, -1, 3, side**2)  # (t, deep, hw, 3, side**2)
         return pixels.permute(0, 2, 3, 1, 4).reshape(math.prod(grid), -1), grid
 
 
@@ -322,6 +299,7 @@ class Gemma3(Family):
     replies_show_images = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
+    types_input = "token_type_ids"
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
         """A prompt is cut into text and images, each of which has all before it as its prefix."""
@@ -341,9 +319,6 @@ class Gemma3(Family):
                 prefix = start, at
             pieces.append((at, end, *prefix))
         return [piece for piece in pieces if piece[0] < piece[1]]
-
-    def token_types(self, input_ids: Tensor) -> Inputs:
-        return {"token_type_ids": self.visual_types(input_ids)}
 
     def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
         if settings.get("do_pan_and_scan"):
@@ -371,16 +346,11 @@ class InternVL(Family):
     processor_options = {"crop_to_patches": True}  # as its processor does, whatever the file says
 
     def grid(self, width: int, height: int) -> Grid:
-        options = dict(self.processor_options)
-        return (self.image_processor.get_number_of_image_patches(height, width, options),)
+        return (self.image_processor.get_number_of_image_patches(height, width),)
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         tokens_of_tile = int(self.tile_side() * self.config.downsample_ratio) ** 2
         return f"<img>{self.placeholder}</img>", [grid[0] * tokens_of_tile]
-
-    def patches(self, image: Image.Image) -> Patches:
-        tiles = self.prepared([image])["pixel_values"]
-        return tiles, (len(tiles),)
 
 
 class Llava(Family):
@@ -416,20 +386,9 @@ class SmolVLM(Family):
         return {"pixel_values": patches[None]}
 
     def grid(self, width: int, height: int) -> Grid:
-        # The processor's own get_number_of_image_patches errs unless max_image_size divides the
-        # longest edge.
-        longest = self.image_processor.size["longest_edge"]
-        side = self.image_processor.max_image_size["longest_edge"]
-        # An array without memory: only its shape is read.
-        shape = np.broadcast_to(np.uint8(0), (3, height, width))
-        height, width = idefics3_size(shape, longest)
-        rows, columns, ratio = math.ceil(height / side), math.ceil(width / side), width / height
-        if width >= height:
-            rows = math.ceil(int(columns * side / ratio) / side)
-        else:
-            columns = math.ceil(int(rows * side * ratio) / side)
-        is_split = self.image_processor.do_image_splitting and max(rows, columns) > 1
-        return (rows, columns) if is_split else (0, 0)
+        # exact where max_image_size divides the longest edge, as in every checkpoint of these
+        _, *tiles = self.image_processor.get_number_of_image_patches(height, width)
+        return tuple(tiles)
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         around, (rows, columns) = "<fake_token_around_image>", grid
@@ -445,7 +404,7 @@ class SmolVLM(Family):
         return text, [tokens_of_tile] * (rows * columns + 1)
 
     def patches(self, image: Image.Image) -> Patches:
-        batch = self.prepared([[image]])
+        batch = self.prepared(image)
         return batch["pixel_values"][0], (int(batch["rows"][0][0]), int(batch["cols"][0][0]))
 
 

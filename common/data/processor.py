@@ -131,7 +131,7 @@ class Processor:
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.
-        has_bos = self.family.template_has_bos or text.startswith(self.tokenizer.bos_token or "")
+        has_bos = not self.family.media or text.startswith(self.tokenizer.bos_token or "")
         ids = self.ids_with_images(expanded, counts, add_special_tokens=not has_bos)
         return text, ids, sum(counts)
 
@@ -176,7 +176,7 @@ class Processor:
                     f"special token {token} in the text: the model would take it for the "
                     "template's own"
                 )
-        if self.family.has_images:
+        if self.family.media:
             return messages
         return [{**message, "content": text} for message, text in zip(messages, texts)]
 

@@ -21,7 +21,7 @@ from PIL import Image
 from torch import Tensor
 
 from common import distributed
-from common.data.families import Family, Qwen
+from common.data.families import Family
 from common.data.folder import is_inside
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
@@ -401,14 +401,9 @@ def locate(item: Media, folder: str, root: str) -> Media:
 
 def check_media(processor: Processor, items: tuple[Media, ...]) -> None:
     """Raises ValueError: images or clips that the processor's family does not take."""
-    family, name = processor.family, processor.config.model_type
-    clips = [kind_of(item) for item in items].count("video")
-    if items and not family.has_images:
-        raise ValueError(f"{len(items)} images for {name}, a model of text only")
-    if clips and not family.takes_videos:
-        raise ValueError(
-            f"{clips} videos for {name}; only {', '.join(Qwen.model_types)} take videos"
-        )
+    for kind in map(kind_of, items):
+        if kind not in processor.family.media:
+            raise ValueError(f"{processor.config.model_type} takes no {kind}s")
 
 
 def media_grid(family: Family, item: Media) -> tuple:

@@ -283,7 +283,7 @@ def build_model(
             f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
             "towers of Qwen-VL can be trained"
         )
-    auto = AutoModelForImageTextToText if family.has_images else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if family.media else AutoModelForCausalLM
     with parameters_on_meta():
         # a copy: it is written into
         model = auto.from_config(copy.deepcopy(config), dtype=torch.float32)

@@ -435,7 +435,7 @@ def answer_frame(processor: Processor) -> AnswerFrame:
     answer = "(the answer)"
     chat = []
     for role, text in (("user", "(a question)"), ("assistant", answer)):
-        content = message_parts(text) if processor.family.has_images else text
+        content = message_parts(text) if processor.family.media else text
         chat.append({"role": role, "content": content})
     head = processor.render(chat[:1], add_generation_prompt=True)
     before, match, tail = processor.render(chat).partition(answer)

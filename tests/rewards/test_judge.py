@@ -410,7 +410,7 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
     env, _, batch, _ = prepare(qwen25, picture_rows, "--reward exact")
     specs = {kind: f"{kind}:{tmp_path / 'text'}" for kind in ("grm", "rm")}
     for kind, spec in specs.items():
-        with user_error(f"{kind}:.*rows.jsonl:2: 1 images for qwen2, a model of text only"):
+        with user_error(f"{kind}:.*rows.jsonl:2: qwen2 takes no images"):
             build(env, scoring.load(RewardArgs(reward=spec)), env.prompts)
     reward = scoring.load(RewardArgs(reward=specs["grm"]))
     build(env, reward, env.prompts[:1])
