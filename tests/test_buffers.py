@@ -247,7 +247,7 @@ def test_rows_of_a_mixture(weights):
     for size in (1, 4, 20):
         order = DrawOrder(sets, weights, size, 60 // size, seed)
         assert sum((order(i)[0] for i in range(60 // size)), []) == whole
-        assert order(60 // size) is None
+        assert order(60 // size) == ([], [])
 
 
 def test_one_set_is_in_data_order():

@@ -417,7 +417,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"} | write {A} and {B}
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
-{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | 2 images in the row's column for 3 places
+{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | for the places ['image', 'image', 'image']
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
 {"prompt": "a", "response": "LONG"}        | example too long
 {"prompt": "LONG", "response": "b"}        | prompt too long
@@ -476,7 +476,7 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     assert steps == -(-total // 4)
     with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
         groups = [loader.order(step)[0] for step in range(steps)]
-        assert loader.order(steps) is None
+        assert loader.order(steps) == ([], [])
     assert all(len(part) == 4 for part in groups)
     taken = [id(question) for part in groups for question in part][:total]
     assert sorted(taken) == sorted(map(id, env.rows.train))

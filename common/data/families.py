@@ -4,7 +4,7 @@ the vision tower.
     config.json      -> token ids, attention segments, inputs of the tower    family_of(config)
     small files      -> image processor, placeholders                         Family.prepare
     width, height    -> grid -> text in the prompt and its image tokens       grid, expand
-    decoded image    -> patches, and the grid again by what came out          patches, clip_patches
+    decoded image    -> patches, and the grid again, by its own size          patches
 
 A grid is what the tokens of an image depend on: (1, h, w) patches, (height, width) in pixels once
 resized, tiles, or (rows, columns) of tiles. That of a clip has further entries: (t, h, w) patches,
@@ -278,10 +278,12 @@ class Qwen(Family):
             text += f"<{second:.1f} seconds>{start}{self.clip_placeholder}{end}"
         return text, [tokens] * t
 
-    def clip_patches(self, frames: list[Image.Image]) -> Patches:
-        """The frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order of the
-        families' video processors, and (t, h, w). The last frame is repeated to fill the last
-        temporal patch."""
+    def patches(self, *frames: Image.Image) -> Patches:
+        """An image, or the frames of a clip as (t * h * w, 3 * deep * side**2) patches in the order
+        of the families' video processors, and (t, h, w). The last frame is repeated to fill the
+        last temporal patch."""
+        if len(frames) == 1:
+            return super().patches(*frames)
         deep, side = self.depth, self.patch_size
         width, height = self.frame_size(*frames[0].size, len(frames))
         frames = [frame.resize((width, height), self.frame_processor.resample) for frame in frames]

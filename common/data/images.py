@@ -7,13 +7,12 @@ ValueError that names the file.
 """
 
 import importlib
-import os
 from contextlib import contextmanager
 from typing import Any, Callable
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, ImageSequence, UnidentifiedImageError
 from transformers.video_utils import load_video
 
 # Pillow would also try formats that start other programs (EPS runs Ghostscript): a data file must
@@ -131,11 +130,9 @@ def _durations(path: str) -> list[float]:
     """Milliseconds of each frame of an animation; 0 where it does not say."""
     durations = []
     with _open_image(path) as image:
-        # Known of a frame once those before it are decoded.
-        for k in range(getattr(image, "n_frames", 1)):
-            image.seek(k)
-            image.load()
-            durations.append(image.info.get("duration", 0))
+        for frame in ImageSequence.Iterator(image):
+            frame.load()  # or its duration is not known
+            durations.append(frame.info.get("duration", 0))
     return durations
 
 
@@ -161,7 +158,7 @@ def read_clip(files: tuple[str, ...], most: int) -> list[Image.Image]:
 
 
 def read_frames(items: Any, most: int) -> list[Image.Image]:
-    """To look at: the images of `Prompt.images`, and of each clip up to ``most`` of its frames."""
+    """The images of `Prompt.images`, and of each clip up to ``most`` of its frames."""
     frames = []
     for item in items:
         frames += [read_image(item)] if isinstance(item, str) else read_clip(tuple(item), most)
@@ -170,15 +167,11 @@ def read_frames(items: Any, most: int) -> list[Image.Image]:
 
 def _is_video(path: str) -> bool:
     """Whether the file of a clip is in none of Pillow's formats."""
-    if not os.path.isfile(path):
-        raise ValueError(f"no such video: {path}")
     try:
         with _open_image(path):
             return False
     except ValueError as error:
-        if isinstance(error.__cause__, UnidentifiedImageError):
-            return True
-        raise
+        return isinstance(error.__cause__, UnidentifiedImageError)
 
 
 def _importable(package: str) -> bool:

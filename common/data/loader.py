@@ -18,7 +18,7 @@ from torch import Tensor
 
 from common import distributed
 from common.buffers import Batch
-from common.data.images import read_clip, read_image
+from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt
 from common.distributed import UserError, printable
@@ -35,7 +35,7 @@ Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids
 class DrawOrder:
     """The batches of a training run: several sets of rows, each drawn in its share at every moment,
     and reshuffled with every pass over it. Called with the 0-based number of a batch, gives its
-    rows and their draw numbers, None after the last; a function of (seed, number), so that a
+    rows and their draw numbers, none after the last; a function of (seed, number), so that a
     resumed run goes on in it."""
 
     def __init__(
@@ -48,10 +48,9 @@ class DrawOrder:
             is_drawn = self.which == k
             self.places[is_drawn] = data_order(range(is_drawn.sum()), len(rows), seed)
 
-    def __call__(self, index: int) -> tuple[list, list[int]] | None:
-        draws = range(index * self.per_batch, (index + 1) * self.per_batch)
-        if draws.start >= len(self.which):
-            return None
+    def __call__(self, index: int) -> tuple[list, list[int]]:
+        every = range(len(self.which))
+        draws = every[index * self.per_batch : (index + 1) * self.per_batch]
         rows = [self.sets[self.which[draw]][self.places[draw]] for draw in draws]
         return rows, list(draws)
 
@@ -65,9 +64,9 @@ class InOrder:
     def __len__(self) -> int:
         return -(-len(self.rows) // self.size)
 
-    def __call__(self, index: int) -> tuple[list, list[int]] | None:
+    def __call__(self, index: int) -> tuple[list, list[int]]:
         rows = self.rows[index * self.size : (index + 1) * self.size]
-        return (rows, [prompt_of(row).index for row in rows]) if rows else None
+        return rows, [prompt_of(row).index for row in rows]
 
 
 def prompt_of(row: Any) -> Prompt:
@@ -86,10 +85,9 @@ def mix(weights: list[float], draws: int) -> np.ndarray:
 def data_order(draws: range, rows: int, seed: int) -> list[int]:
     """Rows taken as draws number ``draws``: pass e over the data uses a permutation that depends on
     (seed, e) only."""
-    first, end = draws.start // rows, -(-draws.stop // rows)
-    passes = [np.random.default_rng([seed, k]).permutation(rows) for k in range(first, end)]
-    order = np.concatenate([np.arange(0), *passes])[draws.start - first * rows :]
-    return order[: len(draws)].tolist()
+    passes = range(draws.stop // rows + 1)
+    order = [np.random.default_rng([seed, k]).permutation(rows) for k in passes]
+    return np.concatenate(order)[draws.start : draws.stop].tolist()
 
 
 def shares_of(named: list[tuple[str, float | None]], sets: list[list]) -> list[float]:
@@ -128,7 +126,7 @@ class PromptLoader:
     """Decodes the images of the next batch in threads while the model works on this one.
 
     Args:
-        order: 0-based number of a batch -> its rows and their draw numbers, or None after the last.
+        order: 0-based number of a batch -> its rows and their draw numbers, none after the last.
             Rows are prompts, or objects with a ``prompt``.
         taken: batches taken so far.
         dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
@@ -165,8 +163,7 @@ class PromptLoader:
         self.rows = self.ahead[0]
         batch = self.collect(*self.ahead)
         self.taken += 1
-        following = self.order(self.taken)
-        self.ahead = None if following is None else self.submit(*following)
+        self.ahead = self.submit(*self.order(self.taken))
         if len(batch.prompts) - len(batch.dropped) < least:
             raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
         return batch
@@ -175,7 +172,9 @@ class PromptLoader:
         """Begin to decode this rank's share; `collect` takes what this returns."""
         futures = {}
         for i in range(self.rank, len(rows), self.world):
-            futures[i] = self.pool.submit(load_pixels, prompt_of(rows[i]), self.processor)
+            prompt = prompt_of(rows[i])
+            if prompt.images:
+                futures[i] = self.pool.submit(load_pixels, prompt, self.processor)
         return rows, draws, futures
 
     def collect(self, rows: list, draws: list[int], futures: dict[int, Future]) -> Batch:
@@ -201,7 +200,6 @@ class PromptLoader:
             first = "\n  ".join(list(problems.values())[:5])
             print(f"dropped {len(problems)} of {len(prompts)} prompts:\n  {first}", flush=True)
         self.dropped += len(problems)
-        patches = {i: pixels for i, pixels in patches.items() if pixels is not None}
         owners = [i % self.world for i in range(len(prompts))]
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
@@ -226,11 +224,10 @@ def load_pixels(
     family = processor.family
     pixels = []
     for item in prompt.images:
-        is_clip = not isinstance(item, str)
-        frames = read_clip(item, family.video_frames) if is_clip else [read_image(item)]
+        frames = read_frames([item], family.video_frames)
         if change is not None:
-            frames = list(map(change, frames))
-        pixels.append(family.clip_patches(frames) if is_clip else family.patches(frames[0]))
+            frames = map(change, frames)
+        pixels.append(family.patches(*frames))
     patches, grids = zip(*pixels)
     expected = tuple(grid[:3] for grid in prompt.grids)
     if grids != expected:

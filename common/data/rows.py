@@ -14,6 +14,7 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Callable, Collection, Sequence
 
@@ -86,8 +87,8 @@ def load_prompts(
     """Read a JSONL file of prompts; the paths of images are relative to it, and only their headers
     are read.
 
-    Raises ValueError: no such file, no rows, bad rows (the first five and their number), no row
-    left after skipping.
+    Raises ValueError: no rows, bad rows (the first five and their number), no row left after
+    skipping.
     """
     folder = os.path.dirname(os.path.abspath(path))
 
@@ -122,22 +123,22 @@ def read_rows(
     """
     rows = read_lines(path)
     further: set[str] = set()
+    problems: dict[int, str] = {}  # by row
 
-    def read_row(index: int, source: str, line: bytes) -> tuple[Any, str]:
-        """What ``build`` makes of a line, and what is wrong with it."""
+    def read_row(index: int, source: str, line: bytes) -> Any:
         try:
             row = json.loads(line)
             further.update(row.keys() - known)
-            return build(index, source, row), ""
+            return build(index, source, row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            return None, printable(f"{source}: {kind}{error}")
+            problems[index] = printable(f"{source}: {kind}{error}")
 
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
         results = list(pool.map(read_row, range(len(rows)), *zip(*rows)))
-    good = [result for result, problem in results if not problem]
-    bad = [problem for _, problem in results if problem]
+    good = [result for index, result in enumerate(results) if index not in problems]
+    bad = [problems[index] for index in sorted(problems)]
     summary = "\n  ".join([f"{path}: {len(bad)} of {len(rows)} rows are bad", *bad[:5]])
     if bad and (args.on_bad_row == "error" or not good):
         raise ValueError(summary)
@@ -152,8 +153,6 @@ def read_rows(
 
 def read_lines(path: str) -> list[tuple[str, bytes]]:
     """("file.jsonl:12", line) of every line that is not blank."""
-    if not os.path.isfile(path):
-        raise ValueError(f"{path}: no such file")
     name = os.path.basename(path)
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
     lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -280,8 +279,8 @@ def _read_part(part: dict) -> dict:
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
     """The images and clips of messages in the order of their places: those of the parts that name
-    one, which they lose here, and ``media`` for the others. Raises ValueError: more media than
-    places, or fewer."""
+    one, which they lose here, and ``media`` for the others. Raises ValueError: these are not the
+    media that have places."""
     places = []
     for message in messages:
         places += [part for part in message["content"] if part["type"] != "text"]
@@ -290,16 +289,17 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
         # The row does not say where: images first, as Qwen-VL is trained.
         places = [{"type": kind_of(item)} for item in media]
         users[0]["content"] = places + users[0]["content"]
-    for kind in ("image", "video"):
-        free = [part for part in places if part["type"] == kind and "file" not in part]
-        items = [item for item in media if kind_of(item) == kind]
-        if len(free) != len(items):
-            raise ValueError(
-                f"{len(items)} {kind}s in the row's column for {len(free)} places (<{kind}> in a "
-                f"string, or parts of type {kind} without a file of their own)"
-            )
-        for part, item in zip(free, items):
-            part["file"] = item
+    free = [part for part in places if "file" not in part]
+    free.sort(key=itemgetter("type"))
+    items = sorted(media, key=kind_of)
+    wanted, kinds = [part["type"] for part in free], list(map(kind_of, items))
+    if wanted != kinds:
+        raise ValueError(
+            f"the columns of the row hold {kinds} for the places {wanted} (<image> or <video> in a "
+            "string, or parts without a file of their own)"
+        )
+    for part, item in zip(free, items):
+        part["file"] = item
     return [part.pop("file") for part in places]
 
 
@@ -360,9 +360,8 @@ def make_prompt(
         fields: the further ones of `Prompt`.
     """
     messages = message_turns(prompt)
-    spoken = [message["content"] for message in messages if message["role"] != "system"]
-    if not any(part.get("text", "").strip() for content in spoken for part in content):
-        raise ValueError("empty prompt: no text but the system's")
+    if not user_text(messages).strip():
+        raise ValueError("empty prompt: no text of the user's")
     items = place_media(messages, media)
     if system_prompt:
         if any(message["role"] == "system" for message in messages):

@@ -322,7 +322,7 @@ def test_bounds_of_frames(load, tmp_path, family):
 
 
 BAD = {
-    "no such file": ({"videos": ["none.gif"]}, "no such video: .*none.gif"),
+    "no such file": ({"videos": ["none.gif"]}, "no such image: .*none.gif"),
     "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
     "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, "
                                                 "cv2|not a video that)"),
@@ -330,8 +330,8 @@ BAD = {
     "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* at least 2 frames, this has 1 .*a list of their own"),
     "frames differ": ({"videos": [["a.png", "a.png", "b.png"]]},
                       r"frames of a clip differ in size: {\(56, 28\): .*a.png', \(28, 56\): .*b.png"),
-    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, "1 videos .* for 0 places"),
-    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, "1 images .* for 0 places"),
+    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, r"\['image', 'video'\] for the places \['image'\]"),
+    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, r"\['image'\] for the places \['video'\]"),
     "part with an option": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]},
                             "a part of a message must be"),
     "damaged": ({"videos": ["cut.gif"]}, "cut.gif: cannot be read"),
