@@ -207,7 +207,8 @@ class Qwen(Family):
             files["processor_config"].get("video_processor") or files["video_preprocessor_config"]
         )
         if not clips:  # older checkpoints treat frames as they do images
-            clips = {key: value for key, value in settings.items() if key != "image_processor_type"}
+            clips = dict(settings)
+            clips.pop("image_processor_type", None)
             files["video_preprocessor_config"] = clips
         side = self.patch_size * self.merge_size
         frames = self.bounded(clips, (0, 0), (128 * side**2, 768 * side**2))
@@ -301,6 +302,7 @@ class Gemma3(Family):
     replies_show_images = False
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
+    processor_options = {"do_pan_and_scan": False}  # no crops beside the image
     types_input = "token_type_ids"
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
@@ -321,14 +323,6 @@ class Gemma3(Family):
                 prefix = start, at
             pieces.append((at, end, *prefix))
         return [piece for piece in pieces if piece[0] < piece[1]]
-
-    def processor_settings(self, settings: dict, files: Files, args: DataArgs) -> dict:
-        if settings.get("do_pan_and_scan"):
-            raise ValueError(
-                "do_pan_and_scan: crops beside the image are not supported; switch it off in "
-                "the files"
-            )
-        return super().processor_settings(settings, files, args)
 
     def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
         super().prepare(files, tokenizer, args)
@@ -360,11 +354,6 @@ class Llava(Family):
 
     model_types = ("llava",)
     image_processors = ("CLIP", "Llava", "Siglip")
-
-    def __init__(self, config):
-        if config.vision_config.model_type == "pixtral":
-            raise ValueError("llava with the vision tower pixtral is not supported")
-        super().__init__(config)
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         count = self.tile_side() ** 2

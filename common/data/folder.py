@@ -1,7 +1,6 @@
 """The small files of a checkpoint folder: config.json, the tokenizer's, and further settings."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,5 +74,4 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 def is_inside(folder: str | Path, path: str | Path) -> bool:
     """Whether a path lies in a folder, after resolving the links of both."""
-    root = os.path.realpath(folder)
-    return os.path.commonpath([root, os.path.realpath(path)]) == root
+    return Path(path).resolve().is_relative_to(Path(folder).resolve())

@@ -99,7 +99,10 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
     """
     durations: list[float] = []  # milliseconds of each frame, where the file has them
     if len(files) > 1:
-        size, total = _common_size(files), len(files)
+        sizes = {image_size(file): file for file in files}
+        if len(sizes) > 1:
+            raise ValueError(f"the frames of a clip differ in size: {sizes}")
+        size, total = next(iter(sizes)), len(files)
     elif _is_video(files[0]):
         frames, header = _read_video(files[0], lambda total: [0])
         size, total, fps = frames[0].size, header.total_num_frames, header.fps
@@ -116,14 +119,6 @@ def clip_times(files: tuple[str, ...], fps: float) -> tuple[tuple[int, int], lis
         starts = np.cumsum([0, *durations[:-1]]) / 1000
         return size, starts.tolist(), 1000 * total / sum(durations)
     return size, [k / fps for k in range(total)], fps
-
-
-def _common_size(files: tuple[str, ...]) -> tuple[int, int]:
-    """(width, height) of the images of a clip. Raises ValueError: they differ."""
-    sizes = {image_size(file): file for file in files}
-    if len(sizes) > 1:
-        raise ValueError(f"the frames of a clip differ in size: {sizes}")
-    return next(iter(sizes))
 
 
 def _durations(path: str) -> list[float]:

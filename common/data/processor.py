@@ -60,13 +60,12 @@ class Processor:
         tokenizer, added = self.tokenizer, self.tokenizer.added_tokens_decoder
         names = ("image", "video", "vision_start", "vision_end", "boi", "eoi")
         visual = {getattr(self.config, f"{name}_token_id", None) for name in names}
-        for i, token in added.items():
-            if re.fullmatch(self.family.unnamed_tokens, token.content):
-                visual.add(i)
+        unnamed = re.compile(self.family.unnamed_tokens)
+        visual |= {i for i, token in added.items() if unnamed.fullmatch(token.content)}
         # Gemma's end of a turn is a stop token, though not all of its files call it an end.
         ends = {tokenizer.eos_token_id, tokenizer.get_vocab().get("<end_of_turn>")}
         written = self.files["generation_config"].get("eos_token_id")
-        ends |= set(written) if isinstance(written, list) else {written}
+        ends |= {*written} if isinstance(written, list) else {written}
         self.banned_ids, self.stop_ids = self._known(visual), self._known(ends)
         # Not every special token: those the template does not use, as Qwen2-VL's for boxes, are a
         # row's to write.

@@ -155,7 +155,7 @@ def read_lines(path: str) -> list[tuple[str, bytes]]:
     """("file.jsonl:12", line) of every line that is not blank."""
     name = os.path.basename(path)
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
-    lines = Path(path).read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    lines = Path(path).read_bytes().split(b"\n")
     rows = [(f"{name}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ValueError(f"{path}: empty file, no rows")
