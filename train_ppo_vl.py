@@ -1791,7 +1791,12 @@ class RolloutEngine:
             capacity += envs.extra_tokens
         slots = self.slot_count(capacity, max(1, len(indices) * samples_per_prompt))
         self.cache = attention.SlotCache(
-            actor.model.config.get_text_config(), slots, capacity, self.compute.dtype, device
+            actor.model.config.get_text_config(),
+            slots,
+            capacity,
+            self.compute.dtype,
+            device,
+            self.compute.backend,
         )
         self.make_slots(slots)
         if envs is not None and self.cache.linear is not None:
@@ -1922,6 +1927,8 @@ class RolloutEngine:
             return
         slots = self.cache.slots
         size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
+        if self.compute.backend == "sdpa":  # which reads all that its mask covers
+            capacity = min(1 << (longest - 1).bit_length(), capacity)
         self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:

@@ -172,7 +172,7 @@ class Check:
     def decoding(self) -> Checked:
         """Both prompts are stored by a pack, and the token after each is decoded. What it may not see is large."""
         text = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim)
-        cache = SlotCache(text, 2, FULL + 1, self.dtype, self.device)
+        cache = SlotCache(text, 2, FULL + 1, self.dtype, self.device, self.backend)
         cache.keys.fill_(1e3)
         cache.values.fill_(1e3)
         places = torch.tensor([*range(SHORT), *range(SECOND, SECOND + FULL)], device=self.device)

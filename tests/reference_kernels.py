@@ -122,7 +122,7 @@ class Kernels:
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Inside, every back-end runs on a CPU, and the slots of a rollout lie in memory as on a GPU."""
+    """Inside, every back-end runs on a CPU."""
     replaced = Kernels(grouped="enable_gqa" in torch_varlen.varlen_attn.__kwdefaults__)
     # which our code asks for the keywords of the installed torch
     real = torch_varlen.varlen_attn.__kwdefaults__
@@ -139,8 +139,6 @@ def kernels(monkeypatch):
     package.flash_attn_with_kvcache = replaced.flash_attn_with_kvcache
     monkeypatch.setitem(__import__("sys").modules, "flash_attn", package)
     monkeypatch.setattr(weights, "choose_backend", lambda requested, device, dtype: requested)
-    empty_permuted = torch.empty_permuted
-    monkeypatch.setattr(torch, "empty_permuted", lambda shape, order, **more: empty_permuted(shape, sorted(order), **more))
     library = torch.library.Library("aten", "IMPL")
     library.impl(OPERATOR, replaced.operator, "CPU")
     yield replaced

@@ -88,7 +88,7 @@ def decode_error(backend: str, device: torch.device, dtype: torch.dtype, window:
     config = type("Config", (), dict(num_hidden_layers=2, num_key_value_heads=KV_HEADS, head_dim=DIM))
     lengths, generator = torch.tensor([0, 1, 63, 64, 150, 299]), torch.Generator().manual_seed(0)
     size = len(lengths)
-    cache = SlotCache(config, size + 2, 300, dtype, device)
+    cache = SlotCache(config, size + 2, 300, dtype, device, backend)
     stored = [torch.randn(2, size + 2, 300, KV_HEADS, DIM, generator=generator).to(dtype) for _ in range(2)]
     for column, values in zip((cache.keys, cache.values), stored):
         values.masked_fill_((torch.arange(300) > lengths.max()).view(1, 1, -1, 1, 1), 1e3)

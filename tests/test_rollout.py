@@ -230,7 +230,7 @@ def test_bare_forwards_change_nothing_but_the_time(checkpoint, picture_rows, dty
 @pytest.fixture
 def graphs_of(monkeypatch):
     """A function that lets rollouts use graphs where a GPU would, with a replay that runs the step again; ``replay`` may
-    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes."""
+    stand in for it: (step, size, capacity) -> None. Returns the list of captured batch sizes and capacities."""
     init = ppo.RolloutEngine.__init__
 
     def use(replay=lambda step, size, capacity: step(size, capacity)):
@@ -250,7 +250,7 @@ def graphs_of(monkeypatch):
                 return [tensor.data_ptr() for tensor in tensors]
 
             seen = addresses()
-            captured.append(size)
+            captured.append((size, capacity))
 
             def replay_at_the_same_addresses():
                 assert addresses() == seen
@@ -269,8 +269,8 @@ STOPPING = '--slots 7 --max_new_tokens 32 --stop_strings ["a","e"]'
 
 
 def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, graphs_of):
-    """What surrounds a captured graph: batches are padded to few sizes, the cache's capacity stands for its length, the
-    state that a graph has seen never moves."""
+    """What surrounds a captured graph: batches are padded to few sizes, the cached tokens to powers of two and no further
+    than the cache goes, the state that a graph has seen never moves."""
     env = start(checkpoint, picture_rows, STOPPING)
     expected = generate(env, take(env), 5)
     captured = graphs_of()
@@ -278,7 +278,9 @@ def test_graphs_of_a_batch_size_give_the_same_samples(checkpoint, picture_rows, 
     assert tokens == expected[1]
     assert (samples.logprobs - expected[0].logprobs).abs().max() < ROUNDING
     assert len(captured) == len(set(captured)) > 1
-    assert set(captured) <= {1, 2, 4, 7}
+    assert {size for size, _ in captured} <= {1, 2, 4, 7}
+    *lengths, _ = sorted({capacity for _, capacity in captured})
+    assert lengths and all(length.bit_count() == 1 for length in lengths)
 
 
 def test_a_capture_that_fails_ends_the_run(qwen25, picture_rows, graphs_of, monkeypatch):

@@ -111,12 +111,18 @@ class SlotCache:
     """
 
     def __init__(
-        self, text_config, slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        text_config,
+        slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        backend: str,
     ):
         layers, heads = attention_layers(text_config), text_config.num_key_value_heads
         shape = (layers, slots, capacity, heads, head_dim(text_config))
-        # On a CPU the tokens of a head lie side by side, as matrix products want them.
-        order = (0, 1, 3, 2, 4) if device.type == "cpu" else (0, 1, 2, 3, 4)
+        # For sdpa the tokens of a head lie side by side, as matrix products want them.
+        order = (0, 1, 3, 2, 4) if backend == "sdpa" else (0, 1, 2, 3, 4)
         self.keys = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
         self.values = torch.empty_permuted(shape, order, dtype=dtype, device=device).zero_()
         self.slots, self.capacity = slots, capacity
@@ -317,6 +323,8 @@ class PackedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None
     ) -> list[Tensor]:
         """The outputs (b * Lq, Hq, D) of each bucket, padding included, for q, k, v (N, H, D)."""
+        if q.device.type != "cpu":  # whose fused kernels take no grouped heads with a mask
+            k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         if window not in self.masks:
             masks = [bucket_mask(table, window) for table, *_ in self.buckets]
             self.masks[window] = [
@@ -415,8 +423,8 @@ class DecodeAttention:
     Args:
         lengths: (B,) tokens already stored in each slot (device tensor; the new token goes to this
             position).
-        longest: host-side upper bound of ``lengths + 1``; on CUDA the cache capacity, so that a
-            graph holds no length.
+        longest: host-side upper bound of ``lengths + 1`` of the slots that matter; in a graph,
+            which holds no length, the cache capacity, or for sdpa a power of two.
     """
 
     def __init__(self, cache: SlotCache, lengths: Tensor, longest: int, backend: str):
@@ -495,9 +503,11 @@ class DecodeAttention:
         if q.dtype == torch.float32:  # SDPA costs up to twice as much for so few queries
             scores = torch.baddbmm(mask, queries, k.transpose(1, 2), alpha=scale)  # (B * Hkv, G, M)
             return torch.bmm(scores.softmax(-1), v).view(q.shape)
+        batch = [queries, k, v, mask]
+        if q.device.type != "cpu":  # whose fused kernels take four dimensions only
+            batch = [x.unflatten(0, (len(q), -1)) for x in batch]
         # scores and sums in float32
-        out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=scale)
-        return out.view(q.shape)
+        return F.scaled_dot_product_attention(*batch, scale=scale).reshape(q.shape)
 
     def mask(self, window: int | None) -> Tensor:
         """(B * Hkv, 1, longest): 0 at the keys that the new tokens see, else -inf."""

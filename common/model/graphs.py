@@ -12,34 +12,35 @@ from common.distributed import UserError
 
 
 class StepGraphs:
-    """Graphs of one rollout, one per batch size, all in one memory pool.
+    """Graphs of one rollout, one per batch size and capacity, all in one memory pool.
 
     Args:
-        eager_steps: at a batch size before it is captured. The first one also sets up what a
+        eager_steps: of a kind before it is captured. The first one also sets up what a
             capture needs: workspaces, kernels.
     """
 
     def __init__(self, eager_steps: int):
         self.eager_steps = eager_steps
-        self.steps: dict[int, int] = {}  # by batch size
-        self.graphs: dict[int, Any] = {}
+        self.steps: dict[tuple[int, int], int] = {}  # by batch size and capacity
+        self.graphs: dict[tuple[int, int], Any] = {}
         self.pool: Any = None
 
     def run(self, step: Callable, size: int, capacity: int) -> None:
         """``step(size, capacity)`` for the slots 0..size-1, by its graph if there is one. Raises
         UserError: it cannot be captured."""
-        self.steps[size] = self.steps.get(size, 0) + 1
-        if self.steps[size] <= self.eager_steps:
+        kind = size, capacity
+        self.steps[kind] = self.steps.get(kind, 0) + 1
+        if self.steps[kind] <= self.eager_steps:
             return step(size, capacity)
-        if size not in self.graphs:
+        if kind not in self.graphs:
             try:
-                self.graphs[size], self.pool = capture(step, size, capacity, self.pool)
+                self.graphs[kind], self.pool = capture(step, size, capacity, self.pool)
             except RuntimeError as error:
                 raise UserError(
                     f"a CUDA graph of {size} slots could not be captured: {error}; "
                     "--cuda_graphs off decodes without graphs"
                 ) from error
-        self.graphs[size].replay()
+        self.graphs[kind].replay()
 
 
 def capture(step: Callable, size: int, capacity: int, pool: Any) -> tuple[Any, Any]:

@@ -122,7 +122,7 @@ def test_copies_must_fit(script):
 def test_bytes_of_the_cache(checkpoint):
     text = data.Processor(checkpoint, DataArgs()).config.get_text_config()
     for dtype in (torch.float32, torch.bfloat16):
-        cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"))
+        cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"), "sdpa")
         stored = cache.keys.nbytes + cache.values.nbytes
         assert stored == 3 * 50 * vlm_attention.cache_bytes(text, dtype.itemsize)
         if cache.linear is not None:

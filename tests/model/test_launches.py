@@ -83,8 +83,6 @@ def launches(folder, count_layers: int, **sampling) -> Launches:
         actor = SimpleNamespace(model=filled(model, torch.bfloat16))
         batch = SimpleNamespace(prompt_lengths=[8] * SLOTS)
         engine = ppo.RolloutEngine(actor, batch, settings, list(range(SLOTS)), 1)
-        cache = engine.cache
-        cache.keys, cache.values = cache.keys.contiguous(), cache.values.contiguous()  # as they lie on a GPU
         with Launches() as found:
             engine.step(SLOTS, engine.cache.capacity)                               # makes tables that later steps share
             found.count.clear(), found.waits.clear()

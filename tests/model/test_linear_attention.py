@@ -521,7 +521,7 @@ def test_bytes_of_a_slot():
     assert attention.slot_bytes(text, 1000, 2) == linear_attention.state_bytes(text, 2) + 1000 * 8 * 2 * 4 * 256 * 2
     small = AutoConfig.for_model("qwen3_5_text", **TEXT | LINEAR)
     for dtype in (torch.float32, torch.bfloat16):
-        cache = attention.SlotCache(small, 3, 50, dtype, CPU)
+        cache = attention.SlotCache(small, 3, 50, dtype, CPU, "sdpa")
         held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
         assert sum(part.nbytes for part in held) == 3 * attention.slot_bytes(small, 50, dtype.itemsize)
         assert cache.linear.states.dtype == torch.float32 and cache.linear.inputs.dtype == dtype

@@ -8,6 +8,7 @@ import huggingface_hub
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import (ROUNDING, hugging_face, inputs_of, our_name, responses_of, save_weights, seeded, start,
                       token_logprobs, value_error)
 from safetensors.torch import load_file
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 from common.buffers import Batch, assign_blocks, build_pack, make_blocks
 from common.model.fsdp import unsharded
 from common.flags import DataArgs
-from common.model.attention import PackedAttention, bucket_segments
+from common.model.attention import DecodeAttention, PackedAttention, SlotCache, bucket_segments
 from common.data.loader import load_pixels
 from common.data.processor import Processor
 from common.data.rows import load_prompts
@@ -210,3 +211,38 @@ def test_bfloat16_leaves_rotary_frequencies_alone(qwen25, picture_rows):
             for e in (env, trained)
         ]
     assert torch.equal(*features)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_what_reaches_sdpa(monkeypatch, device, dtype):
+    """On a GPU, which the meta device stands for: four dimensions, a key head for each query head and nothing grouped, as all
+    else is for the slow kernel of any input. Decoding reads the cache where it lies, and no further than it must."""
+    reached = []
+
+    def sdpa(q, k, v, attn_mask=None, **options):
+        reached.append((q, k, v, options.get("enable_gqa", False)))
+        return torch.empty_like(q)
+
+    def product(mask, queries, keys, alpha):
+        reached.append((queries, keys.transpose(1, 2), None, False))
+        return torch.empty(*queries.shape[:2], keys.shape[2], device=device)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", sdpa)
+    monkeypatch.setattr(torch, "baddbmm", product)
+    q, k, v = (torch.zeros(1, heads, 30, 16, dtype=dtype, device=device) for heads in (4, 2, 2))
+    segments = [(0, 20, 0, 0), (20, 25, 0, 20), (25, 30, 0, 20)]
+    out = PackedAttention(segments, "sdpa", q.device)(0, q, k, v, 1.0)
+    grouped = device == "cpu"
+    assert out.shape == (1, 30, 4, 16) and reached
+    for queries, keys, values, gqa in reached:
+        assert queries.shape[1] == 4 and keys.shape[1] == values.shape[1] == (2 if grouped else 4) and gqa == grouped
+    reached.clear()
+    config = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=2, head_dim=16)
+    cache = SlotCache(config, 5, 100, dtype, q.device, "sdpa")
+    step = DecodeAttention(cache, torch.zeros(3, dtype=torch.int64, device=device), 32, "sdpa")
+    assert step(0, *(x[:, :, :3] for x in (q, k, v)), 1.0).shape == (1, 3, 4, 16)
+    (queries, keys, _, gqa), = reached
+    assert keys._base is cache.keys and not gqa
+    four = device == "meta" and dtype == torch.bfloat16
+    assert queries.shape == ((3, 2, 2, 16) if four else (6, 2, 16)) and keys.shape[-2] == 32
