@@ -252,7 +252,6 @@ class Example:
 
     prompt: data.Prompt
     target: Tensor  # (n,) label tokens, the end token last
-    dataset: int
     source: str  # what evaluations tell apart: the row's own word, or its file
     kind: str  # response, or one of judgements.JUDGEMENTS
     text: str  # the target as text
@@ -299,7 +298,7 @@ def load_rows(args: Args) -> Rows:
         )
         sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
         loaded, held_out = [
-            [load_examples(path, k, args, processor, settings) for k, (path, _) in enumerate(paths)]
+            [load_examples(path, args, processor, settings) for path, _ in paths]
             for paths in (sets, eval_sets)
         ]
         examples = itertools.chain(*loaded)
@@ -311,7 +310,6 @@ def load_rows(args: Args) -> Rows:
 
 def load_examples(
     path: str,
-    dataset: int,
     args: Args,
     processor: data.Processor,
     settings: judgements.JudgeSettings,
@@ -322,12 +320,13 @@ def load_examples(
     if eval_files.count(file_name) > 1:
         file_name = path
     examples = []
-    for prompt, target, ask in judgements.load_examples(
-        path, processor, settings, args.data, args.judge.orders
+    frame = judgements.answer_frame(processor)
+    for prompt, target, ask in judgements.load_judgements(
+        path, processor, settings, args.data, args.judge.orders, frame
     ):
         parts = {name: ask[name] for name in ("kind", "text", "verdict", "order")}
         source_name = prompt.row.get("source") or file_name
-        examples.append(Example(prompt, target, dataset, source_name, **parts))
+        examples.append(Example(prompt, target, source_name, **parts))
     return examples
 
 
@@ -505,7 +504,7 @@ def evaluate(
         if doubt and known["chance"] < 1 and state.step == args.optim.steps:
             log.line(f"warning: {doubt}")
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
-    for name in ("source", "kind", "order"):
+    for name in ("source", "kind"):
         for key, value in summary[f"accuracy_per_{name}"].items():
             metrics[f"eval/{name}/{key}"] = value
     metrics |= {
@@ -663,7 +662,6 @@ def example_record(example: Example) -> dict:
     prompt = example.prompt
     info = {
         "row": prompt.source,
-        "dataset": example.dataset,
         "source": example.source,
         "kind": example.kind,
         "images": list(prompt.images),

@@ -23,7 +23,6 @@ Invariants, each with a test:
 * No condition that could differ between ranks decides whether a collective runs.
 """
 
-import functools
 import json
 import time
 from collections import deque
@@ -935,14 +934,12 @@ def build_reward_models(
         return {}
     script = rewards.Script(
         actor,
-        args.longest,
-        args.data,
-        args.update.offload,
+        args,
         policy=Policy,
         critic=Critic,
         logprobs=compute_logprobs,
         values=compute_values,
-        write=functools.partial(write_critiques, args=args),
+        write=write_critiques,
     )
     return rewards.build_models(reward, rows.train + rows.held_out, script)
 

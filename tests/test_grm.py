@@ -403,12 +403,12 @@ def test_other_rows():
 BAD_ROWS = table("""
 {"prompt": "a"}                            | needs a target
 {"prompt": "a", "output": "b"}             | the row has 'prompt', 'output'
-{"query": "a", "response": "b"}            | needs one prompt; the row has 'query', 'response'
+{"query": "a", "response": "b"}            | as response; the row has 'query', 'response'
 {"prompt": "a", "question": "a", "response": "b", "correct": true} | one prompt
 {"prompt": "a", "response": "b", "critique": "c"} | field 'critique' beside 'response'
 {"prompt": "a", "response": "b", "score": 1, "correct": true} | field 'correct' beside 'score'
-{"prompt": "a", "response": " "}           | a response that is not empty
-{"prompt": "a", "response": [0], "correct": true} | texts as response
+{"prompt": "a", "response": " "}           | a text that is not empty as response
+{"prompt": "a", "response": [0], "correct": true} | one prompt and a response, both texts
 {"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | A, B or tie
 {"prompt": "a", "images": ["0.png"], "preferred": "A"} | two images or two responses
 {"prompt": "a", "responses": ["b"], "preferred": "A"} | two texts as responses
@@ -431,7 +431,7 @@ def test_bad_rows_are_refused_with_file_and_line(env, task, tmp_path, row, messa
     for name in ("0.png", "1.png"):
         shutil.copy(task / name, tmp_path)
     with pytest.raises(ValueError) as error:
-        grm.load_examples(str(path), 0, env.args, env.processor, env.rows.judge)
+        grm.load_examples(str(path), env.args, env.processor, env.rows.judge)
     assert "bad.jsonl:2: " in str(error.value)
     assert message in str(error.value)
 
@@ -441,13 +441,13 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     rows = [dict(question="2 + 2?", response=4, correct=True, id=7),
             dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"})]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    prompts = [example.prompt for example in grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)]
+    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.judge)]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
     assert "Answer: 4\n" in prompts[0].text
     assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
     assert f"{path}: columns that are kept, but not read: 'by', 'id'\n" in capsys.readouterr().out
     of_ppo = judgements.load_judgements(path, env.processor, settings(), env.args.data)
-    assert [prompt.row for prompt in of_ppo] == [prompt.row for prompt in prompts]
+    assert [prompt.row for prompt, *_ in of_ppo] == [prompt.row for prompt in prompts]
 
 
 def test_templates_and_instruction(qwen25, task, tmp_path):
@@ -459,11 +459,11 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    example, = grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)           # the instruction has no place for it
+    example, = grm.load_examples(path, env.args, env.processor, env.rows.judge)           # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
-        grm.load_examples(path, 0, env.args, env.processor, env.rows.judge)
+        grm.load_examples(path, env.args, env.processor, env.rows.judge)
     with pytest.raises(ValueError, match="--answers_template must hold"):
         settings(answers_template="{prompt} {response_a}")
     with pytest.raises(ValueError, match="2 <image>"):
@@ -518,7 +518,7 @@ def record(line: str) -> dict:
     """Of a line: row, kind, order, right answer, predicted answer ("-": none), and the probabilities of answers."""
     row, kind, order, right, predicted, *chances = line.split()
     probabilities = {word: float(chance) for word, _, chance in (pair.partition("=") for pair in chances)}
-    return dict(info=dict(row=row, dataset=0, source=row[0], kind=kind), order=order,
+    return dict(info=dict(row=row, source=row[0], kind=kind), order=order,
                 gt_answer=None if right == "-" else right, predicted_answer=None if predicted == "-" else predicted,
                 probabilities=probabilities, loss=6.0, tokens=3, generated_text="a  Cat", response_text="a cat")
 
@@ -546,7 +546,6 @@ def test_summary_by_hand():
     assert summary["loss"] == 2.0
     assert summary["confusion"]["pictures"] == {"A": {"A": 2, "unparsable": 1}, "B": {"B": 1, "A": 1, "unparsable": 1}}
     assert summary["accuracy_per_source"] == {"a": pytest.approx(3 / 6), "b": pytest.approx(2 / 3)}
-    assert summary["accuracy_per_order"] == {"given": pytest.approx(3 / 4), "swapped": pytest.approx(2 / 4)}
     assert summary["likelihood_accuracy"] == pytest.approx(2 / 3)
     assert summary["likelihood_ece"] == pytest.approx((0.1 + 0.2 + 0.65) / 3)
     assert summary["exact_match"] == 1                                               # of the one response without a verdict

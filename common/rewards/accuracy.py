@@ -10,9 +10,7 @@ from collections import Counter
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
-from common.rewards.judge import JudgeSettings, PAIRS, SWAPPED
+from common.rewards.judge import JudgeSettings, SWAPPED
 from common.rewards.rules import same_words
 
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
@@ -20,7 +18,7 @@ SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared
 
 def summarise(records: list[dict]) -> dict[str, Any]:
     """Loss over all records, exact match over short responses without a verdict, and accuracy and
-    related metrics over records with one."""
+    related metrics over records with one; the second order of a pair follows the first."""
     loss = sum(record["loss"] for record in records)
     summary: dict[str, Any] = {"loss": loss / sum(record["tokens"] for record in records)}
     graded, exact = [], []
@@ -34,10 +32,10 @@ def summarise(records: list[dict]) -> dict[str, Any]:
     if graded:
         summary |= grades(graded)
     for key in ("source", "kind"):
-        named = [(record["info"][key], record) for record in graded]
-        summary[f"accuracy_per_{key}"] = accuracies(named)
-    ordered = [(record["order"], record) for record in pairs_of(graded)]
-    summary["accuracy_per_order"] = accuracies(ordered)
+        hits: dict[str, list[bool]] = {}
+        for record in graded:
+            hits.setdefault(record["info"][key], []).append(is_right(record))
+        summary[f"accuracy_per_{key}"] = {name: fmean(hits[name]) for name in sorted(hits)}
     summary["confusion"] = confusion(graded)
     return summary
 
@@ -45,12 +43,16 @@ def summarise(records: list[dict]) -> dict[str, Any]:
 def grades(graded: list[dict]) -> dict[str, float]:
     """Rates of the records with a right verdict; an unparsable verdict counts as wrong."""
     rates = {
-        "accuracy": fmean(is_right(record) for record in graded),
+        "accuracy": fmean(map(is_right, graded)),
         "parse_rate": fmean(record["predicted_answer"] is not None for record in graded),
     }
-    both = in_both_orders(graded)
-    if both:
-        rates["position_consistency"] = fmean(a is not None and a == b for a, b in both)
+    consistent = []
+    for first, second in zip(graded, graded[1:]):
+        if second["order"] == "swapped":
+            verdict, other = first["predicted_answer"], second["predicted_answer"]
+            consistent.append(verdict is not None and verdict == SWAPPED.get(other, other))
+    if consistent:
+        rates["position_consistency"] = fmean(consistent)
     likely = [record for record in graded if record["probabilities"]]
     if likely:
         rates |= calibration(likely)
@@ -59,18 +61,6 @@ def grades(graded: list[dict]) -> dict[str, float]:
 
 def is_right(record: dict) -> bool:
     return record["predicted_answer"] == record["gt_answer"]
-
-
-def pairs_of(records: list[dict]) -> list[dict]:
-    return [record for record in records if record["info"]["kind"] in PAIRS]
-
-
-def accuracies(named: list[tuple[str, dict]]) -> dict[str, float]:
-    """The accuracy of the records of each name."""
-    hits: dict[str, list[bool]] = {}
-    for name, record in named:
-        hits.setdefault(name, []).append(is_right(record))
-    return {name: fmean(hits[name]) for name in sorted(hits)}
 
 
 def confusion(graded: list[dict]) -> dict[str, dict]:
@@ -83,31 +73,18 @@ def confusion(graded: list[dict]) -> dict[str, dict]:
     return table
 
 
-def in_both_orders(graded: list[dict]) -> list[list[str | None]]:
-    """The two verdicts on each pair that was shown in both orders, by the names of the given
-    order."""
-    verdicts: dict[tuple, list[str | None]] = {}
-    for record in pairs_of(graded):
-        info, verdict = record["info"], record["predicted_answer"]
-        if record["order"] == "swapped":
-            verdict = SWAPPED.get(verdict, verdict)
-        verdicts.setdefault((info["dataset"], info["row"]), []).append(verdict)
-    return [both for both in verdicts.values() if len(both) == 2]
-
-
 def calibration(likely: list[dict]) -> dict[str, float]:
     """Accuracy of the likeliest verdicts, and the expected calibration error of their probabilities
     in ten bins (Guo et al. 2017)."""
-    hits = np.zeros(len(likely))
-    sure = np.zeros(len(likely))
-    for i, record in enumerate(likely):
+    right, gaps = 0, [0.0] * 10
+    for record in likely:
         chances = record["probabilities"]
         best = max(chances, key=chances.get)
-        hits[i] = best == record["gt_answer"]
-        sure[i] = chances[best]
-    bins = np.minimum((sure * 10).astype(int), 9)
-    gaps = [abs(float((hits - sure)[bins == b].sum())) for b in range(10)]
-    return {"likelihood_accuracy": float(hits.mean()), "likelihood_ece": sum(gaps) / len(likely)}
+        is_hit = best == record["gt_answer"]
+        right += is_hit
+        gaps[min(int(chances[best] * 10), 9)] += is_hit - chances[best]
+    error = sum(map(abs, gaps)) / len(likely)
+    return {"likelihood_accuracy": right / len(likely), "likelihood_ece": error}
 
 
 def held_out_record(summary: dict) -> dict:

@@ -11,7 +11,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 import os
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, Iterable, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,6 +96,14 @@ class JudgeSettings:
     held_out: dict | None = None
 
     @staticmethod
+    def of(processor: Processor) -> "JudgeSettings":
+        """Those of a checkpoint. Raises ValueError: fields that only another version knows."""
+        try:
+            return JudgeSettings(**processor.files["judge"])
+        except TypeError as error:
+            raise ValueError(f"judge.json is of another version: {error}") from error
+
+    @staticmethod
     def to_train(
         processor: Processor,
         templates: dict[str, str] = {},
@@ -110,7 +118,7 @@ class JudgeSettings:
         Raises:
             ValueError: a template that lacks what its kind needs.
         """
-        saved = JudgeSettings(**processor.files["judge"])
+        saved = JudgeSettings.of(processor)
         settings = JudgeSettings(
             system_instruction or saved.system_instruction,
             saved.which_answer if which == "auto" else which,
@@ -170,75 +178,46 @@ def with_verdict(verdict: str) -> str:
 # Rows
 # --------------------------------------------------------------------------------------------------
 
-# The field that tells a row's kind (the first that is there), the kind, and the kind's further
-# fields.
-JUDGEMENT_FIELDS = {
-    "score": ("score", {"question", "response", "critique"}),
-    "correct": ("correct", {"question", "response", "critique"}),
-    "responses": ("answers", {"preferred", "critique"}),
-    "preferred": ("pictures", {"critique"}),
-    "response": ("response", {"messages"}),
+class RowKind(NamedTuple):
+    """A kind of rows."""
+
+    name: str
+    fields: set[str]  # beside COMMON_FIELDS and the one that tells the kind
+    needs: str  # for messages
+
+
+# By the field that tells a row's kind: the first that is there.
+ROW_KINDS = {
+    "score": RowKind(
+        "score",
+        {"question", "response", "critique", "videos"},
+        "one prompt and a response, both texts, and a finite number as score",
+    ),
+    "correct": RowKind(
+        "correct",
+        {"question", "response", "critique", "videos"},
+        "one prompt and a response, both texts, and true or false as correct",
+    ),
+    "responses": RowKind(
+        "answers",
+        {"preferred", "critique", "videos"},
+        "a text as prompt, two texts as responses, and A, B or tie as preferred",
+    ),
+    "preferred": RowKind(
+        "pictures",
+        {"critique"},
+        "a text as prompt, two images or two responses, and A, B or tie as preferred",
+    ),
+    "response": RowKind(
+        "response", {"messages", "videos"}, "one prompt, and a text that is not empty as response"
+    ),
 }
-COMMON_FIELDS = {"prompt", "images", "videos", "source"}
-JUDGEMENT_COLUMNS = {"question", "messages", "critique", *COMMON_FIELDS, *JUDGEMENT_FIELDS}
+COMMON_FIELDS = {"prompt", "images", "source"}
+JUDGEMENT_COLUMNS = COMMON_FIELDS.union(ROW_KINDS, *(kind.fields for kind in ROW_KINDS.values()))
 PROMPT_FIELDS = ("prompt", "question", "messages")
+ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
-
-
-def check_judgement(row: dict) -> str:
-    """The kind of a row. Raises ValueError: missing or wrong fields, or fields of different
-    kinds."""
-    mark = next((field for field in JUDGEMENT_FIELDS if field in row), None)
-    if mark is None:
-        raise ValueError(
-            "a row needs a target: one of the fields response, preferred, correct and score; "
-            + columns_of(row)
-        )
-    kind, further = JUDGEMENT_FIELDS[mark]
-    known = {mark} | COMMON_FIELDS | further
-    misplaced = sorted(row.keys() & JUDGEMENT_COLUMNS - known)
-    if misplaced:
-        raise ValueError(
-            f"field {', '.join(map(repr, misplaced))} beside {mark!r}, which goes with "
-            f"{', '.join(sorted(known - {mark}))}"
-        )
-    needs = list(_unmet_needs(row, kind))
-    if needs:
-        raise ValueError(f"a row with {mark!r} needs {'; '.join(needs)}; {columns_of(row)}")
-    return kind
-
-
-def _unmet_needs(row: dict, kind: str) -> Iterator[str]:
-    """What a row of this kind needs and does not have."""
-    prompts = [row[field] for field in PROMPT_FIELDS if field in row]
-    types = (str, list) if kind == "response" else str
-    if len(prompts) != 1 or not isinstance(prompts[0], types):
-        yield "one prompt"
-    response = row.get("response", "" if kind in PAIRS else None)
-    texts = [row.get("critique", ""), row.get("source", "")]
-    if not isinstance(response, str) or not all(isinstance(text, str | None) for text in texts):
-        yield "texts as response, critique and source"
-    elif kind == "response" and not response.strip():
-        yield "a response that is not empty"
-    images = media_list(row)
-    score = row.get("score", 0)
-    targets = {
-        "answers": ("two texts as responses", _are_two_texts(row.get("responses"))),
-        "pictures": ("two images or two responses", _are_two_texts(images)),
-        "correct": ("true or false as correct", isinstance(row.get("correct"), bool)),
-        # an int may be beyond floats
-        "score": ("a finite number as score", type(score) in (int, float) and abs(score) < 1e300),
-    }
-    if kind in PAIRS and row.get("preferred") not in ("A", "B", "tie"):
-        yield "A, B or tie as preferred"
-    need, is_met = targets.get(kind, ("", True))
-    if not is_met:
-        yield need
-
-
-def _are_two_texts(values: Any) -> bool:
-    return isinstance(values, list) and [type(value) for value in values] == [str, str]
 
 
 def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict]:
@@ -250,63 +229,98 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     Raises:
         ValueError: a row that is not a judgement.
     """
-    row = dict(row)
-    if "response" in row:
-        row["response"] = number_as_text(row["response"])
-    if isinstance(row.get("responses"), list):
-        row["responses"] = [number_as_text(response) for response in row["responses"]]
-    kind = check_judgement(row)
-    prompt = next(row[field] for field in PROMPT_FIELDS if field in row)
+    mark = find_mark(row)
+    kind, _, needs = ROW_KINDS[mark]
+    prompts = [row[field] for field in PROMPT_FIELDS if field in row]
+    listed = row.get("responses", [row.get("response", "" if kind in PAIRS else None)])
+    responses = [number_as_text(response) for response in listed]
     images = media_list(row)
-    ask = {"kind": kind, "order": "given", "prompt": prompt, "question": prompt, "images": images}
+    texts = [*responses, row.get("critique") or "", row.get("source") or ""]
+    if kind != "response":
+        texts += prompts  # of which a response may have messages
+    are_texts = all(isinstance(text, str) for text in texts)
+    if len(prompts) != 1 or not are_texts or not _has_target(row, kind, responses, images):
+        raise ValueError(f"a row with {mark!r} needs {needs}; {columns_of(row)}")
+    ask = {"kind": kind, "order": "given", "prompt": prompts[0], "images": images}
     if kind == "response":
-        verdict = parse_verdict(row["response"], settings.which_answer, None)
-        return [ask | {"text": row["response"], "verdict": verdict}]
+        verdict = parse_verdict(responses[0], settings.which_answer, None)
+        return [ask | {"question": prompts[0], "text": responses[0], "verdict": verdict}]
     if kind not in settings.kinds:
         raise ValueError(f"a judgement row ({kind}), expected prompt and response")
+    return _in_orders(row, ask, responses, settings, orders)
 
+
+def _in_orders(
+    row: dict, ask: dict, responses: list[str], settings: JudgeSettings, orders: str
+) -> list[dict]:
+    """Entries of a row with a verdict. Raises ValueError: see `check_critique`."""
+    kind, prompt, images = ask["kind"], ask["prompt"], ask["images"]
+    is_pair, critique = kind in PAIRS, row.get("critique") or ""
+    both = is_pair and orders == "both"
+    check_critique(critique, settings, both)
     # Where the places do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
         prompt = question_text(message_turns(prompt), len(images))
-    in_order = ask | _question_in_order(row, kind, prompt, settings, "given")
-    if kind not in PAIRS or orders != "both":
-        return [in_order]
-    critique = row.get("critique") or ""
-    if FIXED_NAMES.search(critique):
+    # What is judged has no images, whatever it says.
+    responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
+    names, verdict = {"A": "A", "B": "B"} if is_pair else {}, _verdict(row, kind, settings)
+    asks = []
+    for order in ORDERS if both else ORDERS[:1]:
+        if order == "swapped":
+            responses.reverse()
+            names, verdict = SWAPPED, SWAPPED.get(verdict, verdict)
+            if kind == "pictures":
+                ask["images"] = images[::-1]
+        text = with_verdict(verdict)
+        if critique:
+            text = f"{format_template(critique, **names)}\n{text}"
+        question = settings.question(kind, prompt, responses)
+        asks.append(ask | {"order": order, "question": question, "text": text, "verdict": verdict})
+    return asks
+
+
+def check_critique(critique: str, settings: JudgeSettings, both: bool) -> None:
+    """Raises ValueError: a critique that spoils the verdict behind it, or that names the sides of a
+    pair as one of ``both`` orders does."""
+    if settings.which_answer == "first" and "<answer>" in critique:
+        raise ValueError(
+            "the critique has an <answer> of its own, and the first of a judgement is its verdict"
+            f" (--verdict): {critique!r:.120}"
+        )
+    if both and FIXED_NAMES.search(critique):
         raise ValueError(
             f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}"
         )
-    swapped = ask | _question_in_order(row, kind, prompt, settings, "swapped")
-    if kind == "pictures":
-        swapped["images"] = images[::-1]
-    return [in_order, swapped]
 
 
-def _question_in_order(
-    row: dict, kind: str, prompt: str, settings: JudgeSettings, order: str
-) -> dict:
-    """Order, question, text and verdict of a row that is shown in this order. Raises ValueError."""
-    critique = row.get("critique") or ""
-    # What is judged has no images, whatever it says.
-    texts = row.get("responses", [row.get("response", "")])
-    responses = [re.sub("|".join(PLACES), " ", text) for text in texts]
-    verdict = _verdict(row, kind, settings)
-    names = {"A": "A", "B": "B"}
-    if order == "swapped":
-        names = SWAPPED
-        responses.reverse()
-        verdict = SWAPPED.get(verdict, verdict)
-    text = with_verdict(verdict)
-    if critique:
-        named = format_template(critique, **names) if kind in PAIRS else critique
-        text = f"{named}\n{text}"
-    if parse_verdict(text, settings.which_answer, [verdict]) is None:
+def find_mark(row: dict) -> str:
+    """The field that tells a row's kind. Raises ValueError: none, or fields of different kinds."""
+    mark = next((field for field in ROW_KINDS if field in row), None)
+    if mark is None:
         raise ValueError(
-            f"the critique has an <answer> of its own, and the {settings.which_answer} of a"
-            f" judgement is its verdict (--verdict): {critique!r:.120}"
+            "a row needs a target: one of the fields response, preferred, correct and score; "
+            + columns_of(row)
         )
-    question = settings.question(kind, prompt, responses)
-    return {"order": order, "question": question, "text": text, "verdict": verdict}
+    known = COMMON_FIELDS | ROW_KINDS[mark].fields
+    misplaced = sorted(row.keys() & JUDGEMENT_COLUMNS - known - {mark})
+    if misplaced:
+        raise ValueError(
+            f"field {', '.join(map(repr, misplaced))} beside {mark!r}, which goes with "
+            f"{', '.join(sorted(known))}"
+        )
+    return mark
+
+
+def _has_target(row: dict, kind: str, responses: list[str], images: list) -> bool:
+    """Whether a row says what is right."""
+    if kind == "response":
+        return bool(responses[0].strip())
+    if kind == "correct":
+        return isinstance(row["correct"], bool)
+    if kind == "score":  # an int may be beyond floats
+        return type(row["score"]) in (int, float) and abs(row["score"]) < 1e300
+    sides = images if kind == "pictures" else responses
+    return len(sides) == 2 and row.get("preferred") in ("A", "B", "tie")
 
 
 def _verdict(row: dict, kind: str, settings: JudgeSettings) -> str:
@@ -341,67 +355,60 @@ def judge_prompt(
 
 
 def load_judgements(
-    path: str, processor: Processor, settings: JudgeSettings, args: DataArgs
-) -> list[Prompt]:
-    """Rows of judgements as prompts, pairs in both orders: the reference is the verdict, the label
-    the row's kind. A response without <answer> has no reference, which some rewards need.
+    path: str,
+    processor: Processor,
+    settings: JudgeSettings,
+    args: DataArgs,
+    orders: str = "both",
+    frame: "AnswerFrame | None" = None,
+) -> list[tuple[Prompt, Tensor | None, dict]]:
+    """Rows of judgements: prompts, targets, and the entries of `read_judgement`. A prompt's
+    reference is the verdict, its label the row's kind. A response without <answer> has no
+    reference, which some rewards need.
 
-    Raises ValueError: see `load_prompts`.
+    Args:
+        frame: of rows to imitate, which get the tokens of their targets; prompt and target have at
+            most `--max_prompt_tokens` together.
+    Raises:
+        ValueError: see `load_prompts`.
     """
-    folder = os.path.dirname(os.path.abspath(path))
+    folder, limit = os.path.dirname(os.path.abspath(path)), args.max_prompt_tokens
 
-    def build(index: int, source: str, row: dict) -> list[Prompt]:
-        prompts = []
-        for k, ask in enumerate(read_judgement(row, settings, "both")):
+    def build(index: int, source: str, row: dict) -> list[tuple[Prompt, Tensor | None, dict]]:
+        judgements = []
+        for k, ask in enumerate(read_judgement(row, settings, orders)):
             further = {"reference": ask["verdict"], "label": ask["kind"], "folder": folder, "row": row}
             number = 2 * index + k
-            prompts.append(judge_prompt(processor, settings, ask, number, source, args, **further))
-        return prompts
+            prompt = judge_prompt(processor, settings, ask, number, source, args, **further)
+            target = None
+            if frame is not None:
+                target = encode_target(processor, frame, ask["text"])
+                size = len(prompt.input_ids) + len(target)
+                if size > limit:
+                    raise ValueError(
+                        f"example too long: {size} tokens, {len(target)} of them target; the limit"
+                        f" is {limit}"
+                    )
+            judgements.append((prompt, target, ask))
+        return judgements
 
     loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
-    return [prompt for prompts in loaded for prompt in prompts]
+    return [judgement for judgements in loaded for judgement in judgements]
 
 
 def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Judgement rows for RL of a judge: training sets and held-out rows. Raises ValueError: bad
     rows."""
     settings = JudgeSettings.to_train(processor, which="last")
-    train_sets, held_out = [
-        [load_judgements(path, processor, settings, args) for path, _ in parse_datasets(listed)]
-        for listed in (args.data, args.eval_data)
-    ]
+    train_sets, held_out = [], []
+    for path, _ in parse_datasets(args.data):
+        loaded = load_judgements(path, processor, settings, args)
+        train_sets.append([prompt for prompt, *_ in loaded])
+    for path, _ in parse_datasets(args.eval_data):
+        loaded = load_judgements(path, processor, settings, args)
+        held_out += [prompt for prompt, *_ in loaded]
     settings.note_training((row.label, row.reference) for rows in train_sets for row in rows)
-    return train_sets, [row for rows in held_out for row in rows]
-
-
-def load_examples(
-    path: str, processor: Processor, settings: JudgeSettings, args: DataArgs, orders: str
-) -> list[tuple[Prompt, Tensor, dict]]:
-    """Rows to imitate: prompts, the tokens of their targets, and the entries of `read_judgement`;
-    prompt and target have at most `--max_prompt_tokens` together.
-
-    Raises ValueError: see `load_prompts`.
-    """
-    frame = answer_frame(processor)
-    folder, limit = os.path.dirname(os.path.abspath(path)), args.max_prompt_tokens
-
-    def build(index: int, source: str, row: dict) -> list[tuple[Prompt, Tensor, dict]]:
-        examples = []
-        for ask in read_judgement(row, settings, orders):
-            further = {"folder": folder, "row": row}
-            prompt = judge_prompt(processor, settings, ask, index, source, args, **further)
-            target = encode_target(processor, frame, ask["text"])
-            size = len(prompt.input_ids) + len(target)
-            if size > limit:
-                raise ValueError(
-                    f"example too long: {size} tokens, {len(target)} of them target; the limit is "
-                    f"{limit}"
-                )
-            examples.append((prompt, target, ask))
-        return examples
-
-    loaded = read_rows(path, build, args, JUDGEMENT_COLUMNS)
-    return [example for examples in loaded for example in examples]
+    return train_sets, held_out
 
 
 def load_responses(
@@ -412,8 +419,8 @@ def load_responses(
 
     Raises ValueError: see `load_prompts`.
     """
-    args = replace(args, max_prompt_tokens=limit)
-    examples = load_examples(path, processor, JudgeSettings(), args, "given")
+    args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
+    examples = load_judgements(path, processor, JudgeSettings(), args, "given", frame)
     return [(prompt, target) for prompt, target, _ in examples]
 
 
@@ -433,19 +440,16 @@ class AnswerFrame(NamedTuple):
 def answer_frame(processor: Processor) -> AnswerFrame:
     """Raises ValueError: the template leaves out what the assistant says."""
     answer = "(the answer)"
-    chat = []
-    for role, text in (("user", "(a question)"), ("assistant", answer)):
-        content = message_parts(text) if processor.family.media else text
-        chat.append({"role": role, "content": content})
-    head = processor.render(chat[:1], add_generation_prompt=True)
-    before, match, tail = processor.render(chat).partition(answer)
+    chat = message_turns("(a question)")
+    head = processor.render(processor.as_chat(chat), add_generation_prompt=True)
+    chat.append({"role": "assistant", "content": message_parts(answer)})
+    before, match, tail = processor.render(processor.as_chat(chat)).partition(answer)
     if not match:
         raise ValueError("the chat template leaves out what the assistant says")
     tokenizer = processor.tokenizer
     after = tokenizer.encode(tail, add_special_tokens=False)
     ends = [token for token in after if token in processor.stop_ids] + [tokenizer.eos_token_id]
-    before = before.removeprefix(head) if before.startswith(head) else ""
-    return AnswerFrame(head, before, ends[0])
+    return AnswerFrame(head, before.partition(head)[2], ends[0])
 
 
 def encode_target(processor: Processor, frame: AnswerFrame, text: str) -> Tensor:

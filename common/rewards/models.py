@@ -8,11 +8,11 @@ Every rank has all responses, and all ranks together ask a model about them.
 """
 
 import functools
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Callable, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from common.data.rows import (
     question_text,
 )
 from common.distributed import UserError
-from common.flags import DataArgs, RewardArgs
 from common.model import weights
 from common.model.forward import compute_features
 from common.model.fsdp import onloaded
@@ -38,6 +37,7 @@ from common.rewards.accuracy import doubtful_accuracy
 from common.rewards.functions import Source
 from common.rewards.judge import (
     JudgeSettings,
+    ORDERS,
     answer_frame,
     encode_target,
     encode_verdicts,
@@ -53,14 +53,12 @@ class Script:
     """What the script lends to reward models: its modules, and how it computes with them."""
 
     actor: nn.Module
-    longest: int  # tokens of a prompt with its response
-    data: DataArgs
-    offload: str  # --offload
+    args: Any  # its arguments
     policy: Callable  # (model, processor) -> a module that gives log-probs
     critic: Callable  # model -> a module with a value head
     logprobs: Callable  # (policy, batch) -> (N,) of all samples
     values: Callable  # (critic, batch) -> (N,) at the rows that predict the tokens
-    write: Callable  # (policy, batch) -> the likeliest response to every prompt
+    write: Callable  # (policy, batch, args) -> the likeliest response to every prompt
 
 
 def build(reward: RewardMix, rows: list[Prompt], script: Script) -> dict[str, nn.Module]:
@@ -76,20 +74,18 @@ def build(reward: RewardMix, rows: list[Prompt], script: Script) -> dict[str, nn
         if source.kind in ("grm", "rm"):
             with distributed.raise_on_all_ranks(f"--reward {source.spec}: "):
                 scored = [row for row in rows if source.spec in reward.weights(row.label)]
-                source.ask = build_source(source, scored, reward.args, script)
+                source.ask = build_source(source, scored, script)
             modules[source.name] = source.ask.module
     return modules
 
 
-def build_source(
-    source: Source, rows: list[Prompt], args: RewardArgs, script: Script
-) -> "RewardModel":
+def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardModel":
     """The model of a source that scores these rows."""
-    actor, is_judge = script.actor.model, source.kind == "grm"
+    actor, args, is_judge = script.actor.model, script.args, source.kind == "grm"
     planned = actor.compute.device.type == "meta"  # a plan fetches no weights
     folder = weights.resolve_folder(source.folder, weights=not planned)
     # A reward model sees images at the size that it was trained on.
-    processor = Processor(folder, replace(script.data, min_pixels=0, max_pixels=0))
+    processor = Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
     for row in rows:
         try:
             check_media(processor, row.images)
@@ -97,23 +93,21 @@ def build_source(
             raise ValueError(f"{row.source}: {error}") from error
     shares_tower = weights.reads_features_of(actor, script.actor.processor, folder, processor)
     model = weights.build_model(
-        processor.config, actor.compute, script.longest, vision=not shares_tower, head=is_judge
+        processor.config, actor.compute, args.longest, vision=not shares_tower, head=is_judge
     )
     model.folder = folder
-    if is_judge:
-        module = script.policy(model, processor).requires_grad_(False)
-        return JudgeModel(source.spec, module, processor, shares_tower, script, args)
-    module = script.critic(model).requires_grad_(False)
-    return ScalarModel(source.spec, module, processor, shares_tower, script)
+    module = script.policy(model, processor) if is_judge else script.critic(model)
+    module.requires_grad_(False)
+    kind = JudgeModel if is_judge else ScalarModel
+    return kind(source.spec, module, processor, shares_tower, script)
 
 
-class Question(NamedTuple):
-    """What a judge is asked about a response."""
+class Answer(NamedTuple):
+    """What a reward model is asked about."""
 
     prompt_index: int
-    sample: int | None  # the sample whose images from an environment the question holds
+    sample: int | None  # the sample whose images from an environment the text has marks of
     text: str
-    order: str
 
 
 @dataclass
@@ -126,13 +120,25 @@ class RewardModel:
     shares_tower: bool  # with the actor, whose image features serve
     script: Script
 
-    @contextmanager
-    def about(self, row: Prompt):
-        """A ValueError about a row, the same on every rank, becomes a UserError that names it."""
-        try:
-            yield
-        except ValueError as error:
-            raise UserError(f"--reward {self.spec}: {row.source}: {error}") from error
+    def __call__(
+        self, batch: Batch, used: list[int], texts: list[str]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """Columns (n,) of the n samples ``used`` with these ``texts``, and what a judge says of each.
+        Each distinct answer to a prompt is asked about once: rounding, which differs by row, would
+        give equal answers a spread."""
+        keys = []
+        for index, i, text in zip(batch.prompt_index[used].tolist(), used, texts):
+            keys.append(Answer(index, i if IMAGE_MARK in text else None, text))
+        place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}  # K answers
+        with onloaded(self.module, self.script.args.update.offload):
+            columns, notes = self.ask(batch, list(place_of))
+        places = [place_of[key] for key in keys]
+        columns = {name: column[places] for name, column in columns.items()}
+        return columns, [notes[k] for k in places if notes]
+
+    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
+        """Columns (K,) of answers in the order of their prompts, and what a judge says of each."""
+        raise NotImplementedError
 
     def with_images(
         self, batch: Batch, about: list[tuple[int, int | None]], asked: list[Prompt]
@@ -143,14 +149,10 @@ class RewardModel:
         owners = [batch.owners[index] for index, _ in about]
         questions = Batch(prompts=asked, prompt_ids=list(range(len(asked))), owners=owners)
         first = {}  # the first question with the same images
-        for k, images in enumerate(about):
-            first.setdefault(images, k)
-        mine = set(questions.own_prompts())
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for (index, sample), k in first.items():
-                if k in mine:
-                    episode = Conversation() if sample is None else batch.conversations[sample]
-                    self.fill_images(questions, k, batch, index, episode)
+            for k, images in enumerate(about):
+                if first.setdefault(images, k) == k and owners[k] == dist.get_rank():
+                    self.fill_images(questions, k, batch, *images)
         compute_features(self.module.model, questions)
         for k, images in enumerate(about):
             if first[images] in questions.features:
@@ -158,10 +160,11 @@ class RewardModel:
         return questions
 
     def fill_images(
-        self, questions: Batch, k: int, batch: Batch, index: int, episode: Conversation
+        self, questions: Batch, k: int, batch: Batch, index: int, sample: int | None
     ) -> None:
         """Fill the features of question ``k``, or the patches if this model has a tower of its
         own."""
+        episode = Conversation() if sample is None else batch.conversations[sample]
         if self.shares_tower:
             parts = [batch.features.get(index), episode.features]
             parts = [part for part in parts if part is not None]
@@ -208,68 +211,51 @@ class JudgeModel(RewardModel):
     critique without a verdict is worth the lowest of them.
     """
 
-    args: RewardArgs
-
     def __post_init__(self):
         """Raises ValueError: the judge was not trained on what it shall be asked."""
-        self.settings = JudgeSettings(**self.processor.files["judge"])
+        self.args = self.script.args.reward
+        # headers are read once
+        self.read_grid = functools.cache(functools.partial(media_grid, self.processor.family))
+        self.settings = JudgeSettings.of(self.processor)
         self.kind = self.settings.question_to_ask(self.args.grm_question)
         self.verdicts = self.settings.kinds[self.kind]["verdicts"]
         values = {"correct": [1.0, 0.0], "answers": [1.0, 0.0, 0.5]}.get(self.kind)
-        worth = torch.tensor(values or list(map(float, self.verdicts)), dtype=torch.float64)
-        self.worth = {"given": worth}  # of the verdicts, by order
-        if self.kind == "answers":
-            self.worth["swapped"] = 1 - worth  # the response stands in place B
+        worth = torch.tensor([values or list(map(float, self.verdicts))], dtype=torch.float64)
+        # (orders, verdicts); where the orders are swapped the response stands in place B
+        self.worth = torch.cat([worth, 1 - worth]) if self.kind == "answers" else worth
         doubt = doubtful_accuracy(self.settings, self.kind)
         if doubt and distributed.is_main():
             print(f"warning: --reward {self.spec}: {doubt}; its rewards may mean nothing", flush=True)
 
-    def __call__(
-        self, batch: Batch, used: list[int], texts: list[str]
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Columns (n,) of the n samples ``used`` with these ``texts``, and what the judge says of
-        each."""
-        question_of: dict[Question, int] = {}
-        asked_of: list[list[int]] = []  # questions of each sample
-        for i, text in zip(used, texts):
-            index, sample = int(batch.prompt_index[i]), i if IMAGE_MARK in text else None
-            keys = [Question(index, sample, text, order) for order in self.worth]
-            asked_of.append([question_of.setdefault(key, len(question_of)) for key in keys])
-        about = [(key.prompt_index, key.sample) for key in question_of]
-        prompts = self.prompts(batch, list(question_of))
-        with onloaded(self.module, self.script.offload):
-            questions = self.with_images(batch, about, prompts)
-            if self.args.grm_mode == "critique":
-                chances, notes = self.read_critiques(questions)
-            else:
-                chances, notes = self.weigh_verdicts(questions)
-        # (questions, verdicts)
-        worth = torch.stack([self.worth[key.order] for key in question_of])
-        parsed = chances.sum(dim=1)  # (questions,)
-        rewards = (chances * worth).sum(dim=1) + (1 - parsed) * worth.min(dim=1).values
-        places = torch.tensor(asked_of)  # (n, orders)
-        columns = {"reward": rewards[places].mean(dim=1)}
+    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
+        prompts, about = [], []
+        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
+            for index, sample, text in answers:
+                row = batch.prompts[index]
+                sizes = [] if sample is None else image_sizes(batch.conversations[sample])
+                grids = list(map(self.read_grid, row.images))
+                grids += [self.processor.family.grid(*size) for size in sizes]
+                for order in ORDERS[: len(self.worth)]:
+                    ask = self.question(row, text, order)
+                    if sizes:
+                        ask = place_replies(ask, row, len(sizes))
+                    options = {"grids": tuple(grids), "index": row.index, "source": row.source}
+                    prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
+                    about.append((index, sample))
+        questions = self.with_images(batch, about, prompts)
         if self.args.grm_mode == "critique":
-            columns["parsed"] = parsed[places].mean(dim=1)
-        return columns, [" | ".join(notes[q] for q in asked) for asked in asked_of]
-
-    def prompts(self, batch: Batch, questions: list[Question]) -> list[Prompt]:
-        """The prompts of questions."""
-        prompts: list[Prompt] = []
-        family = self.processor.family
-        read_grid = functools.cache(lambda item: media_grid(family, item))  # headers are read once
-        for index, sample, text, order in questions:
-            row = batch.prompts[index]
-            with self.about(row):
-                ask = self.question(row, text, order)
-                grids = [read_grid(item) for item in row.images]
-                if sample is not None:
-                    sizes = image_sizes(batch.conversations[sample])
-                    ask = place_replies(ask, row, len(sizes))
-                    grids += [family.grid(*size) for size in sizes]
-                options = {"grids": tuple(grids), "index": row.index, "source": row.source}
-                prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
-        return prompts
+            chances, notes = self.read_critiques(questions)
+        else:
+            chances, notes = self.weigh_verdicts(questions)
+        orders, verdicts = self.worth.shape
+        chances = chances.view(-1, orders, verdicts)
+        parsed = chances.sum(dim=2)  # (K, orders)
+        rewards = (chances * self.worth).sum(dim=2) + (1 - parsed) * self.worth.min(dim=1).values
+        columns = {"reward": rewards.mean(dim=1)}
+        if self.args.grm_mode == "critique":
+            columns["parsed"] = parsed.mean(dim=1)
+        parts = [notes[k : k + orders] for k in range(0, len(notes), orders)]
+        return columns, list(map(" | ".join, parts))
 
     def question(self, row: Prompt, response: str, order: str) -> dict:
         """Prompt, question and images, as in an entry of `read_judgement`."""
@@ -284,7 +270,7 @@ class JudgeModel(RewardModel):
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(questions, verdicts) 1 where a critique ends in the verdict, and the critiques."""
-        written = self.script.write(self.module, questions)
+        written = self.script.write(self.module, questions, self.script.args)
         self.check_finite(written.logprobs)
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
@@ -324,28 +310,20 @@ class JudgeModel(RewardModel):
 class ScalarModel(RewardModel):
     """A scalar reward model: what its head says at the end token of a response."""
 
-    def __call__(
-        self, batch: Batch, used: list[int], texts: list[str]
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """The reward (n,) of the n samples ``used`` with these ``texts``. Each distinct response is
-        asked about once: rounding, which differs by row, would give equal responses a spread."""
-        keys = list(zip(batch.prompt_index[used].tolist(), texts))  # in the order of prompts
-        place_of = {key: k for k, key in enumerate(dict.fromkeys(keys))}
+    def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
         frame = answer_frame(self.processor)
-        answers: dict[int, list[Tensor]] = {}  # by prompt
-        for index, text in place_of:
-            answer = encode_target(self.processor, frame, self.without_markup(text))
+        targets: dict[int, list[Tensor]] = {}  # by prompt
+        for index, _, text in answers:
+            target = encode_target(self.processor, frame, self.without_markup(text))
             # Values stand at the rows that predict a token: one more, for the row of the end token.
-            answers.setdefault(index, []).append(torch.cat([answer, answer[-1:]]))
-        prompts = []
-        for index in answers:
-            row = batch.prompts[index]
-            with self.about(row):
-                further = {"index": row.index, "source": row.source}
-                prompts.append(make_prompt(self.processor, row.messages, row.images, **further))
-        with onloaded(self.module, self.script.offload):
-            questions = self.with_images(batch, [(index, None) for index in answers], prompts)
-            candidates = questions.with_targets(list(answers.values()))
-            values = self.script.values(self.module, candidates)
-        ends = values[candidates.offsets[1:] - 1].double()
-        return {"reward": ends[[place_of[key] for key in keys]]}, []
+            targets.setdefault(index, []).append(torch.cat([target, target[-1:]]))
+        prompts, about = [], [(index, None) for index in targets]
+        with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
+            for index in targets:
+                row = batch.prompts[index]
+                prompts.append(make_prompt(self.processor, row.messages, row.images))
+        questions = self.with_images(batch, about, prompts)
+        candidates = questions.with_targets(list(targets.values()))
+        values = self.script.values(self.module, candidates)
+        ends = values[candidates.offsets[1:] - 1].double()  # (K,)
+        return {"reward": ends}, []

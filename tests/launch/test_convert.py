@@ -192,7 +192,8 @@ def test_pairs_are_judgements(tmp_path, qwen25):
     assert [row.get("source") for row in rows] == ["plain", None, None, "bench", None, None]
 
     processor = Processor(str(qwen25))
-    judgements = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, judge_settings(), DataArgs())
+    loaded = load_judgements(str(tmp_path / "out" / "rows.jsonl"), processor, judge_settings(), DataArgs())
+    judgements = [prompt for prompt, *_ in loaded]
     assert len(judgements) == 2 * len(rows)  # both orders
     for number, row in enumerate(rows):
         given, swapped = judgements[2 * number:2 * number + 2]

@@ -9,6 +9,7 @@ import operator
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -370,10 +371,16 @@ def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance
              "correct": {"accuracy": accuracy, "chance": chance, "count": 100}}
     judge = read_json(judges["near"] / "judge.json") | {"held_out": {"step": 40, "kinds": kinds}}
     folder = judge_folder(judges, tmp_path, judge)
-    asked = RewardArgs(grm_question="correct")
-    reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), shares_tower=True, script=None, args=asked)
+    script = SimpleNamespace(args=SimpleNamespace(reward=RewardArgs(grm_question="correct")))
+    reward_models.JudgeModel(f"grm:{folder}", None, Processor(folder), shares_tower=True, script=script)
     warning = f"warning: --reward grm:{folder}: the judge's held-out accuracy on correct ({accuracy:.3f} of 100, step 40)"
     assert (warning in capsys.readouterr().out) == doubted
+
+
+def test_a_judge_json_of_another_version_is_refused(judges, tmp_path):
+    folder = judge_folder(judges, tmp_path, {"mood": "good"})
+    with pytest.raises(ValueError, match="judge.json is of another version: .*'mood'"):
+        judgements.JudgeSettings.of(Processor(folder))
 
 
 def judge_folder(judges, tmp_path, judge: dict) -> Path:
