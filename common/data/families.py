@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as smart_resize_clip
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from common.data.images import sample_frames
 from common.flags import DataArgs
@@ -382,16 +383,10 @@ class SmolVLM(Family):
         return tuple(tiles)
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
-        around, (rows, columns) = "<fake_token_around_image>", grid
-        text = ""
-        for row in range(1, rows + 1):
-            for column in range(1, columns + 1):
-                text += f"{around}<row_{row}_col_{column}>{self.placeholder}"
-            text += "\n"
-        if rows:
-            text += "\n"
+        rows, columns = grid
+        around, whole = "<fake_token_around_image>", "<global-img>"
+        text = get_image_prompt_string(rows, columns, 1, around, self.placeholder, whole)
         tokens_of_tile = self.tile_side() ** 2 // self.config.scale_factor**2
-        text += f"{around}<global-img>{self.placeholder}{around}"
         return text, [tokens_of_tile] * (rows * columns + 1)
 
     def patches(self, image: Image.Image) -> Patches:

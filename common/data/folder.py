@@ -70,8 +70,3 @@ def read_json(path: str | Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object, but {content!r:.80}")
     return content
-
-
-def is_inside(folder: str | Path, path: str | Path) -> bool:
-    """Whether a path lies in a folder, after resolving the links of both."""
-    return Path(path).resolve().is_relative_to(Path(folder).resolve())

@@ -6,8 +6,8 @@ reads, or a video (MP4, ...), for which a further package is needed. A user's mi
 ValueError that names the file.
 """
 
-import importlib
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Callable
 
 import numpy as np
@@ -169,19 +169,10 @@ def _is_video(path: str) -> bool:
         return isinstance(error.__cause__, UnidentifiedImageError)
 
 
-def _importable(package: str) -> bool:
-    try:
-        importlib.import_module(package)
-    # The last two: installed, but built for other libraries.
-    except (ImportError, OSError, RuntimeError):
-        return False
-    return True
-
-
 def _read_video(path: str, choose: Callable[[int], list[int]]) -> tuple[list[Image.Image], Any]:
     """The frames ``choose(their number)`` of a video file, and what transformers says of it (fps,
     total_num_frames)."""
-    package = next(filter(_importable, VIDEO_DECODERS), None)
+    package = next(filter(find_spec, VIDEO_DECODERS), None)
     if package is None:
         raise ValueError(
             f"{path}: none of {', '.join(IMAGE_FORMATS)}; to read videos, install one of "

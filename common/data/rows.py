@@ -23,7 +23,6 @@ from torch import Tensor
 
 from common import distributed
 from common.data.families import Family
-from common.data.folder import is_inside
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
 from common.distributed import printable
@@ -387,15 +386,15 @@ def make_prompt(
 
 def locate(item: Media, folder: str, root: str) -> Media:
     """The absolute path of an image, or those of a clip. Raises ValueError: not in the folder
-    ``root``, if there is one."""
+    ``root``, if there is one, after resolving the links of both."""
     if isinstance(item, tuple):
         return tuple(locate(path, folder, root) for path in item)
     path = os.path.normpath(os.path.join(folder, item))
-    if not root:
-        return path
-    if not is_inside(root, path):
-        raise ValueError(f"{path} lies outside of --image_root {root}")
-    return os.path.realpath(path)  # a link that is changed later must not lead out of the folder
+    if root:
+        path = os.path.realpath(path)  # a link that changes later must not lead out of the folder
+        if not Path(path).is_relative_to(Path(root).resolve()):
+            raise ValueError(f"{path} lies outside of --image_root {root}")
+    return path
 
 
 def check_media(processor: Processor, items: tuple[Media, ...]) -> None:

@@ -4,6 +4,7 @@ per sample, greedy rollouts and judgements by `generate`; what a clip's time is;
 
 import json
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
@@ -382,8 +383,8 @@ def write_film(path, frames: list[np.ndarray], rate: int) -> None:
 
 @pytest.mark.parametrize("package", vlm_images.VIDEO_DECODERS)
 def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package):
-    if not (vlm_images._importable(package) and vlm_images._importable("av")):
-        pytest.skip(f"{package}, or av, which writes the film, cannot be imported")
+    if not (find_spec(package) and find_spec("av")):
+        pytest.skip(f"{package}, or av, which writes the film, is not installed")
     monkeypatch.setattr(vlm_images, "VIDEO_DECODERS", {package: vlm_images.VIDEO_DECODERS[package]})
     frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
     write_film(tmp_path / "a.mp4", frames, 4)
