@@ -70,13 +70,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     check_rows(rows, reward, environment)
-    models = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
-    models |= build_reward_models(args, reward, rows, models["actor"])
+    modules = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
+    modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
-        budget.fit(budget.PolicyMemory(args, models, rows, ranks.world), ranks)
-    actor, critic, reference = load_models(args, models, ranks)
+        budget.fit(budget.PolicyMemory(args, modules, rows, ranks.world), ranks)
+    models = load_models(args, modules, ranks)
 
-    trainables = make_trainables(args, actor, critic, reference)
+    trainables = make_trainables(args, models)
     state = TrainState(args.algorithm.kl_coef)
     read_only = args.run.eval_only or args.run.export_only
     checkpoints.resume(state, trainables, run_flags(args, rows), IDENTITY, read_only=read_only)
@@ -105,21 +105,18 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
             # One step.
             logging.timer.reset()
-            # prompts, responses and their rewards
-            batch, metrics = collect(actor, loader, reward, sampling, state, args)
+            # prompts, responses and their rewards; old and reference log-probs, values
+            batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
-            with logging.timer("score"):
-                # old and reference log-probs, values
-                fill_logprobs_and_values(batch, actor, critic, reference, args)
             with logging.timer("advantages"):
                 metrics |= compute_advantages(batch, state, args)
-            metrics |= update_models(trainables, reference, batch, step + 1, rows.text, args)
-            move_reference(step + 1, actor, reference, args)
+            metrics |= update_models(trainables, models.reference, batch, step + 1, rows.text, args)
+            move_reference(step + 1, models, args)
             advance(state, batch, metrics, loader, rows, args)
-            state.metrics |= performance(batch, actor, critic, metrics, args)
-            report(log, batch, state, actor, checkpoints, args)  # recorded before it is saved
+            state.metrics |= performance(batch, models, metrics, args)
+            report(log, batch, state, models.actor, checkpoints, args)  # recorded before it is saved
             checkpoints.check_skipped(state.step, state.skipped_steps)
-            check_sampler(log, state, actor, begun, args)
+            check_sampler(log, state, models.actor, begun, args)
 
     return log.close(state.step, last, state.metrics)
 
@@ -944,38 +941,42 @@ def build_reward_models(
     return rewards.build_models(reward, rows.train + rows.held_out, script)
 
 
-def load_models(
-    args: Args, models: dict[str, nn.Module], ranks: distributed.Ranks
-) -> tuple[Policy, Critic | None, Policy | None]:
-    """Shard and load all models. Returns actor, critic and reference."""
+class Models(NamedTuple):
+    """The models of the algorithm, sharded and loaded."""
+
+    actor: Policy
+    critic: Critic | None  # with gae
+    reference: Policy | None  # with a KL; the actor itself, if that has adapters
+
+
+def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ranks) -> Models:
+    """Shard and load all modules, those of rewards too."""
     with distributed.raise_on_all_ranks():
-        for role, module in models.items():
+        for role, module in modules.items():
             weights.shard_and_load(module, ranks, args.run.seed)
             if role not in ("actor", "critic"):
                 fsdp.put_away(module, args.update.offload)
-    actor, reference = models["actor"], models.get("reference")
+    actor, reference = modules["actor"], modules.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
-    return actor, models.get("critic"), reference
+    return Models(actor, modules.get("critic"), reference)
 
 
-def make_trainables(
-    args: Args, actor: Policy, critic: Critic | None, reference: Policy | None
-) -> dict[str, fsdp.Trainable | nn.Module]:
+def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
     """What checkpoints hold, by role: models with their optimizers, and a reference that moves."""
     update = args.update
     trainables: dict[str, fsdp.Trainable | nn.Module] = {}
     trainables["actor"] = fsdp.Trainable(
-        actor,
+        models.actor,
         args.optim,
         update.actor_lr,
         delay=update.critic_warmup_steps,
         ema_beta=update.ema_beta,
     )
-    if critic is not None:
-        trainables["critic"] = fsdp.Trainable(critic, args.optim, update.critic_lr)
+    if models.critic is not None:
+        trainables["critic"] = fsdp.Trainable(models.critic, args.optim, update.critic_lr)
     if args.algorithm.reference_every:
-        trainables["reference"] = reference
+        trainables["reference"] = models.reference
     for part in trainables.values():
         fsdp.put_away(part, update.offload)
     return trainables
@@ -987,16 +988,16 @@ def make_trainables(
 
 
 def collect(
-    actor: Policy,
+    models: Models,
     loader: data.PromptLoader,
     reward: rewards.RewardMix,
     sampling: Sampling,
     state: TrainState,
     args: Args,
 ) -> tuple[Batch, dict[str, float]]:
-    """The --rollouts_per_step rollouts of a step, scored; with --dynamic_sampling, further ones
-    until --prompts_per_step prompts have samples that earn different rewards (DAPO, Yu et al. 2025,
-    section 3.2).
+    """The --rollouts_per_step rollouts of a step with their rewards, log-probs and values; with
+    --dynamic_sampling, further ones until --prompts_per_step prompts have samples that earn different
+    rewards (DAPO, Yu et al. 2025, section 3.2).
 
     If the limit is reached first, prompts without spread fill the step. The moments of
     --reward_norm include every score, even of prompts that are then dropped. Also returns metrics.
@@ -1006,7 +1007,7 @@ def collect(
     parts: list[Batch] = []
     useful = generated = 0  # prompts; tokens
     for _ in range(dynamic or args.rollout.rollouts_per_step):
-        part, tokens = sample_and_score(actor, loader, reward, sampling, args)
+        part, tokens = sample_and_score(models, loader, reward, sampling, args)
         parts.append(part)
         generated += tokens
         useful += len(rewards.prompts_with_spread(part))
@@ -1031,30 +1032,35 @@ def collect(
         metrics["rollout/groups_not_replaced"] = missing
         fillers = (without + batch.dropped)[:missing]  # prompts that have no samples come last
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
+        fill_logprobs_and_values(batch, models, args)
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
     metrics["rollout/total_length"] = float((prompt_lengths + batch.sizes).double().mean())
     return batch, metrics
 
 
 def sample_and_score(
-    actor: Policy,
+    models: Models,
     loader: data.PromptLoader,
     reward: rewards.RewardMix,
     sampling: Sampling,
     args: Args,
 ) -> tuple[Batch, int]:
-    """One rollout of the next prompts, with its scores; for remax also those of one greedy response
-    to each prompt. And how many tokens were generated."""
+    """One rollout of the next prompts, with its rewards, log-probs and values; for remax also the
+    rewards of one greedy response to each prompt. And how many tokens were generated."""
+    actor, remax = models.actor, args.algorithm.advantage == "remax"
     with logging.timer("data"):
         prompts = loader.take()
     with logging.timer("rollout"):
         batch = rollout(actor, prompts, sampling, args.rollout.samples_per_prompt)
-        if args.algorithm.advantage == "remax":
+        if remax:
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
     generated = len(batch.tokens)
+    begun = reward.begin(batch, actor.processor)
+    if not args.algorithm.dynamic_sampling:  # which drops prompts first
+        fill_logprobs_and_values(batch, models, args)  # while functions and servers compute
     with logging.timer("reward"):
-        reward.score(batch, actor.processor)
-        if args.algorithm.advantage == "remax":
+        reward.score(batch, actor.processor, begun)
+        if remax:
             reward.score(greedy, actor.processor)
             # the greedy response to each sample's prompt: one per prompt, in prompt order
             greedy_of = torch.searchsorted(greedy.prompt_index, batch.prompt_index)
@@ -1133,10 +1139,10 @@ def compute_values(critic: Critic, batch: Batch) -> Tensor:
     return fsdp.run_forward(critic, batch, critic)
 
 
-def fill_logprobs_and_values(
-    batch: Batch, actor: Policy, critic: Critic | None, reference: Policy | None, args: Args
-) -> None:
+@logging.timer("score")
+def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     """Fill those of old_logprobs, entropy, ref_logprobs, kl and values that the flags need."""
+    actor, critic, reference = models
     algorithm = args.algorithm
     # As the sampler recorded them: the policy is still the one that sampled, so no forward pass is
     # needed.
@@ -1495,11 +1501,11 @@ def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
     return sums.reduce()["train/approx_kl"] > target_kl
 
 
-def move_reference(step: int, actor: Policy, reference: Policy | None, args: Args) -> None:
+def move_reference(step: int, models: Models, args: Args) -> None:
     """Copy the actor's weights into the reference after every --reference_every steps."""
     every = args.algorithm.reference_every
     if every and step % every == 0:
-        fsdp.copy_weights(actor, reference)
+        fsdp.copy_weights(models.actor, models.reference)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -1715,14 +1721,14 @@ def check_sampler(
 
 
 def performance(
-    batch: Batch, actor: Policy, critic: Critic | None, metrics: dict[str, float], args: Args
+    batch: Batch, models: Models, metrics: dict[str, float], args: Args
 ) -> dict[str, float]:
     """Seconds per stage, throughput, memory and, on a known GPU, MFU of the updates counted in
     ``metrics``."""
     perf = logging.timer.metrics()
     # fewer than --epochs if --target_kl stopped them
     actor_passes = metrics.get("train/actor_updates", 0) / args.update.minibatches
-    passes = actor_passes + (args.critic_epochs if critic is not None else 0)
+    passes = actor_passes + (args.critic_epochs if models.critic is not None else 0)
     update = perf.get("perf/update_actor_seconds", 0.0)
     update += perf.get("perf/update_critic_seconds", 0.0)
     perf["perf/rollout_tokens_per_second"] = (
@@ -1732,7 +1738,7 @@ def performance(
         tokens = passes * batch.total_tokens
         perf["perf/update_tokens_per_second"] = tokens / update
         responses = actor_passes * len(batch.tokens)
-        operations = memory.update_flops(actor, tokens, responses)
+        operations = memory.update_flops(models.actor, tokens, responses)
         perf |= memory.utilisation(operations, update)
     return perf | memory.peak()
 

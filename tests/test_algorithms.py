@@ -6,6 +6,7 @@ command line to the advantages and to the gradient.
 
 import dataclasses
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -272,7 +273,7 @@ def test_high_entropy_tokens_alone_carry_the_policy_loss(env, qwen25):
     samples = copied(env)
     samples.logprobs = env.batch.logprobs - 1
     for cap in (2.0, 0.0):
-        ppo.fill_logprobs_and_values(samples, env.actor, None, None, with_flags(args, importance_cap=cap))
+        ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, None), with_flags(args, importance_cap=cap))
         assert torch.allclose(samples.old_logprobs, samples.logprobs + bool(cap), atol=ROUNDING)
     model = hugging_face(qwen25)
     keep = []
@@ -370,7 +371,7 @@ def test_the_exact_kl(env, qwen25):
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
     samples = copied(env)
     samples.kl = None
-    ppo.fill_logprobs_and_values(samples, env.actor, None, reference, args)
+    ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, reference), args)
     loss, kls = torch.zeros(()), []
     for index, tokens in responses_of(samples):
         logp, logq = (logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
@@ -540,3 +541,32 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     ppo.compute_advantages(samples, state_of(env, 0.0), with_flags(args, kl_in="loss", advantages_norm="off"))
     differences = (samples.rewards - samples.greedy_rewards).repeat_interleave(samples.lengths)
     assert torch.allclose(samples.advantages.double(), differences.double(), atol=rounding(16))
+
+
+def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
+    """The reward waits until the log-probs are there; with --dynamic_sampling these wait for the reward."""
+    events, filled = [], threading.Event()
+    fill = ppo.fill_logprobs_and_values
+
+    def noted(*args):
+        fill(*args)
+        events.append("log-probs")
+        filled.set()
+
+    def reward(prompts, responses, references, labels, images):
+        filled.wait(0.0 if args.algorithm.dynamic_sampling else 60.0)
+        events.append("rewards")
+        return [float(len(response)) for response in responses]
+
+    monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
+    mix = scoring.load(flags.RewardArgs(reward="exact"))
+    mix.sources[0].function = reward
+    order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
+    for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
+        args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)
+        with PromptLoader(env.processor, args.data, order) as loader:
+            batch, _ = ppo.collect(ppo.Models(env.actor, None, None), loader, mix, env.sampling, state_of(env), args)
+        assert events == expected and batch.old_logprobs is not None
+        assert batch.rewards.tolist() == [len(text) for text in env.processor.decode(list(batch.split(batch.tokens)))]
+        events.clear()
+        filled.clear()

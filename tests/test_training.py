@@ -757,7 +757,7 @@ def test_throughput_is_of_what_was_done(env, monkeypatch, updates, with_critic):
         if index != 2:
             targets[index].append(tokens)
     batch = env.batch.with_targets(targets)
-    metrics = ppo.performance(batch, env.actor, env.critic if with_critic else None, told, args)
+    metrics = ppo.performance(batch, ppo.Models(env.actor, env.critic if with_critic else None, None), told, args)
     response = len(batch.tokens)
     tokens = response + sum(len(prompt.input_ids) for i, prompt in enumerate(env.prompts) if i != 2)
     layers = sum(p.numel() for name, p in env.actor.named_parameters() if ".layers." in name and "visual" not in name)

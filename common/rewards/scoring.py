@@ -22,7 +22,7 @@ from common import distributed, losses
 from common.buffers import Batch
 from common.data.processor import Processor
 from common.data.rows import Prompt
-from common.distributed import UserError, describe
+from common.distributed import Call, UserError, Workers, describe
 from common.flags import RewardArgs
 from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
 from common.rewards.transcripts import messages, turn_texts, whole_texts
@@ -137,16 +137,44 @@ class RewardMix:
         indices = batch.prompt_index.tolist()
         return [self.weights(batch.prompts[index].label) for index in indices]
 
-    def score(self, batch: Batch, processor: Processor) -> None:
+    def begin(self, batch: Batch, processor: Processor) -> Call:
+        """Start what functions, rules and servers compute for this rank's samples, in a thread;
+        `score` waits for it."""
+        weights, rank = self.weights_of(batch), dist.get_rank()
+        owners = [batch.owners[index] for index in batch.prompt_index.tolist()]
+        waiting = []  # (source, places among the samples that it scores, samples)
+        for source in self.sources:
+            used = [i for i, chosen in enumerate(weights) if source.spec in chosen]
+            places = [k for k, i in enumerate(used) if owners[i] == rank]
+            if source.function is not None and places:  # a rank may have no samples
+                samples = read_samples(batch, [used[k] for k in places], processor)
+                waiting.append((source, places, samples))
+        worker = Workers(1)
+        call = worker.submit(self.call_functions, waiting)
+        worker.close()
+        return call
+
+    def call_functions(self, waiting: list[tuple[Source, list[int], Samples]]) -> dict[str, tuple]:
+        """By source, the places of samples and their columns."""
+        return {
+            source.name: (places, score_samples(source, samples, self.args))
+            for source, places, samples in waiting
+        }
+
+    def score(self, batch: Batch, processor: Processor, begun: Call | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
         component of one is named SOURCE/COMPONENT, and its reward is the component SOURCE.
+
+        Args:
+            begun: what `begin` returned, if it was called before.
 
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
         size = len(batch)
         weights = self.weights_of(batch)
+        by_rank = gather_columns(begun or self.begin(batch, processor))
         total = torch.zeros(size, dtype=torch.float64)  # (S,)
         by_source = {source.name: unscored(size) for source in self.sources}
         components: dict[str, Tensor] = {}
@@ -160,7 +188,7 @@ class RewardMix:
             used = [i for i, chosen in enumerate(weights) if source.spec in chosen]  # n samples
             if not used:
                 continue
-            columns, notes = self.ask(source, batch, processor, used)
+            columns, notes = self.ask(source, batch, processor, used, by_rank)
             by_source[source.name][used] = columns["reward"]  # (n,)
             total[used] += share[used] * columns.pop("reward")
             for name, values in columns.items():
@@ -178,34 +206,18 @@ class RewardMix:
         batch.judgements = [text.strip() for text in judgements]
 
     def ask(
-        self, source: Source, batch: Batch, processor: Processor, used: list[int]
+        self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
     ) -> tuple[dict[str, Tensor], list[str]]:
         """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge
-        says of each. Models see whole conversations, functions the last turn as the response."""
+        says of each. Models see whole conversations, functions the last turn as the response; what
+        these said is in ``by_rank``."""
+        if source.function is not None:
+            parts = [part[source.name] for part in by_rank if source.name in part]
+            return join_columns(parts, len(used)), []
         if source.ask is not None:
             return source.ask(batch, used, whole_texts(batch, used, processor))
-        if source.kind == "env":
-            rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
-            return {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}, []
-        return self.call_function(source, batch, processor, used), []
-
-    def call_function(
-        self, source: Source, batch: Batch, processor: Processor, used: list[int]
-    ) -> dict[str, Tensor]:
-        """Columns (n,) of a function, a rule or a server; each rank calls it for its samples."""
-        owners = [batch.owners[index] for index in batch.prompt_index[used].tolist()]
-        mine = [k for k, owner in enumerate(owners) if owner == dist.get_rank()]
-        columns: dict[str, list[float]] = {}
-        with distributed.raise_on_all_ranks():
-            if mine:  # a rank may have no samples
-                samples = read_samples(batch, [used[k] for k in mine], processor)
-                columns = score_samples(source, samples, self.args)
-        joined: dict[str, Tensor] = {}
-        for places, part in distributed.gather_objects((mine, columns)):
-            for name, values in part.items():
-                column = joined.setdefault(name, unscored(len(used)))
-                column[places] = torch.tensor(values, dtype=torch.float64)
-        return joined
+        rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
+        return {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}, []
 
     def combine(self, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises
@@ -221,6 +233,23 @@ class RewardMix:
                 if len(values) != count:
                     raise ValueError(f"{len(values)} values for {count} samples")
         return torch.tensor(distributed.from_main(values), dtype=torch.float64)
+
+
+def gather_columns(begun: Call) -> list[dict[str, tuple]]:
+    """By rank, what functions have computed; raises UserError on every rank what one has raised."""
+    with distributed.raise_on_all_ranks():
+        own_columns = begun.result()
+    return distributed.gather_objects(own_columns)
+
+
+def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Tensor]:
+    """Columns (size,) of what each rank's samples got, with their places; NaN elsewhere."""
+    joined: dict[str, Tensor] = {}
+    for places, columns in parts:
+        for name, values in columns.items():
+            column = joined.setdefault(name, unscored(size))
+            column[places] = torch.tensor(values, dtype=torch.float64)
+    return joined
 
 
 def read_samples(batch: Batch, picks: list[int], processor: Processor) -> Samples:

@@ -219,7 +219,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
     actor, _, _ = ppo.load_models(args, models, ranks)
-    trained = ppo.make_trainables(args, actor, None, None)["actor"]
+    trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]
     responses = torch.randint(5, 100, (n,)).split(response)

@@ -588,7 +588,7 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
                     "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss", "--kl_estimator",
                     estimator)
         samples = without_advantage(env)
-        ppo.fill_logprobs_and_values(samples, env.actor, None, env.reference, env.args)
+        ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, env.reference), env.args)
         trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
         found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
@@ -602,7 +602,7 @@ def test_mfu_counts_the_experts_of_a_token(family, monkeypatch):
     samples = responses_to(env, [3, 2, 2, 3], family.oracle.config.text_config.vocab_size)
     told = {"rollout/generated_tokens": 1, "train/actor_updates": 1}
     on_a_gpu(monkeypatch)
-    found = ppo.performance(samples, env.actor, None, told, env.args)["perf/update_mfu"]
+    found = ppo.performance(samples, ppo.Models(env.actor, None, None), told, env.args)["perf/update_mfu"]
     sizes = {name: p.numel() for name, p in vlm.decoder(env.actor.model).layers.named_parameters()}
     used = sum(size / 3 if ".experts." in name else size for name, size in sizes.items())
     assert used < 0.8 * sum(sizes.values())

@@ -125,7 +125,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
     other = start(qwen25, picture_rows, LORA, "--kl_coef 0.1", "--reference_model", str(qwen25))
     assert other.reference is not other.actor and not any(p.requires_grad for p in other.reference.parameters())
     batch, runs = env.batch.select(torch.arange(16)), []
-    ppo.fill_logprobs_and_values(batch, env.actor, None, env.reference, env.args)
+    ppo.fill_logprobs_and_values(batch, ppo.Models(env.actor, None, env.reference), env.args)
     expected = score(other.reference, batch)
     assert torch.equal(batch.ref_logprobs, expected) and batch.kl.abs().max() > 0.1
     assert torch.equal(score(env.actor, batch), batch.logprobs)                                         # they act again
@@ -136,7 +136,7 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
         if checkpointing:
             vlm_weights.recompute_layers(env.actor.model)
         for reference in (env.reference, other.reference):
-            ppo.fill_logprobs_and_values(batch, env.actor, None, reference, args)
+            ppo.fill_logprobs_and_values(batch, ppo.Models(env.actor, None, reference), args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
                 for row in vlm.packs(env.actor.model, batch):

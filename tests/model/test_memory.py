@@ -51,7 +51,7 @@ def step_of(env, step: int) -> dict[str, float]:
 def with_average(qwen25, picture_rows, *more: str):
     """One update per step."""
     env = fresh(qwen25, picture_rows, "--minibatches 1 --epochs 1", EMA, *more)
-    env.trained = ppo.make_trainables(env.args, env.actor, None, None)["actor"]
+    env.trained = ppo.make_trainables(env.args, ppo.Models(env.actor, None, None))["actor"]
     return env
 
 
@@ -246,7 +246,7 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):
     monkeypatch.setattr(fsdp, "to_device", apart)
     env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)
-    role = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
+    role = ppo.make_trainables(env.args, ppo.Models(env.actor, None, env.reference))["actor"]
     trained = [p for p in env.actor.parameters() if p.requires_grad]
     MOVED.clear()
     fsdp.move(role, env.ranks.device)
@@ -276,7 +276,7 @@ def test_a_gpu_is_relieved(qwen25, picture_rows):
     """Memory of the device falls by what is moved, the host's copy is pinned, and the log-probs are
     the same after the way back."""
     env = start(qwen25, picture_rows, "--kl_coef 0.1 --offload optimizer", EMA)
-    trained = ppo.make_trainables(env.args, env.actor, None, env.reference)["actor"]
+    trained = ppo.make_trainables(env.args, ppo.Models(env.actor, None, env.reference))["actor"]
     batch = hand_batch(env)
     expected = score(env.reference, batch)
     for move, held in (
