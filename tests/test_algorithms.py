@@ -527,7 +527,7 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
         return env.prompts, list(range(4 * index, 4 * index + 4))
 
     with PromptLoader(env.processor, args.data, order) as loader:
-        samples, metrics = ppo.collect(env.actor, loader, reward, env.sampling, state_of(env), args)
+        samples, metrics = ppo.collect(ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args)
     assert len(samples) == 16 * rollouts
     assert metrics["rollout/rollouts"] == rollouts
     greedy = ppo.rollout(env.actor, take(env), dataclasses.replace(env.sampling, greedy=True), 1)
