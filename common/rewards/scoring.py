@@ -161,6 +161,16 @@ class RewardMix:
             for source, places, samples in waiting
         }
 
+    def gather_functions(
+        self, batch: Batch, processor: Processor, begun: Call | None
+    ) -> list[dict[str, tuple]]:
+        """What `call_functions` returned, by rank. Raises UserError on every rank what one has
+        raised."""
+        call = begun or self.begin(batch, processor)
+        with distributed.raise_on_all_ranks():
+            own_columns = call.result()
+        return distributed.gather_objects(own_columns)
+
     def score(self, batch: Batch, processor: Processor, begun: Call | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
@@ -174,7 +184,7 @@ class RewardMix:
         """
         size = len(batch)
         weights = self.weights_of(batch)
-        by_rank = gather_columns(begun or self.begin(batch, processor))
+        by_rank = self.gather_functions(batch, processor, begun)
         total = torch.zeros(size, dtype=torch.float64)  # (S,)
         by_source = {source.name: unscored(size) for source in self.sources}
         components: dict[str, Tensor] = {}
@@ -233,13 +243,6 @@ class RewardMix:
                 if len(values) != count:
                     raise ValueError(f"{len(values)} values for {count} samples")
         return torch.tensor(distributed.from_main(values), dtype=torch.float64)
-
-
-def gather_columns(begun: Call) -> list[dict[str, tuple]]:
-    """By rank, what functions have computed; raises UserError on every rank what one has raised."""
-    with distributed.raise_on_all_ranks():
-        own_columns = begun.result()
-    return distributed.gather_objects(own_columns)
 
 
 def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Tensor]:
