@@ -303,7 +303,7 @@ def test_a_decoding_step_never_waits_for_the_device(checkpoint, picture_rows):
 
 @needs_gpu
 def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows):
-    """The host prepares the next row meanwhile."""
+    """Forward and backward, with images: the host prepares the next row meanwhile."""
     env = start(checkpoint, picture_rows, "--advantage grpo")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     batch.old_logprobs, batch.advantages = batch.logprobs, torch.randn(len(batch.tokens))
@@ -316,9 +316,9 @@ def test_a_row_of_an_update_never_waits_for_the_device(checkpoint, picture_rows)
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 loss, _ = ppo.actor_loss(env.actor, None, row, batch, part, env.args)
+                loss.backward()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-            loss.backward()
 
 
 def torchrun(ranks: int, out: Path, script: str, *flags: str) -> list[dict]:

@@ -470,11 +470,9 @@ def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
         features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, pack.image_index, features[:1])
         if len(features) > 1:
-            is_image = torch.zeros_like(pack.input_ids, dtype=torch.bool).index_fill(
-                1, pack.image_index, True
-            )
+            # places, not a mask: see `layers.add_images`
             deepstack = {
-                "visual_pos_masks": is_image,
+                "visual_pos_masks": pack.image_index,
                 "deepstack_visual_embeds": list(features[1:]),
             }
     positions = pack.positions[0]  # (1, L)

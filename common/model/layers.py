@@ -1,10 +1,15 @@
-"""Layers that compute what transformers' own do, in fewer kernels: norms, and the patch embedding.
+"""What transformers' own layers compute, in fewer kernels: norms, the patch embedding, DeepStack's sum.
 
 Their weights keep their names, so checkpoints load and export as without them.
 
-Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch.
+Shapes: D numbers of a norm's vectors, P patches, E numbers of an embedded patch, L tokens, H hidden
+size, M image tokens.
 """
 
+import functools
+from typing import Callable
+
+import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
@@ -49,8 +54,16 @@ class PatchProjection(nn.Conv3d):
         return F.linear(x.flatten(1), self.weight.flatten(1), self.bias)
 
 
+def add_images(theirs: Callable, hidden: Tensor, places: Tensor, features: Tensor) -> Tensor:
+    """DeepStack: features (M, H) added to hidden states (1, L, H) at ``places`` (M,). A mask, which
+    transformers' own `generate` gives, goes to ``theirs``: a GPU would wait for the mask's sum."""
+    if places.dtype == torch.bool:
+        return theirs(hidden, places, features)
+    return hidden.index_add(1, places, features[None])
+
+
 def use_fewer_kernels(model: nn.Module) -> None:
-    """Put these layers in the place of transformers' own."""
+    """Put these in the place of transformers' own."""
     for name, module in list(model.named_modules()):
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
@@ -60,3 +73,6 @@ def use_fewer_kernels(model: nn.Module) -> None:
             model.set_submodule(name, ours(module.weight, eps))
         elif kind.endswith("PatchEmbed") and isinstance(module.proj, nn.Conv3d):
             module.proj.__class__ = PatchProjection
+        elif hasattr(module, "_deepstack_process"):
+            theirs = module._deepstack_process
+            module._deepstack_process = functools.partial(add_images, theirs)

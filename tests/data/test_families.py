@@ -20,6 +20,8 @@ from safetensors.torch import load_file
 from test_packed import COMPUTE, random_responses
 from test_training import assert_same_run, launch, on_a_gpu
 from tokenizers.processors import TemplateProcessing
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer,
                           GenerationConfig, PreTrainedTokenizerFast)
 
@@ -551,6 +553,42 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     whole = found[1.0, 0.5]
     assert (found[0.5, 0.5] - whole / 2).norm() < ROUNDING * whole.norm()
     assert (whole - found[1.0, 0.0]).norm() > 1e-2 * whole.norm()
+
+
+class MaskedIndices(TorchDispatchMode):
+    """Keeps what a GPU would wait at: operators whose result has a size that only the device knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function)
+        masked = name.startswith(("aten.index.", "aten.index_put")) and any(
+            index is not None and index.dtype == torch.bool for index in args[1])
+        if masked or name.startswith(WAITS):
+            self.waits.append((name, [tuple(x.shape) for x in tree_leaves(args) if torch.is_tensor(x)]))
+        return function(*args, **(kwargs or {}))
+
+
+WAITS = ("aten.nonzero", "aten.masked_select", "aten.unique", "aten._unique", "aten.bincount")
+
+
+@pytest.mark.parametrize("family", list(TOKENS), indirect=True)
+def test_no_pack_with_images_waits_for_the_device(family):
+    """Forward and backward of an update."""
+    samples = without_advantage(family.env)
+    actor, args = family.env.actor, family.env.args
+    weights = torch.full((len(samples.tokens),), 1 / len(samples.tokens))
+    part = ppo.Minibatch(range(len(samples.prompts)), weights, weights, None)
+    rows = list(vlm.packs(actor.model, samples))
+    assert any(row.features is not None for row in rows)
+    for row in rows:
+        with MaskedIndices() as found:
+            loss, _ = ppo.actor_loss(actor, None, row, samples, part, args)
+            loss.backward()
+        assert not found.waits
+    actor.zero_grad()
 
 
 def without_advantage(env) -> Batch:

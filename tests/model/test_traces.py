@@ -45,6 +45,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
 def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path, monkeypatch):
+    """With images."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))  # an H100: torch 2.15 asks
     folder = write_checkpoint(tmp_path, kind)
     compute = weights.Compute("varlen", torch.bfloat16, DEVICE, 512, 8)
@@ -61,8 +62,12 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
             min_new_tokens=3,
         )
         tokens = torch.zeros(20, dtype=torch.int64, device=DEVICE)
+        levels = 1 + len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+        hidden_size = model.config.get_text_config().hidden_size
         row = Pack(
             input_ids=ids,
+            image_index=torch.zeros(6, dtype=torch.int64, device=DEVICE),
+            features=torch.zeros(levels, 6, hidden_size, dtype=torch.bfloat16, device=DEVICE),
             positions=torch.zeros(3, 1, 40, dtype=torch.int64, device=DEVICE),
             attention=vlm_attention.PackedAttention([(0, 20, 0, 0), (20, 30, 0, 20), (30, 40, 0, 20)], "varlen", DEVICE),
             predict=tokens,
