@@ -10,6 +10,8 @@ is used where there is one.
 """
 
 import argparse
+import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -52,10 +54,9 @@ class Chat:
 
         Raises ValueError: a picture that cannot be read, or a family without pictures.
         """
-        parts = [{"type": "image"} for _ in pictures]
-        content = [*parts, {"type": "text", "text": question}]
+        content = [*[{"type": "image"}] * len(pictures), {"type": "text", "text": question}]
         turns = [*self.messages, {"role": "user", "content": content}]
-        all_pictures = [*self.pictures, *(str(Path(path).absolute()) for path in pictures)]
+        all_pictures = [*self.pictures, *map(os.path.abspath, pictures)]
         prompt = make_prompt(
             self.processor, turns, all_pictures, system_prompt=self.system_prompt
         )
@@ -91,11 +92,11 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=512)
     parser.add_argument("--system_prompt", default="")
     args = parser.parse_args(argv)
-    args.pictures = [word for word in args.words if Path(word).is_file()]
-    questions = [word for word in args.words if not Path(word).is_file()]
+    args.pictures = list(filter(os.path.isfile, args.words))
+    questions = list(itertools.filterfalse(os.path.isfile, args.words))
     if len(questions) > 1:
         parser.error(f"one question, please; no file has the name of any of {questions}")
-    args.question = questions[0] if questions else ""
+    args.questions = questions or iter(lambda: input("> ").strip(), "")
     return args
 
 
@@ -105,13 +106,9 @@ def main(argv: list[str] | None = None) -> None:
     transformers.logging.disable_progress_bar()
     try:
         chat = Chat(args.folder, distributed.choose_device(), args.system_prompt)
-        if args.question:
-            print(chat.ask(args.question, args.pictures, args.max_new_tokens))
-            return
-        pictures = args.pictures
-        while question := input("> ").strip():
-            print(chat.ask(question, pictures, args.max_new_tokens))
-            pictures = []  # they are part of the conversation now
+        for question in args.questions:
+            print(chat.ask(question, args.pictures, args.max_new_tokens))
+            args.pictures = []  # they are part of the conversation now
     except EOFError:
         print()
     except (OSError, ValueError) as error:

@@ -111,13 +111,16 @@ def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]
     return [out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(out))]
 
 
-def compare(name: str, inputs: Iterable[str], *columns: Iterable) -> Checked:
-    """Parts of `with_gradients`; ``columns``: computed, expected, bounds."""
-    yield from zip([name, *(f"{name}, gradient of {x}" for x in inputs)], *columns)
-
-
 def on_host(inputs: list[Tensor]) -> list[Tensor]:
     return [x.double().cpu() for x in inputs]
+
+
+def compare(name: str, letters: Iterable[str], inputs: list[Tensor], function: Callable, reference: Callable,
+            bounds: tuple[float, float], run: Callable = with_gradients) -> Checked:
+    """A function against its reference in float64; ``bounds``: of the output, of each gradient."""
+    names = [name, *(f"{name}, gradient of {letter}" for letter in letters)]
+    bound, of_gradients = bounds
+    yield from zip(names, run(function, inputs), run(reference, on_host(inputs)), [bound, *[of_gradients] * len(inputs)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -158,15 +161,14 @@ class Check:
                 print(f"  {part}: {type(error).__name__}: {error}")
                 yield part, part, math.inf, 1.0
 
-    def attention_bounds(self) -> list[float]:
-        return [explained(self.dtype, 4, self.sums), *[explained(self.dtype, 12, self.sums)] * 3]
+    def attention_bounds(self) -> tuple[float, float]:
+        return explained(self.dtype, 4, self.sums), explained(self.dtype, 12, self.sums)
 
     def packs(self, window: int | None) -> Checked:
         packed = PackedAttention(SEGMENTS, self.backend, self.device)
-        computed = with_gradients(lambda *x: packed(0, *x, self.scale, window), self.qkv)  # (1, N, Hq, D)
-        expected = with_gradients(lambda *x: naive_attention(*x, self.scale, visible(window)), on_host(self.qkv))
         name = f"packs, window {window}" if window else "packs"
-        yield from compare(name, "qkv", computed, expected, self.attention_bounds())
+        yield from compare(name, "qkv", self.qkv, lambda *x: packed(0, *x, self.scale, window),  # (1, N, Hq, D)
+                           lambda *x: naive_attention(*x, self.scale, visible(window)), self.attention_bounds())
 
     @torch.no_grad()
     def decoding(self) -> Checked:
@@ -193,34 +195,33 @@ class Check:
         sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         call = attention.AttentionInterface()[attention.VISION_ATTENTION_NAME + self.backend]
         qkv = [self.random(1, 16, TOKENS, 80) for _ in range(3)]
-        computed = run(lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0], qkv)
         window = torch.bucketize(torch.arange(TOKENS), bounds[1:-1].cpu(), right=True)
         seen = window[:, None] == window
-        expected = run(lambda *x: naive_attention(*x, 80**-0.5, seen), on_host(qkv))
-        yield from compare(name, "qkv", computed, expected, self.attention_bounds())
+        yield from compare(name, "qkv", qkv, lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0],
+                           lambda *x: naive_attention(*x, 80**-0.5, seen), self.attention_bounds(), run)
 
     def delta_rule(self) -> Checked:
         """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain torch itself."""
         shape = TOKENS, DELTA_HEADS
         inputs = [self.random(*shape, DELTA_DIM) for _ in "qkv"]
         inputs += [self.random(*shape).float().exp() * -0.05, self.random(*shape).sigmoid()]
-        computed = with_gradients(lambda *x: PackedDelta(SEGMENTS, self.device).recur(0, *x), inputs)  # (N, Hv, Dv)
-        host = PackedDelta(SEGMENTS, torch.device("cpu"))
-        expected = with_gradients(lambda *x: host.recur(0, *x), [x.float().cpu() for x in inputs])
-        bounds = [explained(self.dtype, 8, FULL), *[explained(self.dtype, 16, FULL**2)] * 5]
-        yield from compare("delta rule", ("q", "k", "v", "decay", "strength"), computed, expected, bounds)
+        here, host = PackedDelta(SEGMENTS, self.device), PackedDelta(SEGMENTS, torch.device("cpu"))
+        bounds = explained(self.dtype, 8, FULL), explained(self.dtype, 16, FULL**2)
+        names = ("q", "k", "v", "decay", "strength")
+        yield from compare("delta rule", names, inputs, lambda *x: here.recur(0, *x),  # (N, Hv, Dv)
+                           lambda *x: host.recur(0, *(part.float() for part in x)), bounds)
 
     def head(self) -> Checked:
         """Log-probs of the chunked head, whose products have float32 results, and their gradients."""
         inputs = [self.random(TARGETS, HIDDEN), self.random(ROWS, HIDDEN) / HIDDEN**0.5]
         targets = torch.randint(ROWS, (TARGETS,), generator=self.generator)
         there = targets.to(self.device)
-        computed = with_gradients(lambda *x: linear_logprobs(*x, there, chunk=32)[0], inputs)
-        expected = with_gradients(lambda x, w: -F.cross_entropy(x @ w.t(), targets, reduction="none"), on_host(inputs))
         # Tensor cores cut off what a sum does not keep, so that errors grow with its length.
         of_sums = explained(torch.float32, 0, HIDDEN**2)
-        bound = explained(self.dtype, 6) + of_sums
-        yield from compare("head", ("its input", "its weight"), computed, expected, (of_sums, bound, bound))
+        bounds = of_sums, explained(self.dtype, 6) + of_sums
+        yield from compare("head", ("its input", "its weight"), inputs,
+                           lambda *x: linear_logprobs(*x, there, chunk=32)[0],
+                           lambda x, w: -F.cross_entropy(x @ w.t(), targets, reduction="none"), bounds)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -50,6 +50,9 @@ LABELS = ("label", "source", "data_source", "query_source")
 IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path")
 IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")  # that the trainers read
 
+# What a row that cannot be converted raises: the last two are Pillow's, of an image.
+BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, OSError, SyntaxError, Image.DecompressionBombError)
+
 # Columns by which the reward model would take a pair for a row of another kind.
 NOT_IN_PAIRS = ("question", "messages", "response", "critique", "correct", "score")
 
@@ -175,9 +178,7 @@ def first_of(names: tuple[str, ...], row: dict) -> str | None:
 
 
 def as_list(value: Any) -> list:
-    if value is None:
-        return []
-    return value if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value] if value else []
 
 
 def as_text(value: Any) -> str:
@@ -232,13 +233,10 @@ class Images:
     embedded: list[str] = field(default_factory=list)  # written from messages
 
     def write(self, image: Any) -> str:
-        """Write an image; returns its path beside the JSONL file. Raises ValueError."""
+        """Write an image; returns its path beside the JSONL file. Raises one of BAD_ROW."""
         data = self.read(image)
-        try:
-            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
-                picture.load()  # finds a damaged body now, not in the middle of a training run
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise ValueError(f"an image cannot be decoded ({type(error).__name__}: {error})") from error
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
+            picture.load()  # finds a damaged body now, not in the middle of a training run
         path = self.folder / f"{self.name}-{self.count}.{picture.format.lower()}"
         path.write_bytes(data)
         self.count += 1
@@ -309,7 +307,7 @@ def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Name
                     for ours, theirs in args.columns.items():
                         row[ours] = row.pop(theirs)
                     converted = convert(row, images, args.label)
-                except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+                except BAD_ROW as error:
                     raise ValueError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
                 # What JSON lacks, in columns that are only kept, such as dates, becomes text.
                 file.write(json.dumps(converted, default=str) + "\n")

@@ -10,7 +10,6 @@ files are fetched. Exit code 2: it does not fit.
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -67,8 +66,12 @@ def memory_table(phases: dict[str, budget.Parts]) -> list[str]:
 def plan_ppo(flags: list[str], gpus: int) -> budget.PolicyMemory:
     args = ppo.parse_args(flags)
     check_run(args, gpus)
-    algorithm = with_small_files(args.algorithm, "critic_model", "reference_model")
-    args = replace(args, model=with_small_files(args.model, "model"), algorithm=algorithm)
+    algorithm = replace(
+        args.algorithm,
+        critic_model=small_files(args.algorithm.critic_model),
+        reference_model=small_files(args.algorithm.reference_model),
+    )
+    args = replace(args, model=with_small_files(args.model), algorithm=algorithm)
     reward = scoring.load(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
@@ -80,7 +83,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.PolicyMemory:
 def plan_grm(flags: list[str], gpus: int) -> budget.JudgeMemory:
     args = grm.parse_args(flags)
     check_run(args, gpus)
-    args = replace(args, model=with_small_files(args.model, "model"))
+    args = replace(args, model=with_small_files(args.model))
     rows = grm.load_rows(args)
     longest = grm.longest_sequence(args)
     with raise_on_all_ranks():
@@ -96,14 +99,14 @@ def check_run(args: ppo.Args | grm.Args, gpus: int) -> None:
         raise UserError(f"--hsdp {args.run.hsdp} must divide the number of ranks, {gpus}")
 
 
-def with_small_files(args: ModelArgs | ppo.AlgorithmArgs, *flags: str) -> Any:
-    """Hub names in these flags become folders of their small files. Raises UserError: one is not
-    found."""
-    checkpoints = {name: getattr(args, name) for name in flags if getattr(args, name)}
+def with_small_files(args: ModelArgs) -> ModelArgs:
+    return replace(args, model=small_files(args.model))
+
+
+def small_files(checkpoint: str) -> str:
+    """The folder of a hub name's small files. Raises UserError: it is not found."""
     with raise_on_all_ranks():
-        for name, checkpoint in checkpoints.items():
-            checkpoints[name] = str(weights.resolve_folder(checkpoint, weights=False))
-    return replace(args, **checkpoints)
+        return str(weights.resolve_folder(checkpoint, weights=False)) if checkpoint else ""
 
 
 if __name__ == "__main__":

@@ -254,8 +254,8 @@ def judgement_rows(rng: random.Random, rows: list[dict]) -> list[dict]:
         for response, correct in ((answer, True), (wrong, False)):
             judgements.append({"question": row["prompt"], "images": row["files"], "response": response,
                                "correct": correct})
-        others = [other for other in rng.sample(boards, min(len(boards), 60))
-                  if not set(other["sights"]) & set(row["sights"])]
+        sample = rng.sample(boards, min(len(boards), 60))
+        others = [other for other in sample if set(row["sights"]).isdisjoint(other["sights"])]
         if number % 2 and others:
             files, order = [*row["files"], *rng.choice(others)["files"]], rng.choice((1, -1))
             judgements.append({"prompt": " ".join(row["sights"]), "images": files[::order],
@@ -326,7 +326,7 @@ def make_model(kind: str, tokenizer: Qwen2Tokenizer, seed: int, hidden_size: int
             "max_position_embeddings": 4096, "initializer_range": std, "bos_token_id": None,
             "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "dtype": "float32",
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0,
-                                "mrope_section": [head_dim // 2 - 2 * (head_dim // 8), head_dim // 8, head_dim // 8]}}
+                                "mrope_section": [head_dim // 4, head_dim // 8, head_dim // 8]}}
     vision = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "patch_size": PATCH_SIZE[kind],
               "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": hidden_size,
               "initializer_range": std}
@@ -456,16 +456,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def board_pixels(processor: Qwen2VLImageProcessorPil, rows: list[dict]) -> torch.Tensor:
     """Patches of one board per row, (rows, 16, C)."""
-    patches = processor(images=[row["images"][0] for row in rows], return_tensors="pt")["pixel_values"]
+    patches = processor(images=[row["images"][0] for row in rows], return_tensors="pt").pixel_values
     return patches.unflatten(0, (len(rows), -1))
 
 
 def write_toy(args: argparse.Namespace, folder: Path) -> None:
     """Write everything but the files of flags into `folder`."""
     task, cell, seen = TASKS[args.task], 2 * PATCH_SIZE[args.model], set()
-    (folder / "images").mkdir()
-    for split, count in (("train", args.train), ("eval", args.eval)):
-        rng = random.Random(f"{args.seed} {split}")
+    (folder / "images").mkdir(parents=True)
+    for split in ("train", "eval"):
+        rng, count = random.Random(f"{args.seed} {split}"), getattr(args, split)
         rows = task.rows(rng, count, cell, seen)
         if args.mixed:
             rows += mixed_rows(rng, count // 8, cell, seen)
@@ -492,9 +492,8 @@ def write_toy(args: argparse.Namespace, folder: Path) -> None:
 
 def write_flags(path: Path, out: Path, prefix: str, flags: dict) -> None:
     """What --config reads; `prefix`: of the names of both files of rows."""
-    paths = {"model": out / "model", "data": out / f"{prefix}train.jsonl", "eval_data": out / f"{prefix}eval.jsonl"}
-    flags = {name: str(place) for name, place in paths.items()} | flags
-    path.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
+    paths = {"model": f"{out}/model", "data": f"{out}/{prefix}train.jsonl", "eval_data": f"{out}/{prefix}eval.jsonl"}
+    path.write_text(json.dumps(paths | flags, indent=2) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -507,7 +506,6 @@ def main(argv: list[str] | None = None) -> None:
     # Written beside and renamed: whoever finds <out> finds all of it, also after an interruption.
     with tempfile.TemporaryDirectory(prefix=f"{out.name}.", dir=out.parent) as scratch:
         folder = Path(scratch) / "toy"
-        folder.mkdir()
         write_toy(args, folder)
         write_flags(folder / "args.json", out, "", TASKS[args.task].trainer_args)
         if args.task == "questions":

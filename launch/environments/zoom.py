@@ -25,11 +25,10 @@ class Zoom:
         asked = CALL.search(text)
         if not asked:
             return None, float(text.strip() == self.row["answer"]), True
-        left, top, right, bottom = (min(int(number), 1000) / 1000 for number in asked.groups())
-        width, height = self.picture.size
-        box = round(left * width), round(top * height), round(right * width), round(bottom * height)
-        if box[2] - box[0] < 1 or box[3] - box[1] < 1:
+        corners = zip(asked.groups(), 2 * self.picture.size)
+        left, top, right, bottom = (round(min(int(at), 1000) / 1000 * side) for at, side in corners)
+        if left >= right or top >= bottom:
             return "An empty region: left < right and top < bottom, please.", 0.0, False
-        crop = self.picture.crop(box)
+        crop = self.picture.crop((left, top, right, bottom))
         longer = max(self.picture.size)
         return [ImageOps.contain(crop, (longer, longer))], 0.0, False

@@ -286,7 +286,7 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
     (GOOD | {"image": "a.png"}, "ValueError: columns 'image' and 'images'"),
     (GOOD | {"images": ["none.png"]}, "ValueError: 'none.png' is neither a file in "),
     (GOOD | {"images": ["http://host/a.png"]}, "ValueError: 'http://host/a.png' is neither a file in "),
-    (GOOD | {"images": [CUT_IMAGE]}, "ValueError: an image cannot be decoded ("),
+    (GOOD | {"images": [CUT_IMAGE]}, "OSError: "),
     (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
     (GOOD | {"answer": [1]}, "ValueError: answer and label must be text or a number, not [1]"),
     ({"chosen": asked("x") + said("a"), "rejected": asked("y") + said("b")}, "ValueError: without a prompt"),

@@ -54,7 +54,7 @@ def test_it_fails_with_the_reason(tmp_path, monkeypatch, capsys):
     told = capsys.readouterr().out
     assert "\nFAIL; " in told
     assert "sdpa: exit code 2; see" in told
-    assert "no checkpoint was committed" in told
+    assert "it did not resume from step 0" in told
     report = read_json(tmp_path / "out" / "smoke.json")
     assert not report["passed"]
     assert "--min_new_tokens 9 exceeds --max_new_tokens 8" in report["runs"][0]["tail"]
