@@ -152,7 +152,7 @@ def take_prompt(rest: dict, images: "Images") -> str | list:
 def take_answer(rest: dict) -> str | None:
     """The reference answer as text; of a worked solution what is tagged. Both verl's and TRL's
     column stay in the row."""
-    verl = rest.get("reward_model") or {}
+    verl = rest.get("reward_model", {})
     answers = [rest.pop("answer", None), verl.get("ground_truth"), rest.get("solution")]
     for answer in (*answers, rest.pop("ground_truth", None)):
         if answer is not None:

@@ -42,7 +42,7 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     last = max(*steps, 1)
     low, high = min(0.0, *values), max(1.0, *values)  # a share has its full scale, so that runs compare by eye
     image = Image.new("RGB", (WIDTH * SCALE, HEIGHT * SCALE), PAPER)
-    draw = ImageDraw.Draw(image)
+    draw, small, medium = ImageDraw.Draw(image), font(36), font(39)
 
     def place(step: float, value: float) -> tuple[float, float]:
         x = LEFT + step / last * (RIGHT - LEFT)
@@ -52,19 +52,19 @@ def draw_curves(curves: Curves, path: Path, title: str) -> None:
     for value in np.linspace(low, high, 5):
         x, y = place(0, value)
         draw.line((x, y, RIGHT, y), fill="#e9edf2", width=3)
-        draw.text((x - 24, y), f"{value:.3g}", GREY, font(36), "rm")
+        draw.text((x - 24, y), f"{value:.3g}", GREY, small, "rm")
     for step in np.linspace(0, last, 5):
         x, y = place(step, low)
-        draw.text((x, y + 27), f"{step:.4g}", GREY, font(36), "mt")
-    draw.text((1200, 1290), "step", GREY, font(36), "mb")
+        draw.text((x, y + 27), f"{step:.4g}", GREY, small, "mt")
+    draw.text((1200, 1290), "step", GREY, small, "mb")
     draw.text((LEFT, 36), title, INK, font(48), "la")
     x = LEFT
     for colour, (name, points) in zip(COLOURS * len(curves), curves.items()):
         draw.line([place(*point) for point in points], fill=colour, width=6, joint="curve")
         for point in points if len(points) <= 30 else []:  # few values, such as evaluations
             draw.circle(place(*point), 12, fill=colour)
-        draw.text((x, 144), name, colour, font(39), "lm")
-        x += 60 + font(39).getlength(name)
+        draw.text((x, 144), name, colour, medium, "lm")
+        x += 60 + medium.getlength(name)
     image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS).save(path)
 
 
