@@ -306,13 +306,14 @@ def start(timeout: float, hsdp: int) -> Ranks:
             raise UserError(f"--hsdp {hsdp} must divide the number of ranks, {world}")
         shape, names = (world // hsdp, hsdp), ("copies", "shards")
     if not dist.is_initialized():
-        options: dict[str, Any] = {"backend": "gloo"}
-        if device.type == "cuda":
-            options["backend"] = "cpu:gloo,cuda:nccl"
+        gpu = device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            timeout=timedelta(seconds=timeout),
             # NCCL connects now. Not with two dimensions: torch would then make their groups by
             # splitting the communicators of both back-ends, which not every version can.
-            options["device_id"] = None if hsdp else device
-        dist.init_process_group(**options, timeout=timedelta(seconds=timeout))
+            device_id=device if gpu and not hsdp else None,
+        )
     return Ranks(world, device, init_device_mesh(device.type, shape, mesh_dim_names=names))
 
 

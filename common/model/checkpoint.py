@@ -22,7 +22,7 @@ from torch import Tensor
 
 from common.data.folder import read_json
 from common.distributed import UserError, from_main, gather_objects, is_main, raise_on_all_ranks
-from common.flags import CheckpointArgs
+from common.flags import CheckpointArgs, follow_pointer
 from common.logging import due, sync_folder, write_durably, write_pointer
 from common.model import weights
 from common.model.fsdp import Trainable
@@ -182,9 +182,7 @@ class Checkpoints:
 
     def find_path(self, choice: str) -> Path:
         """The folder of --resume PATH, of a step of this --out, or of the pointer `latest`."""
-        path = self.folder / f"step-{choice}" if choice.isdecimal() else Path(choice)
-        if path.is_file():
-            path = path.parent / path.read_text().strip()
+        path = self.folder / f"step-{choice}" if choice.isdecimal() else follow_pointer(choice)
         return path.resolve()
 
     def compare_flags(self, step: int, saved: dict[str, Any], identity: Container[str]) -> str:

@@ -90,9 +90,7 @@ class Trainable:
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of 1-based ``step``."""
-        return self.lr * schedule(
-            step - self.delay, max(1, self.args.steps - self.delay), self.args
-        )
+        return self.lr * schedule(step - self.delay, self.args.steps - self.delay, self.args)
 
     def update(self, step: int) -> tuple[float, bool]:
         """Clip by the model's global norm and step. Returns the norm before clipping and whether

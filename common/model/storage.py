@@ -12,12 +12,9 @@ import hashlib
 import json
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
@@ -25,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from common.data.folder import read_json
 from common.distributed import UserError, gather_objects
-from common.logging import sync_folder
 from common.model.fsdp import Trainable, shard_of
-from common.model.weights import is_finite
+from common.model.weights import save_tensors
 
 # By role: actor, critic, judge; and a reference that moves, which has no optimizer.
 Roles = dict[str, Trainable | nn.Module]
@@ -91,9 +87,9 @@ def own_shards(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str,
 
 def is_writer(tensor: Tensor, number: int) -> bool:
     """Whether it is this rank that writes its part of tensor ``number``: those that hold the same
-    part (--hsdp; all of them, of what is not sharded) take turns from tensor to tensor."""
+    part (--hsdp) take turns from tensor to tensor; what is not sharded is small."""
     if not isinstance(tensor, DTensor):
-        return number % dist.get_world_size() == dist.get_rank()
+        return dist.get_rank() == 0
     mesh = tensor.device_mesh
     return all(
         number % mesh.size(dim) == mesh.get_local_rank(dim)
@@ -111,18 +107,11 @@ def write_shards(
     Raises:
         ValueError, OSError: a number is not finite, or the file cannot be written.
     """
-    for name, tensor in shards.items():
-        if not is_finite(tensor):
-            raise ValueError(f"{name} is not finite")
     if not shards:
         return {}
     places = {name: {SAVED_OFFSETS_KEY: start} for name, start in offsets.items()}
     path = folder / f"shard-{dist.get_rank() + 1:05d}.safetensors"
-    try:
-        save_file(shards, path, {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"})
-    except SafetensorError as error:  # a full disk is one of these
-        raise OSError(str(error)) from error
-    sync_folder(path)
+    save_tensors(path, shards, {CUSTOM_METADATA_KEY: json.dumps(places)})
     return {path.name: sha256(path)}
 
 

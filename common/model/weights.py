@@ -571,10 +571,18 @@ def read_weight(place: str, target: Tensor, value) -> None:
 # -------------------------------------------------------------------------------------------------
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether no number is infinite or NaN; in one pass, without a copy."""
-    # both bounds are NaN if one number is
-    return all(math.isfinite(bound) for bound in tensor.detach().aminmax())
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a safetensors file that survives a power cut. Raises ValueError: a number is not
+    finite; OSError: a full disk, say."""
+    for name, tensor in tensors.items():
+        # in one pass, without a copy: both bounds are NaN if one number is
+        if not all(math.isfinite(bound) for bound in tensor.aminmax()):
+            raise ValueError(f"{name} is not finite")
+    try:
+        save_file(tensors, path, metadata | {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    sync_folder(path)
 
 
 @torch.no_grad()
@@ -608,7 +616,7 @@ def export(
                 shutil.rmtree(folder)
             aside.rename(folder)
             write_pointer(folder.parent / "latest", folder.name)
-        except (OSError, SafetensorError, ValueError) as error:
+        except (OSError, ValueError) as error:
             problem = str(error)
             shutil.rmtree(aside, ignore_errors=True)  # the disk may be full of it
     for _ in files:  # the collectives that are left, after an error as well
@@ -656,10 +664,8 @@ def write_file(
         if key not in tensors:
             with open_weights(stored[key].path) as source:
                 tensors[key] = source.get_tensor(key)
-        if not is_finite(tensors[key]):
-            raise ValueError(f"{key} is not finite")
     path.parent.mkdir(exist_ok=True)
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_tensors(path, tensors, {})
 
 
 def write_settings(aside: Path, model: nn.Module, processor: Processor) -> None:
