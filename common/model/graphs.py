@@ -36,8 +36,10 @@ class StepGraphs:
             try:
                 self.graphs[kind], self.pool = capture(step, size, capacity, self.pool)
             except RuntimeError as error:
+                # ending a capture that has failed raises once more, and says nothing of the cause
+                cause = error.__context__ or error
                 raise UserError(
-                    f"a CUDA graph of {size} slots could not be captured: {error}; "
+                    f"a CUDA graph of {size} slots could not be captured: {cause}; "
                     "--cuda_graphs off decodes without graphs"
                 ) from error
         self.graphs[kind].replay()
