@@ -87,7 +87,7 @@ def plan_grm(flags: list[str], gpus: int) -> budget.JudgeMemory:
     rows = grm.load_rows(args)
     longest = grm.longest_sequence(args)
     with raise_on_all_ranks():
-        judge = grm.Judge(weights.Builder(args.model, rows.processor, META, longest).actor())
+        judge = grm.Judge(weights.Builder(args.model, META, longest).actor())
     return budget.JudgeMemory(args, {"judge": judge}, rows, gpus)
 
 
