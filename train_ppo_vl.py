@@ -1413,17 +1413,14 @@ def update_actor(
             if updates:  # after an update the policy is no longer the one that sampled
                 for part in stats:
                     part.pop("sampler_gap", None)
-                    part.pop("sampler_kl", None)
+                    part.pop("rollout/train_kl", None)
             norm, applied = trained.update(step)
             sums.record_update("actor", norm, applied, stats)
             updates += applied
     metrics = {"train/actor_lr": trained.learning_rate(step), "train/actor_updates": updates}
     if args.algorithm.mask_truncated:
         metrics["train/masked_responses"] = int(batch.truncated.sum())
-    metrics |= sums.reduce()
-    if "train/sampler_kl" in metrics:
-        metrics["rollout/train_kl"] = metrics.pop("train/sampler_kl")
-    return metrics
+    return metrics | sums.reduce()
 
 
 def actor_loss(
@@ -1432,8 +1429,9 @@ def actor_loss(
     """This pack's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
     ``exact``: the reference, where the loss has the exact KL to it.
 
-    A statistic is a `Mean` (a sum over tokens of the pack, and their number), a `Largest`, or a
-    plain number: the pack's share of a loss of the minibatch, ``(weight * term).sum()``.
+    A statistic is a `Mean` (a sum over tokens of the pack, and their number; of the policy loss
+    where it is about ratios), a `Largest`, or a plain number: the pack's share of a loss of the
+    minibatch, ``(weight * term).sum()``.
     """
     algorithm = args.algorithm
     outputs = reference_outputs(exact, pack) if exact is not None else None
@@ -1441,9 +1439,9 @@ def actor_loss(
         logp, entropy, kl = actor(pack, batch.sampling, entropy=True, reference=outputs)  # (T,) each
     # (T,) each
     old, sampled, advantages = pack.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
-    weight, policy_weight = pack.pick(minibatch.weights, minibatch.policy_weights)  # (T,) each
-    (in_loss,) = pack.pick(batch.in_policy_loss)  # (T,) bool
-
+    weight, policy_weight, in_loss = pack.pick(
+        minibatch.weights, minibatch.policy_weights, batch.in_policy_loss
+    )
     inputs = losses.PolicyLossInputs(logp, old, advantages, pack.sample, len(batch), in_loss)
     clips = args.clip if algorithm.policy_loss != "ppo" else (*args.clip, algorithm.dual_clip)
     out = POLICY_LOSSES[algorithm.policy_loss].compute(inputs, *clips)
@@ -1453,7 +1451,10 @@ def actor_loss(
     loss = (policy_weight * terms).sum()
     # counted on the host: in_loss.sum() would wait for the device
     n_kept = int(batch.in_policy_loss[pack.flat].sum())
-    stats = policy_stats(inputs, out, n_kept) | sampler_stats(logp.detach(), sampled)
+    sums = losses.ratio_sums(inputs, out)
+    stats: dict[str, Any] = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
+    stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
+    stats |= sampler_stats(logp.detach(), sampled)
     stats["entropy"] = logging.Mean(entropy.detach().sum(), len(logp))
     stats["policy_loss"] = loss.detach()
 
@@ -1474,23 +1475,13 @@ def actor_loss(
     return loss, stats
 
 
-def policy_stats(
-    inputs: losses.PolicyLossInputs, out: losses.PolicyLossOutput, n_kept: int
-) -> dict[str, Any]:
-    """Ratios and clipping, over the ``n_kept`` tokens of the policy loss."""
-    sums = losses.ratio_sums(inputs, out)
-    stats: dict[str, Any] = {name: logging.Mean(total, n_kept) for name, total in sums.items()}
-    stats["ratio_max"] = logging.Largest(losses.largest_ratio(inputs, out))
-    return stats
-
-
 def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
     """How far log-probs (T,) are from those that the sampler recorded: only rounding, before the
     first update of a step."""
     apart = logp - sampled
     return {
         "sampler_gap": logging.Mean(apart.abs().sum(), len(apart)),
-        "sampler_kl": logging.Mean((apart.expm1() - apart).sum(), len(apart)),  # k3
+        "rollout/train_kl": logging.Mean((apart.expm1() - apart).sum(), len(apart)),  # k3
     }
 
 
@@ -1738,8 +1729,7 @@ def performance(
         tokens = passes * batch.total_tokens
         perf["perf/update_tokens_per_second"] = tokens / update
         responses = actor_passes * len(batch.tokens)
-        operations = memory.update_flops(models.actor, tokens, responses)
-        perf |= memory.utilisation(operations, update)
+        perf |= memory.utilisation(models.actor, tokens, responses, update)
     return perf | memory.peak()
 
 

@@ -70,21 +70,23 @@ class MetricSums:
         self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
 
     def record(self, rows: list[dict[str, Any]]) -> None:
-        """Add the statistics of this rank's rows of a minibatch, as ``train/`` and their own names.
+        """Add the statistics of this rank's rows of a minibatch, as ``train/NAME`` where a name has
+        no section.
 
         Each is a `Mean`, a `Largest`, or a number. A number is the row's part of a global sum, as a
         weighted loss is: it is summed over rows and ranks, and averaged over minibatches.
         """
         for name in dict.fromkeys(name for row in rows for name in row):
             values = [row[name] for row in rows if name in row]
+            metric = name if "/" in name else f"train/{name}"
             if isinstance(values[0], Largest):
                 for largest in values:
-                    self.max(f"train/{name}", largest.value)
+                    self.max(metric, largest.value)
             elif isinstance(values[0], Mean):
                 for mean in values:
-                    self.add(f"train/{name}", mean.total, mean.count)
+                    self.add(metric, mean.total, mean.count)
             else:
-                self.add(f"train/{name}", sum(values), 1 / distributed.world_size())
+                self.add(metric, sum(values), 1 / distributed.world_size())
 
     def record_update(
         self, role: str, norm: float, applied: bool, rows: list[dict[str, Any]]

@@ -42,16 +42,18 @@ def update_flops(policy: nn.Module, tokens: float, responses: float) -> float:
     return per_weight * (tokens * weights + responses * policy.model.lm_head.weight.numel())
 
 
-def utilisation(operations: float, seconds: float) -> dict[str, float]:
-    """The metric perf/update_mfu, on a known GPU: the share of its peak that ``operations`` of all
-    ranks reached."""
+def utilisation(
+    policy: nn.Module, tokens: float, responses: float, seconds: float
+) -> dict[str, float]:
+    """The metric perf/update_mfu, on a known GPU: the share of its peak that the operations of
+    `update_flops` on all ranks reached."""
     if not torch.cuda.is_available():
         return {}
     name = torch.cuda.get_device_name()
     for known, peak_flops in PEAK_FLOPS.items():
         if known in name:
             possible = seconds * peak_flops * distributed.world_size()
-            return {"perf/update_mfu": operations / possible}
+            return {"perf/update_mfu": update_flops(policy, tokens, responses) / possible}
     return {}
 
 
