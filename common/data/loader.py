@@ -41,18 +41,17 @@ class DrawOrder:
     def __init__(
         self, sets: list[list], shares: list[float], per_batch: int, batches: int, seed: int
     ):
-        self.sets, self.per_batch = sets, per_batch
-        self.which = mix(shares, per_batch * batches)
-        self.places = np.empty_like(self.which)  # of the rows in their sets
+        self.per_batch = per_batch
+        which = mix(shares, per_batch * batches).tolist()
+        places = []  # of the rows in each set, as they are drawn
         for k, rows in enumerate(sets):
-            is_drawn = self.which == k
-            self.places[is_drawn] = data_order(range(is_drawn.sum()), len(rows), seed)
+            places.append(iter(data_order(range(which.count(k)), len(rows), seed)))
+        self.rows = [sets[k][next(places[k])] for k in which]
 
     def __call__(self, index: int) -> tuple[list, list[int]]:
-        every = range(len(self.which))
-        draws = every[index * self.per_batch : (index + 1) * self.per_batch]
-        rows = [self.sets[self.which[draw]][self.places[draw]] for draw in draws]
-        return rows, list(draws)
+        start = index * self.per_batch
+        rows = self.rows[start : start + self.per_batch]
+        return rows, list(range(start, start + len(rows)))
 
 
 class InOrder:
