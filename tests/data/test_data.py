@@ -11,7 +11,7 @@ import zlib
 
 import numpy as np
 import pytest
-from conftest import read_json, value_error, write_image
+from conftest import read_json, table, value_error, write_image
 import torch
 from PIL import Image
 from test_packed import COMPUTE
@@ -95,12 +95,14 @@ def load(tmp_path, processor):
 
 def test_token_ids(processor, tmp_path):
     assert (processor.family.image_token_id, processor.family.patch_size, processor.family.merge_size) == (IMAGE, 14, 2)
-    assert processor.stop_ids == (IM_END, EOT) and processor.banned_ids == (VISION_START, VISION_END, IMAGE, VIDEO)
+    assert processor.stop_ids == (IM_END, EOT)
+    assert processor.banned_ids == (VISION_START, VISION_END, IMAGE, VIDEO)
     folder = write_checkpoint(tmp_path)
     edit(folder / "config.json", vision_end_token_id=151653)  # beyond the vocabulary
     (folder / "generation_config.json").unlink()
     processor = Processor(folder)
-    assert processor.stop_ids == (IM_END,) and processor.banned_ids == (VISION_START, IMAGE, VIDEO)
+    assert processor.stop_ids == (IM_END,)
+    assert processor.banned_ids == (VISION_START, IMAGE, VIDEO)
 
 
 def retokenize(folder, pad_token, *special):
@@ -121,13 +123,14 @@ def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
     model = build_model(processor.config, COMPUTE, 100)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
-    table = model.get_input_embeddings()
-    table(torch.tensor([IM_END, IM_START])).sum().backward()
-    assert (table.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
+    embedding = model.get_input_embeddings()
+    embedding(torch.tensor([IM_END, IM_START])).sum().backward()
+    assert (embedding.weight.grad.abs().sum(dim=1) > 0).nonzero()[:, 0].tolist() == [IM_END, IM_START]
     processor.save(tmp_path / "again")
     assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "again").pad_token_id == IM_END
     own = Processor(write_checkpoint(tmp_path / "own"))
-    assert own.tokenizer.pad_token_id == EOT and own.config.get_text_config().pad_token_id is None
+    assert own.tokenizer.pad_token_id == EOT
+    assert own.config.get_text_config().pad_token_id is None
 
 
 @pytest.mark.parametrize("ends, stops", [(EOT, (IM_END, EOT)), (None, (IM_END,)), ([EOT, BOX], (IM_END, EOT, BOX))])
@@ -174,7 +177,8 @@ def test_the_config_has_the_last_word_on_patches(tmp_path):
     processor = Processor(folder)
     prompt, = load_prompts(str(tmp_path / "rows.jsonl"), processor, DataArgs(max_prompt_tokens=500))
     patches, grids = load_pixels(prompt, processor)
-    assert grids.tolist() == [[1, 8, 4]] and patches.shape == (32, 3 * 2 * 14 * 14)
+    assert grids.tolist() == [[1, 8, 4]]
+    assert patches.shape == (32, 3 * 2 * 14 * 14)
     assert (prompt.input_ids == IMAGE).sum() == 32 // 2**2
 
 
@@ -190,7 +194,8 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     again = Processor(target)
     size = again.family.image_processor.size
     assert (size["shortest_edge"], size["longest_edge"]) == (4000, 5000)
-    assert again.stop_ids == (IM_END, EOT) and again.tokenizer.chat_template == TEMPLATE
+    assert again.stop_ids == (IM_END, EOT)
+    assert again.tokenizer.chat_template == TEMPLATE
     assert again.files["processor_config"] == {"processor_class": "Qwen2_5_VLProcessor"}
     assert again.files["video_preprocessor_config"] == {"fps": 2}
 
@@ -243,7 +248,8 @@ def test_every_mode_becomes_correct_rgb(tmp_path, image, suffix, save, left, rig
     path = str(tmp_path / f"picture.{suffix}")
     image.save(path, **save)
     result = read_image(path)
-    assert result.mode == "RGB" and result.size == image_size(path) == (2, 1)
+    assert result.mode == "RGB"
+    assert result.size == image_size(path) == (2, 1)
     assert (result.getpixel((0, 0)), result.getpixel((1, 0))) == (left, right)
 
 
@@ -298,17 +304,20 @@ def rendered(*turns):
 
 
 def test_one_row_in_full(load, processor, tmp_path):
-    prompt, = load([{"prompt": "Wie heißt das?", "images": ["a.png"], "answer": "Würfel", "label": "m"}])
+    prompt, = load([dict(prompt="Wie heißt das?", images=["a.png"], answer="Würfel", label="m")])
     assert (prompt.index, prompt.source, prompt.reference, prompt.label) == (0, "train.jsonl:1", "Würfel", "m")
-    assert prompt.images == (str(tmp_path / "a.png"),) and prompt.grids == (processor.family.grid(64, 40),)
+    assert prompt.images == (str(tmp_path / "a.png"),)
+    assert prompt.grids == (processor.family.grid(64, 40),)
     assert prompt.text == rendered(("user", PICTURE + "Wie heißt das?"))
     _, h, w = prompt.grids[0]
     text = processor.tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
     at = text.index(IMAGE)
     assert prompt.input_ids.tolist() == text[:at] + [IMAGE] * (h * w // 4) + text[at + 1:]
     patches, grids = load_pixels(prompt, processor)
-    assert patches.shape == (h * w, 3 * 2 * 14 * 14) and grids.tolist() == [[1, h, w]]
-    assert patches.dtype == torch.float32 and prompt.input_ids.dtype == torch.int64
+    assert patches.shape == (h * w, 3 * 2 * 14 * 14)
+    assert grids.tolist() == [[1, h, w]]
+    assert patches.dtype == torch.float32
+    assert prompt.input_ids.dtype == torch.int64
 
 
 def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
@@ -320,8 +329,10 @@ def test_several_images_of_several_sizes_and_text_only_rows(load, processor):
         runs = "".join("x" if i == IMAGE else " " for i in prompt.input_ids.tolist()).split()
         assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
     patches, grids = load_pixels(prompts[0], processor)
-    assert grids.tolist() == [list(g) for g in sizes] and len(patches) == grids.prod(-1).sum()
-    assert load_pixels(prompts[1], processor) is None and prompts[1].text == rendered(("user", "1+1?"))
+    assert grids.tolist() == [list(g) for g in sizes]
+    assert len(patches) == grids.prod(-1).sum()
+    assert load_pixels(prompts[1], processor) is None
+    assert prompts[1].text == rendered(("user", "1+1?"))
 
 
 @pytest.mark.parametrize("turns, expected", [
@@ -338,7 +349,7 @@ def test_places_of_images(load, turns, expected):
 
 
 def test_system_prompt_and_column_names(load):
-    prompts = load([{"q": "Hi", "target": "4", "pics": "a.png", "task": "t"}], system_prompt="Think.",
+    prompts = load([dict(q="Hi", target="4", pics="a.png", task="t")], system_prompt="Think.",
                    columns="prompt=q, answer=target,images=pics,label=task")
     assert prompts[0].text == rendered(("system", "Think."), ("user", PICTURE + "Hi"))
     assert (prompts[0].reference, prompts[0].label) == ("4", "t")
@@ -355,9 +366,9 @@ def test_columns_that_cannot_be(columns):
 
 def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     """As the file has them. Names that nobody reads are printed: they may be misspelled."""
-    rows = [{"prompt": "Hi", "imgs": ["a.png"], "answer": 4, "tools": [], "depth": {"of": [1, None]}},
-            {"prompt": [{"role": "user", "content": "<image>What?"}], "images": "a.png", "answer": 2.5, "extra": "ü"},
-            {"prompt": "<image>Find x.", "images": ["a.png"], "answer": -12, "reward_model": {"style": "rule"}}]
+    rows = [dict(prompt="Hi", imgs=["a.png"], answer=4, tools=[], depth={"of": [1, None]}),
+            dict(prompt=[{"role": "user", "content": "<image>What?"}], images="a.png", answer=2.5, extra="ü"),
+            dict(prompt="<image>Find x.", images=["a.png"], answer=-12, reward_model={"style": "rule"})]
     before = json.loads(json.dumps(rows))
     prompts = load(rows)
     assert [prompt.row for prompt in prompts] == before
@@ -365,7 +376,7 @@ def test_a_row_keeps_all_its_columns(load, tmp_path, capsys):
     assert [len(prompt.images) for prompt in prompts] == [0, 1, 1]
     assert capsys.readouterr().out == f"{tmp_path / 'train.jsonl'}: columns that are kept, but not read: " \
         "'depth', 'extra', 'imgs', 'reward_model', 'tools'\n"
-    load([{"prompt": "Hi", "answer": "4", "label": "l", "images": [], "videos": []}])
+    load([dict(prompt="Hi", answer="4", label="l", images=[], videos=[])])
     assert capsys.readouterr().out == ""
 
 
@@ -389,7 +400,8 @@ def test_prompts_of_several_turns(load, tmp_path, processor):
                                    ("user", "And " + PICTURE), ("assistant", "Blue."), ("user", PICTURE + " again?"))
     a, b = processor.family.grid(64, 40), processor.family.grid(30, 90)
     assert prompt.images == tuple(str(tmp_path / name) for name in ("a.png", "b.jpg", "b.jpg"))
-    assert prompt.grids == (a, b, b) and prompt.reference == "no"
+    assert prompt.grids == (a, b, b)
+    assert prompt.reference == "no"
     runs = "".join("x" if i == IMAGE else " " for i in prompt.input_ids.tolist()).split()
     assert [len(run) for run in runs] == [h * w // 4 for _, h, w in prompt.grids]
 
@@ -408,55 +420,48 @@ def test_order(load):
     assert [(p.index, p.text) for p in prompts] == [(i, rendered(("user", PICTURE + str(i)))) for i in range(60)]
 
 
-def user(content, role="user"):
-    return {"prompt": [{"role": role, "content": content}]}
+BAD_ROWS = table("""
+invalid JSON              | {"prompt":  | JSONDecodeError
+invalid UTF-8             | {"prompt": "ÿ"} | UnicodeDecodeError
+no object                 | ["prompt"] | AttributeError: 'list' object
+no prompt column          | {"question": "x", "answer": "y"} | no column 'prompt' .*; the row has 'question', 'answer'
+prompt of wrong type      | {"prompt": 5} | prompt must be a string or messages .* it is 5
+empty prompt              | {"prompt": "<image> ", "images": "a.png"} | empty prompt
+no messages               | {"prompt": []} | prompt must be a string or messages
+message without content   | {"prompt": [{"role": "user"}]} | KeyError: 'content'
+unknown role              | {"prompt": [{"role": "robot", "content": "x"}]} | roles system, user, assistant, tool.*robot
+assistant last            | {"prompt": [{"role": "assistant", "content": "x"}]} | the last not by the assistant
+unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
+part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
+part with bytes           | USER [{"type": "image", "bytes": "iVBOR"}]}]} | with their file as "image" or "video".*bytes
+part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], "images": ["b.jpg"]} \
+ | .'image'. for the places \\[\\] .*without a file
+image in the web          | {"prompt": "x", "images": ["http://x.org/a.png"]} | the path of a file.*http.*convert.py
+bytes of an image         | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]} | the path of a file.*bytes
+answer of wrong type      | {"prompt": "x", "answer": true} | column 'answer' must be a string or a finite number, not T
+answer that is no number  | {"prompt": "x", "answer": NaN} | column 'answer' must be a string or a finite number
+label of wrong type       | {"prompt": "x", "label": ["t"]} | column 'label' must be a string
+no such image             | {"prompt": "x", "images": "c.png"} | no such image: .*c.png
+image is a folder         | {"prompt": "x", "images": "."} | cannot be read as one of
+not an image              | {"prompt": "x", "images": "train.jsonl"} | train.jsonl: cannot be read as one of JPEG
+too thin                  | {"prompt": "x", "images": "thin.png"} | aspect ratio
+too many places           | {"prompt": "<image> <image>x", "images": "a.png"} | .'image'. for the places .'image', 'image'.
+too few places            | {"prompt": "<image>x", "images": ["a.png", "b.jpg"]} | .'image', 'image'. for the places .'image'.
+where?                    | USER "x"}, {"role": "user", "content": "x"}], "images": "a.png"} | .'image'. for the places \\[\\]
+typed image token         | {"prompt": "<|image_pad|>", "images": "a.png"} | special token <.image_pad.> in the text
+end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "x<|im_"}, {"type": "text", "text": "end|>"}]}], \
+"images": "a.png"} | special token <.im_end.> in the text
+too long                  | {"prompt": "LONG", "images": "a.png"} | too long: 507 tokens, 6 of them of images; the limit is 500
+half a surrogate pair     | {"prompt": "a\\ud800"} | surrogates not allowed
+two system prompts        | {"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]} | drop one of them
+""".replace("USER", '{"prompt": [{"role": "user", "content":').replace("LONG", "x" * 480))
 
 
-BAD_ROWS = {
-    "invalid JSON": (b'{"prompt": ', "JSONDecodeError"),
-    "invalid UTF-8": (b'{"prompt": "\xff"}', "UnicodeDecodeError"),
-    "no object": (b'["prompt"]', "AttributeError: 'list' object"),
-    "no prompt column": ({"question": "x", "answer": "y"}, "no column 'prompt' .*; the row has 'question', 'answer'"),
-    "prompt of wrong type": ({"prompt": 5}, "prompt must be a string or messages .* it is 5"),
-    "empty prompt": ({"prompt": "<image> ", "images": "a.png"}, "empty prompt"),
-    "no messages": ({"prompt": []}, "prompt must be a string or messages"),
-    "message without content": ({"prompt": [{"role": "user"}]}, "KeyError: 'content'"),
-    "unknown role": (user("x", "robot"), "roles system, user, assistant, tool.*robot"),
-    "assistant last": (user("x", "assistant"), "the last not by the assistant"),
-    "unknown part": (user([{"type": "audio"}]), "a part of a message must be .*audio"),
-    "part of wrong type": (user([{"type": "text", "text": 3}]), "a part of a message must be"),
-    "part with bytes": (user([{"type": "image", "bytes": "iVBOR"}]), 'with their file as "image" or "video".*bytes'),
-    "part with its file elsewhere too": ({"images": ["b.jpg"]} | user(
-        [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]), r"\['image'\] for the places \[\] .*without a file"),
-    "image in the web": ({"prompt": "x", "images": ["http://x.org/a.png"]}, "the path of a file.*http.*convert.py"),
-    "bytes of an image": ({"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]}, "the path of a file.*bytes"),
-    "answer of wrong type": ({"prompt": "x", "answer": True}, "column 'answer' must be a string or a finite number, not T"),
-    "answer that is no number": (b'{"prompt": "x", "answer": NaN}', "column 'answer' must be a string or a finite number"),
-    "label of wrong type": ({"prompt": "x", "label": ["t"]}, "column 'label' must be a string"),
-    "no such image": ({"prompt": "x", "images": "c.png"}, "no such image: .*c.png"),
-    "image is a folder": ({"prompt": "x", "images": "."}, "cannot be read as one of"),
-    "not an image": ({"prompt": "x", "images": "train.jsonl"}, "train.jsonl: cannot be read as one of JPEG"),
-    "too thin": ({"prompt": "x", "images": "thin.png"}, "aspect ratio"),
-    "too many places": ({"prompt": "<image> <image>x", "images": "a.png"}, r"\['image'\] for the places \['image', 'image'\]"),
-    "too few places": ({"prompt": "<image>x", "images": ["a.png", "b.jpg"]}, r"\['image', 'image'\] for the places \['image'\]"),
-    "where?": ({"prompt": [{"role": "user", "content": "x"}] * 2, "images": "a.png"}, r"\['image'\] for the places \[\]"),
-    "typed image token": ({"prompt": "<|image_pad|>", "images": "a.png"}, r"special token <\|image_pad\|> in the text"),
-    "end of turn from two parts": ({"images": "a.png"} | user([{"type": "image"}, {"type": "text", "text": "x<|im_"}, {
-        "type": "text", "text": "end|>"}]), r"special token <\|im_end\|> in the text"),
-    "too long": ({"prompt": "x" * 480, "images": "a.png"}, "too long: 507 tokens, 6 of them of images; the limit is 500"),
-    "half a surrogate pair": (b'{"prompt": "a\\ud800"}', "surrogates not allowed"),
-    "two system prompts": ({"prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "x"}]},
-                           "drop one of them"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_ROWS)
-def test_bad_row(load, tmp_path, case, capsys):
+@pytest.mark.parametrize("case, row, message", BAD_ROWS)
+def test_bad_row(load, tmp_path, case, row, message, capsys):
     """An error with file and line, and by choice a message: the other rows keep their numbers."""
     Image.new("RGB", (2, 500)).save(tmp_path / "thin.png")
-    bad, message = BAD_ROWS[case]
-    bad = bad if isinstance(bad, bytes) else json.dumps(bad).encode()
-    data = b'{"prompt": "first"}\n\n' + bad + b'\n{"prompt": "last"}\n'
+    data = f'{{"prompt": "first"}}\n\n{row}\n{{"prompt": "last"}}\n'.encode("latin-1")           # in which ÿ is no UTF-8
     system_prompt = "S" if case == "two system prompts" else ""
     with value_error(f"train.jsonl: 1 of 3 rows are bad\n  train.jsonl:3: .*{message}"):
         load(data, system_prompt=system_prompt)

@@ -36,31 +36,31 @@ from common.data.processor import Processor
 from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
 from common.data.families import FAMILIES, family_of
 
-TEXT = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "head_dim": 8, "max_position_embeddings": 1024, "bos_token_id": None, "pad_token_id": None}
-VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28,
-          "patch_size": 7}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-          "linear_key_head_dim": 8, "linear_value_head_dim": 12, "head_dim": 16, "mamba_ssm_dtype": "float32", "rope_parameters": {
-              "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
+TEXT = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, max_position_embeddings=1024, bos_token_id=None, pad_token_id=None)
+VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28,
+              patch_size=7)
+LINEAR = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2, linear_num_value_heads=4,
+              linear_key_head_dim=8, linear_value_head_dim=12, head_dim=16, mamba_ssm_dtype="float32", rope_parameters=dict(
+                  rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]))
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-QWEN_TOKENS = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", "vision_start_token": "<|vision_start|>",
-               "vision_end_token": "<|vision_end|>"}
+QWEN_TOKENS = dict(image_token="<|image_pad|>", video_token="<|video_pad|>", vision_start_token="<|vision_start|>",
+                   vision_end_token="<|vision_end|>")
 # What the chat template writes for a picture, and the special tokens of the family; "<s>" is every tokenizer's BOS.
 TOKENS = {kind: ("<|vision_start|><|image_pad|><|vision_end|>", QWEN_TOKENS)
-          for kind in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")} | {
-    "llava": ("<image>\n", {"image_token": "<image>"}),
-    "gemma3": ("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
+          for kind in ("qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")} | dict(
+    llava=("<image>\n", {"image_token": "<image>"}),
+    gemma3=("<start_of_image>", {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>",
                                     "eoi_token": "<end_of_image>"}),
-    "internvl": ("<IMG_CONTEXT>\n", {"start_image_token": "<img>", "end_image_token": "</img>", "video_token": "<video>",
-                                     "context_image_token": "<IMG_CONTEXT>"}),
-    "idefics3": ("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
+    internvl=("<IMG_CONTEXT>\n", dict(start_image_token="<img>", end_image_token="</img>", video_token="<video>",
+                                         context_image_token="<IMG_CONTEXT>")),
+    idefics3=("<image>", {"image_token": "<image>", "fake": "<fake_token_around_image>", "global": "<global-img>",
                              "utterance": "<end_of_utterance>"}
-                 | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)})}
+                 | {f"tile_{i}{j}": f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4)}))
 TOKENS["smolvlm"] = TOKENS["idefics3"]
 PLAIN = ("llava", "gemma3", "idefics3")       # whose own processors work without torchvision
-TEXT_ONLY = {"qwen2": {}, "qwen3": {}, "llama": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 24},
-             "qwen3_5_text": LINEAR, "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40}}
+TEXT_ONLY = dict(qwen2={}, qwen3={}, llama={"tie_word_embeddings": True}, mistral={"sliding_window": 24},
+                 qwen3_5_text=LINEAR, qwen3_5_moe_text=LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40})
 KINDS = [*TEXT_ONLY, *TOKENS]
 # Linear attention, which transformers computes in float32 whatever the model's type, solves a triangular system for each
 # chunk of 64 tokens and multiplies by the solution: 2 x 64 additions more on the way forward, and as many on the way back.
@@ -100,19 +100,19 @@ def make_config(kind: str, tokenizer):
     ids = {f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items()}
     if kind == "qwen2_vl":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config={
-            "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 14})
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"rope_parameters": rope}, **ids, vision_config=dict(
+            depth=2, embed_dim=32, hidden_size=32, num_heads=2, mlp_ratio=2, patch_size=14))
     if kind == "qwen3_vl_moe":
-        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        rope = dict(rope_type="default", rope_theta=10000.0, mrope_section=[2, 1, 1], mrope_interleaved=True)
         text = EXPERTS | {"rope_parameters": rope}
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
-            "spatial_merge_size": 2, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]})
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, out_hidden_size=32,
+            spatial_merge_size=2, num_position_embeddings=64, deepstack_visual_indexes=[0]))
     if kind in ("qwen3_5", "qwen3_5_moe"):
         text = TEXT_ONLY[f"{kind}_text"]
-        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config={
-            "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "out_hidden_size": 32,
-            "spatial_merge_size": 2, "num_position_embeddings": 64})
+        return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | text, **ids, vision_config=dict(
+            depth=2, hidden_size=32, intermediate_size=64, num_heads=2, patch_size=14, out_hidden_size=32,
+            spatial_merge_size=2, num_position_embeddings=64))
     if kind == "internvl":
         vision = VISION | {"image_size": [28, 28], "patch_size": [7, 7]}
         return AutoConfig.for_model(kind, text_config=TEXT | vocabulary | {"model_type": "qwen2"}, vision_config=vision,
@@ -343,9 +343,9 @@ def test_greedy_rollouts_equal_generate(family):
 def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
     """One step with a critic, into out/kind."""
     (out / "reward.py").write_text(REWARD)
-    more = {"qwen3_vl_moe": "--aux_loss_coef 0.01 --max_tokens_per_pack 524", "qwen2": "--gradient_checkpointing",
-            "qwen3_5": "--gradient_checkpointing", "qwen3_5_moe": "--aux_loss_coef 0.01 --max_tokens_per_pack 524",
-            "gemma3": "--gradient_checkpointing --advantage grpo"}.get(kind, "")
+    more = dict(qwen3_vl_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524", qwen2="--gradient_checkpointing",
+                qwen3_5="--gradient_checkpointing", qwen3_5_moe="--aux_loss_coef 0.01 --max_tokens_per_pack 524",
+                gemma3="--gradient_checkpointing --advantage grpo").get(kind, "")
     return words("--model", folder, "--data", folder / "rows.jsonl",
                  "--max_prompt_tokens 512 --max_new_tokens 6 --prompts_per_step 3 --samples_per_prompt 2 --steps 1 "
                  "--actor_lr 1e-3", "--reward", f"{out / 'reward.py'}:letters", "--out", out / kind, *more.split())
@@ -354,7 +354,8 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
     assert family.kind not in ("qwen3_vl_moe", "qwen3_5_moe") or 0.01 < metrics["train/aux_loss"] < 0.06         # coefficient x (2: even; 6: all alike)
-    assert metrics["train/sampler_gap"] < ROUNDING and metrics["train/actor_grad_norm"] > 0
+    assert metrics["train/sampler_gap"] < ROUNDING
+    assert metrics["train/actor_grad_norm"] > 0
     exported = tmp_path / family.kind / "export" / "step-1"
     shapes = [{name: tuple(weight.shape) for name, weight in load_file(folder / "model.safetensors").items()}
               for folder in (family.folder, exported)]
@@ -365,7 +366,8 @@ def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     moved = {name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])}
     frozen = {name for name, _ in model.named_parameters() if any(part in name for part in (
         "visual", "vision", "projector", "connector"))}
-    assert moved and not moved & frozen
+    assert moved
+    assert not moved & frozen
     again = start(exported, family.data)
     assert [p.input_ids.tolist() for p in again.prompts] == [p.input_ids.tolist() for p in family.env.prompts]
 
@@ -440,14 +442,14 @@ def test_dynamic_rotary_frequencies_do_not_change(tmp_path, picture_rows):
     shutil.copytree(tmp_path, other := tmp_path / "other")                       # the other roles' checkpoints have their own
     edit_config(other, "text_config", max_position_embeddings=511)
     with user_error("max_position_embeddings 511; .* of 512 tokens"):
-        start(tmp_path, data, "--max_prompt_tokens 500", "--critic_model", str(other))
+        start(tmp_path, data, "--max_prompt_tokens 500 --critic_model", other)
 
 
 def test_what_our_attention_is_not_is_refused():
     """Factors by length, and the attention sinks of InternVL3.5's GPT-OSS."""
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 64}
-    text = {"model_type": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": None}
+    rope = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0] * 4, long_factor=[4.0] * 4,
+                original_max_position_embeddings=64)
+    text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
     with value_error("llama has rope_type longrope or attention sinks"):
         vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE, 100)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
@@ -542,7 +544,7 @@ def test_balance_over_text_has_the_weight_of_the_text(family, tmp_path):
     """--ptx_coef weighs all that --ptx_data adds to the gradient, and the balance is in it."""
     data = tmp_path / "ptx.jsonl"
     data.write_text('{"prompt": "count", "response": "one two three"}\n{"prompt": "red", "response": "blue"}')
-    env, found = start(family.folder, family.data, "--ptx_data", str(data), "--ptx_coef 1"), {}
+    env, found = start(family.folder, family.data, "--ptx_data", data, "--ptx_coef 1"), {}
     text = env.rows.text
     drawn = [row for row, _ in text.rows], [0, 1]
     for ptx, aux in ((1.0, 0.0), (1.0, 0.5), (0.5, 0.5)):
@@ -607,7 +609,7 @@ def test_actor_and_critic_are_balanced(family):
         ppo.update_actor(trained, None, samples, step, None, args)
 
     for coef in (0.0, 0.5):
-        env = start(family.folder, family.data, "--aux_loss_coef", str(coef))
+        env = start(family.folder, family.data, "--aux_loss_coef", coef)
         samples = without_advantage(env)
         for module, update in ((env.critic, ppo.update_critic), (env.actor, update_policy)):
             before = [router.weight.full_tensor().clone() for router in vlm.routers(module.model)]
@@ -623,14 +625,15 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
     found = []
     for estimator in ("k2", "full"):
         env = start(family.folder, family.data,
-                    "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss", "--kl_estimator",
+                    "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator",
                     estimator)
         samples = without_advantage(env)
         ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, env.reference), env.args)
         trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
         found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
-    assert found[0] == pytest.approx(found[1], rel=rounding(16)) and found[0] > 0.5
+    assert found[0] == pytest.approx(found[1], rel=rounding(16))
+    assert found[0] > 0.5
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl_moe"], indirect=True)
@@ -698,14 +701,16 @@ def test_windows_and_pictures_in_both_forms_of_attention(window, monkeypatch):
     pictures = torch.tensor([2, 3, 4, 9, 10, 11, 12, 20, 21])
     gemma, llama = (family_of(SimpleNamespace(model_type=name)) for name in ("gemma3", "llama"))
     pieces = gemma.attention_segments(segments, pictures)
-    assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)] and len(pieces) == 10
+    assert pieces[:3] == [(0, 2, 0, 0), (2, 5, 0, 2, True), (5, 9, 0, 5)]
+    assert len(pieces) == 10
     assert llama.attention_segments(segments, pictures) == segments == gemma.attention_segments(segments, pictures[:0])
     q, k, v = (torch.randn(30, heads, 8, generator=generator) for heads in (4, 2, 2))
 
     def kernel(q, k, v, call, scale, backend, window):
         out = []
         for a, b, c, d in zip(call.cu_q, call.cu_q[1:], call.cu_k, call.cu_k[1:]):
-            assert b - a <= call.max_q and d - c <= call.max_k
+            assert b - a <= call.max_q
+            assert d - c <= call.max_k
             stretch = torch.cat([torch.zeros(int((d - c) - (b - a)), *q.shape[1:]), q[a:b]])
             length, prefix = int(d - c), int((d - c) - (b - a))
             part = naive_attention(stretch, k[c:d], v[c:d], [(prefix, length, 0, prefix, not call.causal)], window, scale)

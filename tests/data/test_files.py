@@ -25,8 +25,8 @@ def edit_part(folder, part: str, **changes) -> None:
     edit(folder / "config.json", **{part: config[part] | changes})
 
 
-CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 224},
-        "crop_size": {"height": 224, "width": 224}, "do_center_crop": True}
+CLIP = dict(image_processor_type="CLIPImageProcessor", size={"shortest_edge": 224},
+            crop_size={"height": 224, "width": 224}, do_center_crop=True)
 DAMAGES = {
     "config is cut": (lambda f: os.truncate(f / "config.json", 50), "config.json"),
     "layers as text": (lambda f: edit_part(f, "text_config", num_hidden_layers="1"), "config.json: .*num_hidden_layers"),
@@ -129,7 +129,7 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     folder = os.path.dirname(picture_rows)
     assert len(start(qwen25, picture_rows, "--image_root", folder).prompts) == 4
     with user_error("lies outside of --image_root"):
-        start(qwen25, picture_rows, "--image_root", str(tmp_path))
+        start(qwen25, picture_rows, "--image_root", tmp_path)
     row = {"prompt": "x", "images": [os.path.join(folder, "picture-1-0.png")], "response": "y"}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     common = words("--model", qwen25, "--data", tmp_path / "rows.jsonl", "--image_root")
@@ -139,7 +139,7 @@ def test_both_scripts_know_the_root(tmp_path, qwen25, picture_rows):
     for script in (ppo, grm):
         with user_error("--image_root none: no such folder"):
             script.parse_args([*common, "none"])
-    ptx = ["--ptx_data", str(tmp_path / "rows.jsonl"), "--ptx_coef", "0.1", "--image_root", str(tmp_path)]
+    ptx = words("--ptx_data", tmp_path / "rows.jsonl", "--ptx_coef 0.1 --image_root", tmp_path)
     args = ppo.parse_args(words("--model", qwen25, "--data", picture_rows, *ptx))
     with user_error("(?s)--ptx_data .*lies outside of --image_root"):
         ppo.load_text(args, Processor(str(qwen25)))

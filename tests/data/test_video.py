@@ -91,7 +91,7 @@ def family(request, tmp_path_factory, rows):
     folder = write_family(request.param, tmp_path_factory.mktemp(request.param))
     oracle = hugging_face(folder)
     return SimpleNamespace(kind=request.param, folder=folder, oracle=oracle,
-                           env=start(folder, rows, "--video_frames", str(FRAMES), "--video_fps 3"))
+                           env=start(folder, rows, "--video_frames", FRAMES, "--video_fps 3"))
 
 
 def clip_by_hand(family, item) -> tuple[torch.Tensor, list[int], VideoMetadata]:
@@ -128,8 +128,8 @@ def hf_inputs(family, prompt) -> dict[str, torch.Tensor]:
     tokenizer, images = AutoTokenizer.from_pretrained(family.folder), family.env.processor.family.image_processor
     maker = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}.get(family.kind, Qwen3VLProcessor)
     processor = object.__new__(maker)
-    for name, token in {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>",
-                        "vision_start_token": "<|vision_start|>", "vision_end_token": "<|vision_end|>"}.items():
+    for name, token in dict(image_token="<|image_pad|>", video_token="<|video_pad|>",
+                            vision_start_token="<|vision_start|>", vision_end_token="<|vision_end|>").items():
         setattr(processor, name, token)
     processor.__dict__.update(all_special_multimodal_tokens=["<|image_pad|>", "<|video_pad|>"], image_processor=images,
                               video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=2))
@@ -165,7 +165,8 @@ def test_ids_and_patches_equal_those_of_the_familys_processors(family):
         for name, value in ours.items():
             assert value.shape == inputs[name].shape and (value - inputs[name]).abs().max() < ROUNDING, name
         found += [tuple(grid) for grid in ours.get("video_grid_thw", torch.zeros(0, 3)).tolist()]
-    assert {t for t, *_ in found} == {1, 2, 3} and len(found) == 7
+    assert {t for t, *_ in found} == {1, 2, 3}
+    assert len(found) == 7
     said = family.env.processor.tokenizer.decode(family.env.prompts[1].input_ids)
     assert ("<0.2 seconds>" in said and "<0.9 seconds>" in said) == family.kind.startswith("qwen3")
 
@@ -190,7 +191,7 @@ def test_a_judge_with_a_tower_of_its_own_sees_the_clips(rows, tmp_path):
     """Its reward is the chance that Hugging Face's model gives to yes, of its own grids and times; said <video> stays text."""
     actor, judge = write_family("qwen2_5_vl", tmp_path / "actor"), write_family("qwen3_vl", tmp_path / "judge")
     write_judge(judge, ("correct", "yes"))
-    env = start(actor, rows, "--advantage grpo", "--reward", f"grm:{judge}", "--video_frames", str(FRAMES), "--video_fps 3")
+    env = start(actor, rows, "--advantage grpo --reward", f"grm:{judge}", "--video_frames", FRAMES, "--video_fps 3")
     reward = scoring.load(env.args.reward)
     build_rewards(env.args, reward, env.rows, env.actor, env.ranks)
     said = ["3", "a <video>", "3", "square"]
@@ -242,8 +243,11 @@ def seen(prompts, responses, references, labels, images):
     sheet = tmp_path / "one" / "run" / "samples"
     records = read_rows(next(sheet.glob("step-*.jsonl")))
     clips = {record["index"]: record["images"] for record in records}
-    assert len(clips[2]) == 3 and isinstance(clips[2][0], str) and [len(item) for item in clips[2][1:]] == [3, 1]
-    assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4 and list(sheet.glob("step-*.png"))
+    assert len(clips[2]) == 3
+    assert isinstance(clips[2][0], str)
+    assert [len(item) for item in clips[2][1:]] == [3, 1]
+    assert len(vlm_images.read_frames(clips[2], 6)) == 1 + 3 + 4
+    assert list(sheet.glob("step-*.png"))
     assert remote.encode_image(tuple(clips[2][1])) == [remote.encode_image(path) for path in clips[2][1]]
 
 
@@ -278,13 +282,16 @@ def test_times_of_an_animation_are_its_own(load, tmp_path, name):
     row = {"prompt": "x", "videos": [name]}
     processor, prompt = load(row)
     assert vlm_images.clip_times((str(tmp_path / name),), 7.0) == ((56, 56), [0.0, 0.1, 0.4, 0.6, 1.6], 2.5)
-    assert prompt.grids[0][:1] == (3,) and prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
+    assert prompt.grids[0][:1] == (3,)
+    assert prompt.grids[0][3:] == pytest.approx((2 / 2.5, 0.05, 0.5, 1.6))
     _, prompt = load(row, video_frames=3)                                   # frames 0, 2, 4 of 5: 3 in 2 seconds
-    assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
+    assert prompt.grids[0][:1] == (2,)
+    assert prompt.grids[0][3:] == pytest.approx((2 / 1.5, 0.2, 1.6))
     pixels, _ = load_pixels(prompt, load(row, video_frames=3)[0])
     wanted = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 5)]
     ours = [np.asarray(frame) for frame in vlm_images.read_clip((str(tmp_path / name),), 3)]
-    assert all((a == b).all() for a, b in zip(ours, wanted[::2])) and len(pixels) == 2 * 16
+    assert all((a == b).all() for a, b in zip(ours, wanted[::2]))
+    assert len(pixels) == 2 * 16
 
 
 def test_a_turned_animation(load, tmp_path):
@@ -293,7 +300,8 @@ def test_a_turned_animation(load, tmp_path):
     save_clip(tmp_path / "a.webp", 4, (56, 84), exif=exif, lossless=True)
     processor, _ = load({"prompt": "x"})
     prompt = make_prompt(processor, "x", [("a.webp",)], folder=str(tmp_path))
-    assert prompt.grids[0][:3] == (2, 4, 6) and tuple(load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
+    assert prompt.grids[0][:3] == (2, 4, 6)
+    assert tuple(load_pixels(prompt, processor)[1][0].tolist()) == (2, 4, 6)
 
 
 def test_frame_lists_take_the_flags_rate(load, tmp_path):
@@ -318,8 +326,10 @@ def test_bounds_of_frames(load, tmp_path, family):
         assert area <= (cap or 200704)
         areas.append(area)
         patches, grids = load_pixels(prompt, processor)
-        assert len(patches) == grids.prod() and tuple(grids[0].tolist()) == prompt.grids[0][:3]
-    assert areas == sorted(set(areas))[::-1] and (areas[0] > 50_000) == (family == "qwen2_5_vl")
+        assert len(patches) == grids.prod()
+        assert tuple(grids[0].tolist()) == prompt.grids[0][:3]
+    assert areas == sorted(set(areas))[::-1]
+    assert (areas[0] > 50_000) == (family == "qwen2_5_vl")
 
 
 BAD = {
@@ -389,9 +399,11 @@ def test_films_where_a_decoder_is_installed(load, tmp_path, monkeypatch, package
     frames = [np.full((64, 96, 3), (20 * k, 255 - 20 * k, 128), dtype=np.uint8) for k in range(12)]
     write_film(tmp_path / "a.mp4", frames, 4)
     processor, prompt = load({"prompt": "x", "videos": ["a.mp4"]}, video_frames=4)
-    assert prompt.grids[0][:1] == (2,) and prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
+    assert prompt.grids[0][:1] == (2,)
+    assert prompt.grids[0][3:] == pytest.approx((2 / (4 / 3), 4 / 8, 18 / 8))
     for frame, k in zip(vlm_images.read_clip(prompt.images[0], 4), (0, 4, 7, 11)):
-        assert frame.size == (96, 64) and np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
+        assert frame.size == (96, 64)
+        assert np.abs(np.asarray(frame).mean((0, 1)) - frames[k][0, 0]).max() < 6
     load_pixels(prompt, processor)
     (tmp_path / "a.mp4").write_bytes(b"\0" * 999)
     with value_error(f"a.mp4: not a video that {package} can decode"):

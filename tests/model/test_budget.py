@@ -49,7 +49,8 @@ def test_the_fastest_setting_leaves_some_memory_free(gib, checkpointing, least):
     assert budget.peak_of(stairs, budget.Choice(True, 2048), gib) == (pytest.approx(peak(budget.Choice(True, 2048))), "update")
     fitting = [n for n in range(least, 16385, 256) if peak(budget.Choice(checkpointing, n)) <= 0.92 * gib]
     assert budget.fastest(stairs, 16384, gib) == budget.Choice(checkpointing, max(fitting))
-    assert budget.fastest(stairs, 16384, 4.0) is None and "no pack is small enough" in budget.advise(stairs, 16384, 4.0)
+    assert budget.fastest(stairs, 16384, 4.0) is None
+    assert "no pack is small enough" in budget.advise(stairs, 16384, 4.0)
 
 
 def reported(monkeypatch, gib: float) -> list[int]:
@@ -76,7 +77,8 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
     """7B on eight GPUs: it fits into 79 GiB recomputed, and not otherwise; into 30 not at all."""
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
-    assert fit(dry, "auto") and sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
+    assert fit(dry, "auto")
+    assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
     with user_error(r"in update actor, does not fit; fastest with 8% to spare: "
                     r"--gradient_checkpointing off --max_tokens_per_pack \d+"):
@@ -169,11 +171,13 @@ def test_every_group_is_warmed_up_by_every_collective(tmp_path):
     """Two ranks, as one group, and as copies of one shard each."""
     (tmp_path / "program.py").write_text(COLLECTIVES)
     clean = {key: value for key, value in os.environ.items() if key not in TORCHRUN}
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-                           str(tmp_path / "program.py"), str(ROOT), str(tmp_path / "calls")], env=clean, capture_output=True,
+    done = subprocess.run(words(sys.executable, "-m", "torch.distributed.run", "--standalone --nproc_per_node 2",
+                                tmp_path / "program.py", ROOT, tmp_path / "calls"), env=clean, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     (_, one), (_, two) = read_rows(tmp_path / "calls")
     of = lambda size: [["all_gather_into_tensor", size, 1000], ["reduce_scatter_tensor", size, 1000],  # noqa: E731
                        ["all_reduce", size, 1000 // size]]
-    assert one == of(2) and all(call in two for call in of(2)) and all(call in two for call in of(1))
+    assert one == of(2)
+    assert all(call in two for call in of(2))
+    assert all(call in two for call in of(1))

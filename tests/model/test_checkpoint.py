@@ -252,13 +252,15 @@ def assert_bitwise(out: Path, reference: Path, step: int = 6) -> None:
     """Every step recorded once and equal in every bit, and so are the exported weights."""
     assert_same_records(records(out), records(reference))
     ours, theirs = (sorted((folder / "export" / f"step-{step}").glob("*.safetensors")) for folder in (out, reference))
-    assert ours and [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
+    assert ours
+    assert [file.read_bytes() for file in ours] == [file.read_bytes() for file in theirs]
 
 
 def assert_equal_tensors(ours: Path, theirs: Path) -> None:
     """The same safetensors files with the same tensors; the order of their headers may differ."""
     files = sorted(ours.glob("*.safetensors"))
-    assert files and len(files) == len(list(theirs.glob("*.safetensors")))
+    assert files
+    assert len(files) == len(list(theirs.glob("*.safetensors")))
     for file in files:
         assert same_tensors(load_file(file), load_file(theirs / file.name))
 
@@ -326,12 +328,14 @@ def test_six_steps_are_three_and_three(flags, out, undisturbed, name, world):
     """3 steps, SIGKILL of all ranks in step 4, resume, 3 steps: all bits equal those of an undisturbed run."""
     argv = flags(out, ALGORITHMS[name] + " --save_every 3")
     live([*argv, "--save_blocking"], world, [(stop_at, "update_actor", 4, -1, signal.SIGKILL)], codes=[-signal.SIGKILL] * world)
-    assert steps(out) == [3] and records(out)[-1]["step"] == 3
+    assert steps(out) == [3]
+    assert records(out)[-1]["step"] == 3
     assert "resuming from" in live(argv, world)
     assert_bitwise(out, undisturbed(name, world))
     if name == "gae":
         last = records(out)[-1]
-        assert last["rollout/dropped_prompts"] > 1 and last["train/kl_coef"] != 0.1   # counters and KL weight are state
+        assert last["rollout/dropped_prompts"] > 1
+        assert last["train/kl_coef"] != 0.1                                           # counters and KL weight are state
 
 
 @pytest.mark.slow
@@ -351,12 +355,13 @@ def test_two_copies_of_two_shards(flags, undisturbed, tmp_path, qwen25, task):
     reference, out = undisturbed("gae", 1), tmp_path / "four"
     told = live(flags(out, ALGORITHMS["gae"] + " --hsdp 2 --save_every 3"), 4, [(tell_shards,)])
     assert told.count("[('(Replicate(), Shard(dim=0))', 2.0)]") == 8                                   # actor and critic
-    plan = start(qwen25, str(task / "rows.jsonl"))
+    plan = start(qwen25, task / "rows.jsonl")
     for rank in range(4):                                                        # first and last shard of each copy
         found = re.findall(rf"shards of rank {rank}: .*?] (\d+) (\d+)", told)
         for (weights, moments), module in zip(found, (plan.actor, plan.critic), strict=True):
             planned = resident_bytes(module, 2)
-            assert int(moments) == 2 * int(weights) and int(weights) <= planned["weights"]
+            assert int(moments) == 2 * int(weights)
+            assert int(weights) <= planned["weights"]
             assert (int(weights), int(moments)) == (planned["weights"], planned["Adam"]) or rank % 2
     live(flags(tmp_path / "one", ALGORITHMS["gae"] + f" --resume {out}/checkpoints/step-3"))
     for found, count in ((out, 7), (tmp_path / "one", 3)):
@@ -383,7 +388,8 @@ def test_killed_between_record_save_and_evaluation(flags, out, undisturbed, owne
     """What a step still owes is made up for, once: its record, its checkpoint, its evaluation."""
     argv = flags(out, ALGORITHMS["gae"])
     live([*argv, "--save_blocking"], 1, [(die_before, owner, method, 4)], codes=[-signal.SIGKILL])
-    assert steps(out)[0] == saved and records(out)[-1]["step"] == recorded
+    assert steps(out)[0] == saved
+    assert records(out)[-1]["step"] == recorded
     assert [record["step"] for record in records(out) if "eval/num_samples" in record][-1] == evaluated
     live(argv)
     assert_bitwise(out, undisturbed("gae", 1))
@@ -416,8 +422,10 @@ def test_killed_at_a_marked_point(flags, out, undisturbed, point, rank, survives
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every 3 --keep_last 2")
     life = ranks.start(ppo.main, argv, world=2, patches=[(die_at, point, rank)])
     codes = life.wait()
-    assert codes[rank] == -signal.SIGKILL and codes[1 - rank] not in (0, -signal.SIGKILL)
-    assert steps(out)[0] == survives and contents(out / "checkpoints" / "step-2") == before
+    assert codes[rank] == -signal.SIGKILL
+    assert codes[1 - rank] not in (0, -signal.SIGKILL)
+    assert steps(out)[0] == survives
+    assert contents(out / "checkpoints" / "step-2") == before
     assert pointer(out) == ("step-3" if point == "before-rotation" else "step-2")
     output = live(argv, 2)
     assert f"resuming from {out}/checkpoints/step-{survives}" in output
@@ -454,7 +462,8 @@ def test_write_error_on_one_rank(flags, out):
     told = re.findall(r"the checkpoint of step (\d) was not saved \((\d) in a row\)", output)
     assert told == [("2", "1"), ("4", "1")]
     assert output.count("in a row): node-1: [Errno 5] Input/output error") == 2
-    assert steps(out) == [5, 3, 1] and pointer(out) == "step-5"
+    assert steps(out) == [5, 3, 1]
+    assert pointer(out) == "step-5"
     assert [record.get("perf/failed_saves") for record in records(out)] == [0, 0, 1, 0, 1]   # before its save
     assert not list((out / "checkpoints").glob(".tmp-*"))
 
@@ -463,7 +472,8 @@ def test_write_error_on_one_rank(flags, out):
 def test_a_save_that_outlasts_the_timeout(flags, out):
     """Fails, and is the only one that does."""
     output = live(flags(out, "--timeout 4 --save_blocking"), 2, [(change_writes, 1, [], 6)])
-    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"] and "not written within 3.2 s" in output
+    assert re.findall(r"the checkpoint of step (\d) was not saved", output) == ["1"]
+    assert "not written within 3.2 s" in output
     assert steps(out) == [2]
 
 
@@ -471,8 +481,10 @@ def test_a_save_that_outlasts_the_timeout(flags, out):
 def test_too_many_write_errors(flags, out):
     hooks = [(change_writes, 1, [2, 3, 4, 5, 6])]
     output = live(flags(out, "--steps 6"), 2, hooks, codes=[2, 2])
-    assert "error: 3 checkpoints in a row could not be saved" in output and "Traceback" not in output
-    assert steps(out) == [1] and pointer(out) == "step-1"
+    assert "error: 3 checkpoints in a row could not be saved" in output
+    assert "Traceback" not in output
+    assert steps(out) == [1]
+    assert pointer(out) == "step-1"
 
 
 @pytest.mark.slow
@@ -481,7 +493,8 @@ def test_nodes_that_share_no_disk(flags, out, tmp_path):
     (tmp_path / "node").mkdir()
     hooks = [(other_disk, 1, str(tmp_path / "node"))]
     output = live(flags(Path(os.path.relpath(out))), 2, hooks, codes=[2, 2])
-    assert "is not rank 0's folder: use a file system that all nodes share" in output and socket.gethostname() in output
+    assert "is not rank 0's folder: use a file system that all nodes share" in output
+    assert socket.gethostname() in output
 
 
 def test_file_system_without_locks(flags, copy, monkeypatch, capfd):
@@ -500,12 +513,16 @@ def test_weights_that_cannot_be_exported(flags, out):
     out.mkdir()
     (out / "export").write_text("in the way")
     output = live(flags(out, "--export_every 1"), 2, codes=[2, 2])
-    assert f"warning: the weights were not exported to {out}/export/step-1: " in output and "done:" not in output
-    assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1 and steps(out) == [2, 1]
+    assert f"warning: the weights were not exported to {out}/export/step-1: " in output
+    assert "done:" not in output
+    assert output.count(f"error: the weights were not exported to {out}/export/step-2: ") == 1
+    assert steps(out) == [2, 1]
     (out / "export").unlink()
     output = live(flags(out, "--export_every 1"), 2)
-    assert f"resuming from {out}/checkpoints/step-2" in output and "done before this start: all results" in output
-    assert (out / "export" / "latest").read_text() == "step-2\n" and load_file(out / "export" / "step-2" / "model.safetensors")
+    assert f"resuming from {out}/checkpoints/step-2" in output
+    assert "done before this start: all results" in output
+    assert (out / "export" / "latest").read_text() == "step-2\n"
+    assert load_file(out / "export" / "step-2" / "model.safetensors")
 
 
 def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch):
@@ -513,7 +530,8 @@ def test_a_metric_that_is_not_finite_costs_no_checkpoint(flags, out, monkeypatch
     values = iter((1.0, float("nan")))
     monkeypatch.setattr(ppo, "evaluate", lambda *arguments: ({"eval/reward_mean": next(values)}, [], []))
     refused(flags(out, "--eval_every 2"), "metric eval/reward_mean is nan at step 2")
-    assert steps(out) == [2, 1] and recorded(out) == [0, 1, 2]
+    assert steps(out) == [2, 1]
+    assert recorded(out) == [0, 1, 2]
 
 
 @pytest.fixture
@@ -550,7 +568,8 @@ def test_full_disk(flags, small_disk):
     assert "No space left on device" in output
     needed, free = re.search(r"([\d.]+) GiB are needed and ([\d.]+) GiB free in", output).groups()
     assert float(needed) > float(free)
-    assert steps(small_disk) == [1] and pointer(small_disk) == "step-1"
+    assert steps(small_disk) == [1]
+    assert pointer(small_disk) == "step-1"
     ballast.unlink()
     assert "step-1" in live([*argv, "--keep_last", "1"], 2)
     assert steps(small_disk) == [6]
@@ -564,7 +583,8 @@ def test_a_full_disk_ends_the_run(flags, out, mount):
     mount(out, "2m")
     argv = flags(out, "--steps 5 --save_every 0 --export_every 0 --log_samples 1")
     output = live(argv, 2, [(fill_disk, str(out), 2)], codes=[2, 2])
-    assert output.count("error: --out") == 1 and "cannot be written (on a full disk, free space and start again from the newest checkpoint)" in output
+    assert output.count("error: --out") == 1
+    assert "cannot be written (on a full disk, free space and start again from the newest checkpoint)" in output
     assert "No space left on device" in output
     ballast.unlink()
     live(argv, 2)
@@ -601,9 +621,11 @@ def test_a_lost_policy_stops_the_run(flags, out):
     train([*argv, "--steps", "3"])
     assert [record.get("train/actor_skipped") for record in records(out)] == [0, 1, 1]
     state = read_json(out / "checkpoints" / "step-3" / "state.json")
-    assert steps(out) == [3] and state["skipped_steps"] == {"actor": 2}
+    assert steps(out) == [3]
+    assert state["skipped_steps"] == {"actor": 2}
     refused([*argv, "--steps", "9"], "step 4: the gradient of the actor was not finite", "skipped, 3 steps in a row;")
-    assert steps(out) == [3] and recorded(out) == [1, 2, 3, 4]
+    assert steps(out) == [3]
+    assert recorded(out) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -615,12 +637,13 @@ def test_a_weight_that_is_not_finite_is_named(flags, out, qwen25, tmp_path):
     weights[name][-1, -1] = torch.nan
     save_weights(model, weights)
     argv = flags(out, "--advantage rloo --steps 9 --export_every 1")
-    output = live([*argv, "--model", str(model)], 2, codes=[2, 2])
+    output = live(words(*argv, "--model", model), 2, codes=[2, 2])
     assert output.count("error: step 3: the gradient of the actor was not finite") == 1
     weight = r"\S*layers\.1\.mlp\.up_proj\.weight"
     assert re.search(rf"step 1 was not saved .*: actor\.model\.{weight} is not finite", output)
     assert re.search(f"not exported to .*step-1: {weight} is not finite", output)
-    assert steps(out) == [] and "Traceback" not in output
+    assert steps(out) == []
+    assert "Traceback" not in output
     assert not list((out).glob("export/step-*"))
 
 
@@ -676,7 +699,9 @@ def test_a_rotten_checkpoint_is_not_resumed_from(flags, finished, copy, capfd):
     train(flags(copy))
     output = capfd.readouterr().out
     assert re.search(f"warning: not resumed from: {copy}/checkpoints/step-2: .* its sha256 is another", output)
-    assert f"resuming from {copy}/checkpoints/step-1" in output and steps(copy) == [2, 1] and pointer(copy) == "step-2"
+    assert f"resuming from {copy}/checkpoints/step-1" in output
+    assert steps(copy) == [2, 1]
+    assert pointer(copy) == "step-2"
     assert_bitwise(copy, finished, step=2)
 
 
@@ -704,7 +729,8 @@ def test_a_rotten_checkpoint_that_was_asked_for_is_an_error(flags, copy, tmp_pat
     shutil.rmtree(copy / "checkpoints" / "step-1")
     refused(flags(copy, "--resume must"), "no complete checkpoint")
     train(flags(copy))
-    assert "starting from step 0" in capfd.readouterr().out and steps(copy) == [2, 1]
+    assert "starting from step 0" in capfd.readouterr().out
+    assert steps(copy) == [2, 1]
 
 
 def test_stale_temporary_folders_are_cleaned(flags, copy):
@@ -764,20 +790,24 @@ def test_going_back(flags, copy, tmp_path, capfd):
     capfd.readouterr()
     train(flags(tmp_path / "new", f"--resume {path} --gamma 0.5"))
     assert re.search(f"resuming from {path}; changed: .*--gamma 1.0 -> 0.5", capfd.readouterr().out)
-    assert steps(tmp_path / "new") == [2] and recorded(tmp_path / "new") == [2]
-    assert sorted(copy.rglob("*")) == before and steps(copy) == [2, 1]
+    assert steps(tmp_path / "new") == [2]
+    assert recorded(tmp_path / "new") == [2]
+    assert sorted(copy.rglob("*")) == before
+    assert steps(copy) == [2, 1]
 
 
 def test_what_reappears_does_not_delete_the_newest(flags, copy, monkeypatch):
     """Checkpoints that could not be read for a moment at the start: the run starts over, and its own are kept all the same."""
     monkeypatch.setattr(checkpoint, "find_damage", lambda path: "cannot be read")
     train(flags(copy, "--steps 1 --keep_last 1"))
-    assert steps(copy) == [2, 1] and pointer(copy) == "step-1"
+    assert steps(copy) == [2, 1]
+    assert pointer(copy) == "step-1"
 
 
 def test_ranks_with_other_flags(flags, out):
     output = ranks.run(live_apart, flags(out), ["--gamma", "0.5"], world=2, codes=[2, 2])
-    assert "were started with different flags: --gamma 1.0 and 0.5" in output and not (out).exists()
+    assert "were started with different flags: --gamma 1.0 and 0.5" in output
+    assert not (out).exists()
 
 
 @pytest.mark.slow
@@ -788,7 +818,7 @@ def test_a_pointer_that_moves_is_another_model(flags, copy, tmp_path):
     train([*argv, "--steps", "1"])
     (copy / "export" / "latest").write_text("step-3\n")
     refused(argv, f"--model '{copy}/export/step-2' -> '{copy}/export/step-3'")
-    train([*argv, "--model", str(copy / "export" / "step-2")])
+    train(words(*argv, "--model", copy / "export" / "step-2"))
     assert steps(tmp_path / "other") == [2, 1]
 
 
@@ -809,7 +839,7 @@ def test_a_path_of_another_run_is_only_a_start(flags, copy, finished, tmp_path, 
 def test_changed_rows(flags, out, task, tmp_path):
     shutil.copytree(task, tmp_path / "task")
     data = tmp_path / "task" / "rows.jsonl"
-    argv = flags(out) + ["--data", str(data)]
+    argv = flags(out) + words("--data", data)
     train([*argv, "--steps", "1"])
     data.write_text((task / "rows.jsonl").read_text().replace("how many", "so how many", 1))
     refused(argv, "--data (rows)", "-> '4 rows, sha256")
@@ -823,15 +853,16 @@ def test_weights_alone_start_a_critic(flags, qwen25, tmp_path, picture_rows):
     name = next(key for key in weights if "layers.0.mlp.up_proj" in key)
     changed = {name: weights[name] + 1, "value_head.weight": head}
     save_weights(critic, weights | changed)
-    env = start(qwen25, picture_rows, "--critic_model", str(critic))
+    env = start(qwen25, picture_rows, "--critic_model", critic)
     inner = next(p for key, p in env.critic.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     same = next(p for key, p in env.actor.named_parameters() if key.endswith("layers.0.mlp.up_proj.weight"))
     assert torch.equal(env.critic.value_head.weight.full_tensor(), head)
-    assert torch.equal(inner.full_tensor(), weights[name] + 1) and torch.equal(same.full_tensor(), weights[name])
+    assert torch.equal(inner.full_tensor(), weights[name] + 1)
+    assert torch.equal(same.full_tensor(), weights[name])
     name = next(key for key in weights if "visual." in key)                       # its features would not be the actor's
     save_weights(critic, weights | {name: weights[name] + 1})
     with user_error("its vision tower differs from that of"):
-        start(qwen25, picture_rows, "--critic_model", str(critic))
+        start(qwen25, picture_rows, "--critic_model", critic)
 
 
 # ----------------------------------------------------------------------------- what is kept, how it is written
@@ -845,7 +876,8 @@ def test_intervals(flags, out, finished, tmp_path, monkeypatch):
     assert steps(out) == []
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-1", "step-2"]
     train(flags(tmp_path / "last", "--save_every -1 --export_every 0"))
-    assert steps(tmp_path / "last") == [2] and not (tmp_path / "last" / "export").exists()
+    assert steps(tmp_path / "last") == [2]
+    assert not (tmp_path / "last" / "export").exists()
     train(flags(tmp_path / "blocking", "--steps 1 --export_every 0 --save_blocking"))
     assert waiting == [False, True]                                                  # one in the background, one waited for
 
@@ -861,7 +893,8 @@ def test_exported_weights_are_a_model(flags, out, finished):
 @pytest.mark.slow
 def test_keep_last(flags, out):
     train(flags(out, "--steps 4 --keep_last 2"))
-    assert steps(out) == [4, 3] and pointer(out) == "step-4"
+    assert steps(out) == [4, 3]
+    assert pointer(out) == "step-4"
 
 
 @pytest.mark.slow
@@ -871,7 +904,8 @@ def test_keep_gb(flags, finished, tmp_path):
     for limit, kept in ((2.5 * size, [4, 3]), (0.5 * size, [4])):
         out = tmp_path / str(len(kept))
         train(flags(out, f"--steps 4 --keep_last 3 --keep_gb {limit / 1e9}"))
-        assert steps(out) == kept and pointer(out) == "step-4"
+        assert steps(out) == kept
+        assert pointer(out) == "step-4"
 
 
 @pytest.mark.slow
@@ -911,7 +945,8 @@ def test_preemption(flags, out, undisturbed, number, rank):
     """A signal to one rank: all finish the step, save and exit with the documented code; the next life goes on."""
     argv = flags(out, ALGORITHMS["grpo"] + " --save_every -1")
     output = live(argv, 2, [(stop_at, "rollout", 2, rank, int(number))], codes=[distributed.EXIT_PREEMPTED] * 2)
-    assert "stopped by a signal after step 2" in output and "Traceback" not in output
+    assert "stopped by a signal after step 2" in output
+    assert "Traceback" not in output
     assert output.count("Ctrl-C: saving after the step") == (number == signal.SIGINT and rank == 0)
     assert steps(out) == [2]                        # its evaluation is the next life's
     live(argv, 2)
@@ -924,7 +959,8 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
     silent = stop_at, "update_actor", 2, 1, signal.SIGSTOP          # as when its node is lost without a word
     life = ranks.start(ppo.main, flags(out, "--timeout 5"), world=2, patches=[silent])
     life.ranks[0].join(30)
-    assert life.ranks[0].exitcode == 1 and time.time() - started < 25
+    assert life.ranks[0].exitcode == 1
+    assert time.time() - started < 25
     life.ranks[1].kill()
     assert re.search("(?i)timed? ?out", life.told())
 
@@ -932,8 +968,9 @@ def test_a_silent_rank_ends_the_job_within_the_timeout(flags, out):
 @pytest.mark.slow
 def test_torchrun_restarts_a_dead_rank(flags, out, undisturbed, tmp_path):
     """With --max_restarts a SIGKILL of one worker costs the steps since the last checkpoint, and no one's attention."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-               "--max_restarts", "1", str(ROOT / "train_ppo_vl.py"), *flags(out, ALGORITHMS["grpo"])]
+    command = words(sys.executable, "-m", "torch.distributed.run",
+                    "--standalone --nproc_per_node 2 --max_restarts 1", ROOT / "train_ppo_vl.py",
+                    *flags(out, ALGORITHMS["grpo"]))
     # Without it new workers find the addresses of the dead ones (pytorch issue 135712).
     clean = clean_environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     with open(tmp_path / "log", "w") as log:

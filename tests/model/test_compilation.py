@@ -55,7 +55,8 @@ def test_compiled_layers_compute_the_same(qwen25, picture_rows):
     for size in LENGTHS:
         compare(env, other, size)
         found.append(graphs())
-    assert 0 < found[0] <= 12 and found[1:] == [found[1]] * (len(LENGTHS) - 1)
+    assert 0 < found[0] <= 12
+    assert found[1:] == [found[1]] * (len(LENGTHS) - 1)
     assert all(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(other.actor.model))
     assert not any(isinstance(layer, compilation.CompiledLayer) for layer in vlm.layers(env.actor.model))
 
@@ -80,6 +81,7 @@ def test_rollouts_stay_eager(qwen25, picture_rows):
     torch._dynamo.reset()  # what other tests have compiled would be used again
     before = graphs()
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    assert graphs() == before and len(batch) == 8
+    assert graphs() == before
+    assert len(batch) == 8
     score(env.actor, batch)
     assert graphs() > before

@@ -72,7 +72,8 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F
     """Sampled, scored and trained by the same calls; the log-probs are those of the reference back-end."""
     env = env_of(folders, case, backend)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
-    assert DECODING[backend] in kernels.names() and PACKED[backend] in kernels.names()
+    assert DECODING[backend] in kernels.names()
+    assert PACKED[backend] in kernels.names()
     scored = score(env.actor, batch)
     assert (scored - batch.logprobs).abs().mean() < 0.01
     assert (scored - logprobs_by_sdpa(folders, case, batch)).abs().mean() < 0.02
@@ -81,7 +82,8 @@ def test_a_step_through_the_kernels(folders, kernels, case, backend):  # noqa: F
     kernels.calls.clear()
     trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
     metrics = ppo.update_actor(trained, None, batch, 1, None, env.args)
-    assert metrics["train/actor_skipped"] == 0 and metrics["train/actor_grad_norm"] > 0
+    assert metrics["train/actor_skipped"] == 0
+    assert metrics["train/actor_grad_norm"] > 0
     assert kernels.names() == {PACKED[backend]}
     assert metrics["train/sampler_gap"] < 0.01
 
@@ -104,7 +106,8 @@ def test_gradients_are_those_of_the_reference(folders, kernels, backend):  # noq
     env = env_of(folders, case, backend)
     batch = ppo.rollout(env.actor, take(env), env.sampling, 3)
     ours, theirs = gradients(env, batch), gradients(env_of(folders, case, "sdpa"), batch)
-    assert ours.keys() == theirs.keys() and any("visual" in name for name in ours)
+    assert ours.keys() == theirs.keys()
+    assert any("visual" in name for name in ours)
     difference = sum((ours[name] - theirs[name]).square().sum() for name in ours).sqrt()
     assert difference < 0.05 * sum(g.square().sum() for g in theirs.values()).sqrt()
 
@@ -131,7 +134,8 @@ def test_the_judge_through_the_kernels(folders, tmp_path, kernels, backend, mode
         if attention == "sdpa":
             assert not kernels.calls
         else:
-            assert PACKED[backend] in kernels.names() and (DECODING[backend] in kernels.names()) == (mode == "critique")
+            assert PACKED[backend] in kernels.names()
+            assert (DECODING[backend] in kernels.names()) == (mode == "critique")
     assert (said[backend] - said["sdpa"]).abs().max() < 0.05
 
 
@@ -142,8 +146,8 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
     checkpoint, picture_rows = folders(case.split()[0])
     folder = Path(picture_rows).parent
     lines = [json.loads(line) for line in Path(picture_rows).read_text().splitlines()]
-    rows = [{"question": row["prompt"], "images": [str(folder / name) for name in row["images"]], "response": "3",
-             "correct": len(row["images"]) % 2 == 0} for row in lines]
+    rows = [dict(question=row["prompt"], images=[str(folder / name) for name in row["images"]], response="3",
+                 correct=len(row["images"]) % 2 == 0) for row in lines]
     write_rows(tmp_path / "rows.jsonl", rows)
     found = {}
     for attention in (backend, "sdpa"):
@@ -167,8 +171,8 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
 def good(**changes) -> dict:
     """Arguments of two segments, 3 and 2 queries over 4 and 2 keys."""
     half = {"dtype": torch.bfloat16}
-    given = {"q": torch.ones(5, 4, 8, **half), "k": torch.ones(6, 2, 8, **half), "v": torch.ones(6, 2, 8, **half),
-             "cu_q": torch.tensor([0, 3, 5]).int(), "cu_k": torch.tensor([0, 4, 6]).int(), "max_q": 3, "max_k": 4}
+    given = dict(q=torch.ones(5, 4, 8, **half), k=torch.ones(6, 2, 8, **half), v=torch.ones(6, 2, 8, **half),
+                 cu_q=torch.tensor([0, 3, 5]).int(), cu_k=torch.tensor([0, 4, 6]).int(), max_q=3, max_k=4)
     return given | {"scale": None, "causal": True, "left": -1} | changes
 
 
@@ -266,7 +270,8 @@ def test_the_signatures_are_those_of_the_torch_that_is_installed(our_calls):
     """What is stored as text says what torch says; a release that says something else is added above."""
     installed = ".".join(torch.__version__.split(".")[:2])
     names = [parameter.name for parameter in inspect.signature(torch_varlen.varlen_attn).parameters.values()]
-    assert schema_of_this_torch() in OPERATORS.values() and len(names) in {len(signature(x).parameters) for x in VARLEN.values()}
+    assert schema_of_this_torch() in OPERATORS.values()
+    assert len(names) in {len(signature(x).parameters) for x in VARLEN.values()}
     if installed in OPERATORS:
         assert schema_of_this_torch() == OPERATORS[installed]
         assert names[7:] == list(signature(VARLEN[installed]).parameters)[7:]

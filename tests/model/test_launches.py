@@ -125,7 +125,7 @@ def test_norms_of_transformers_would_be_found(tmp_path, monkeypatch):
     assert sum(two.count.values()) - sum(one.count.values()) == LAYER["qwen2_5_vl"] - 2 + 2 * 8
 
 
-SAMPLING = {"plain": {}, "everything": {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_new_tokens": 3}, "greedy": {"greedy": True}}
+SAMPLING = {"plain": {}, "everything": dict(temperature=0.7, top_k=5, top_p=0.9, min_new_tokens=3), "greedy": {"greedy": True}}
 
 
 @pytest.mark.parametrize("name", SAMPLING)

@@ -30,7 +30,8 @@ def norms(kind, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
     nn.init.normal_(theirs.weight, mean=0.5)
     holder.norm = theirs.to(dtype)
     layers.use_fewer_kernels(holder)
-    assert isinstance(holder.norm, layers.RMSNorm) and holder.norm.weight is theirs.weight
+    assert isinstance(holder.norm, layers.RMSNorm)
+    assert holder.norm.weight is theirs.weight
     return theirs, holder.norm
 
 
@@ -50,7 +51,8 @@ def test_norms_in_bfloat16_are_nearer_to_float64_than_those_of_transformers(kind
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt()
     exact *= theirs.weight.double() + (1.0 if kind is Gemma3RMSNorm else 0.0)
     before, now = ((module(x).double() - exact).norm() / exact.norm() for module in (theirs, ours))
-    assert now <= before and now < torch.finfo(torch.bfloat16).eps / 3
+    assert now <= before
+    assert now < torch.finfo(torch.bfloat16).eps / 3
     for expected, found in zip(with_gradients(theirs, x, weight), with_gradients(ours, x, weight)):
         assert found.dtype == torch.bfloat16
         assert (expected.float() - found.float()).norm() < 0.01 * expected.float().norm()
@@ -68,7 +70,8 @@ def test_the_patch_embedding_is_the_convolution(bias):
     holder.patch_embed = theirs
     names = list(holder.state_dict())
     layers.use_fewer_kernels(holder)
-    assert isinstance(theirs.proj, layers.PatchProjection) and list(holder.state_dict()) == names
+    assert isinstance(theirs.proj, layers.PatchProjection)
+    assert list(holder.state_dict()) == names
     for one, other in zip(expected, with_gradients(theirs, x, weight)):
         assert (one - other).norm() < rounding(16) * one.norm()
 
@@ -81,7 +84,8 @@ def types_of(modules, *bases: type) -> list[type]:
 def test_every_model_that_is_built_has_them(kind, tmp_path):
     model = weights.build_model(read_model_config(write_checkpoint(tmp_path, kind)), COMPUTE, 64)
     norms = {type(module).__name__ for module in model.modules() if "RMSNorm" in type(module).__name__}
-    assert norms == {"RMSNorm"} and types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
+    assert norms == {"RMSNorm"}
+    assert types_of(model.modules(), nn.Conv3d) == [layers.PatchProjection]
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])

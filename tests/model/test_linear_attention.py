@@ -100,7 +100,9 @@ def emulated_fla(signature: str):
         call.apply_defaults()
         call = SimpleNamespace(**call.arguments)
         bounds = call.cu_seqlens.tolist()
-        assert call.q.shape[0] == 1 and call.cu_seqlens.dtype == torch.int64 and bounds[-1] == call.q.shape[1]
+        assert call.q.shape[0] == 1
+        assert call.cu_seqlens.dtype == torch.int64
+        assert bounds[-1] == call.q.shape[1]
         assert call.initial_state is None or len(call.initial_state) == len(bounds) - 1
         outputs, states = [], []
         for i, (start, end) in enumerate(zip(bounds, bounds[1:])):
@@ -342,7 +344,9 @@ def test_greedy_tokens_are_those_of_generate(decoding, monkeypatch):
     assert max(map(len, decoding.answers)) == 40 > min(map(len, decoding.answers))
     for slots in (0, 4):
         assert greedy(decoding, slots) == decoding.answers
-    assert sum(moved) > 0 and refilled[0] == 4 and len(refilled) > 2
+    assert sum(moved) > 0
+    assert refilled[0] == 4
+    assert len(refilled) > 2
 
 
 def stay_behind(monkeypatch):
@@ -394,7 +398,8 @@ def test_decays_stay_float32_where_everything_else_is_bfloat16(official, picture
         for name, parameter in vlm.decoder(env.actor.model).named_parameters():
             seen[name] = parameter.dtype
     exact = {name for name, dtype in seen.items() if dtype == torch.float32}
-    assert exact == {name for name in seen if ".decay." in name} and len(exact) == 2 * 2
+    assert exact == {name for name in seen if ".decay." in name}
+    assert len(exact) == 2 * 2
     model = env.actor.model
     before = tensors(official)["model.language_model.layers.0.linear_attn.A_log"]
     assert torch.equal(vlm.decoder(model).layers[0].linear_attn.A_log.full_tensor(), before)
@@ -514,7 +519,8 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
 def test_bytes_of_a_slot():
     """At the sizes of Qwen3.5-4B and 9B 48 MiB of states, however short the sequence is."""
     text = AutoConfig.for_model("qwen3_5_text")                                           # those of the 9B
-    assert linear_attention.linear_layers(text) == 24 and attention.attention_layers(text) == 8
+    assert linear_attention.linear_layers(text) == 24
+    assert attention.attention_layers(text) == 8
     states = 24 * 32 * 128 * 128 * 4
     assert states == 48 * 2**20
     assert linear_attention.state_bytes(text, 2) == states + 24 * 3 * 8192 * 2
@@ -524,7 +530,8 @@ def test_bytes_of_a_slot():
         cache = attention.SlotCache(small, 3, 50, dtype, CPU, "sdpa")
         held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
         assert sum(part.nbytes for part in held) == 3 * attention.slot_bytes(small, 50, dtype.itemsize)
-        assert cache.linear.states.dtype == torch.float32 and cache.linear.inputs.dtype == dtype
+        assert cache.linear.states.dtype == torch.float32
+        assert cache.linear.inputs.dtype == dtype
 
 
 def test_slots_are_counted_with_their_states(decoding, monkeypatch):

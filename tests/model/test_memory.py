@@ -81,7 +81,8 @@ def test_average_is_the_recursion_over_the_applied_steps(
         return loss
 
     monkeypatch.setitem(ppo.POLICY_LOSSES, "ppo", ppo.POLICY_LOSSES["ppo"]._replace(compute=broken))
-    assert step_of(env, 5)["train/actor_skipped"] == 1 and same_tensors(average_of(env), found)
+    assert step_of(env, 5)["train/actor_skipped"] == 1
+    assert same_tensors(average_of(env), found)
 
 
 def test_one_average_per_update_not_per_pack(qwen25, picture_rows, monkeypatch):
@@ -113,7 +114,8 @@ def test_swapped_for_an_evaluation_and_back(qwen25, picture_rows):
         logprobs = score(env.actor, env.batch)  # the forward sees it
         assert (logprobs - env.batch.logprobs).abs().max() > 1e-3
         1 / 0
-    assert same_tensors(weights_of(env.actor), weights) and same_tensors(average_of(env), average)
+    assert same_tensors(weights_of(env.actor), weights)
+    assert same_tensors(average_of(env), average)
     with torch.no_grad():
         for name, parameter in env.actor.named_parameters():
             if name in average:
@@ -140,11 +142,13 @@ def test_training_is_the_same_with_an_average(qwen25, task, tmp_path):
         tensors(tmp_path / name / "checkpoints" / "step-3") for name in ("plain", "average")
     )
     kept = {name: value for name, value in average.items() if not name.endswith(".ema")}
-    assert same_tensors(plain, kept) and len(kept) < len(average)
+    assert same_tensors(plain, kept)
+    assert len(kept) < len(average)
     assert same_tensors(*(tensors(tmp_path / name / "export" / "step-3") for name in ("plain", "average")))
     assert (tmp_path / "average" / "export_ema" / "latest").read_text() == "step-3\n"
     exported = tensors(tmp_path / "average" / "export_ema" / "step-2")
-    assert exported.keys() == tensors(qwen25).keys() and not same_tensors(exported, tensors(qwen25))
+    assert exported.keys() == tensors(qwen25).keys()
+    assert not same_tensors(exported, tensors(qwen25))
     # What was evaluated is what was exported: the folder answers as the run did.
     ppo.main(
         words("--model", tmp_path / "average" / "export_ema" / "latest", "--out", tmp_path / "again", "--eval_only",
@@ -235,12 +239,14 @@ def test_training_does_not_feel_where_things_rest(qwen25, task, tmp_path):
     plain, moved = (
         tensors(tmp_path / name / "checkpoints" / "step-2") for name in ("plain", "moved")
     )
-    assert same_tensors(plain, moved) and any(name.startswith("critic.optimizer.state") for name in moved)
+    assert same_tensors(plain, moved)
+    assert any(name.startswith("critic.optimizer.state") for name in moved)
     assert any(name.startswith("reference.model") for name in moved)  # saved, copied and read there
     for name in ("step-000001", "step-000002", "eval-000002"):
         assert samples_of(tmp_path / "plain", name) == samples_of(tmp_path / "moved", name)
     moves = re.findall(r"(\d+) tensors moved", told)
-    assert len(moves) == 3 and all(int(count) > 500 for count in moves)
+    assert len(moves) == 3
+    assert all(int(count) > 500 for count in moves)
 
 
 def test_every_tensor_of_a_model_and_of_a_state_is_moved(qwen25, picture_rows, monkeypatch):

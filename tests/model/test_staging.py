@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 def state() -> dict[str, torch.Tensor]:
     """Tensors of several types, an odd number of bytes, a scalar, and one that lies askew."""
     generator = seeded(0)
-    return {"half": torch.randn(7, generator=generator).bfloat16(), "step": torch.tensor(3.0),
-            "count": torch.tensor([5]), "askew": torch.randn(4, 6, generator=generator).T}
+    return dict(half=torch.randn(7, generator=generator).bfloat16(), step=torch.tensor(3.0),
+                count=torch.tensor([5]), askew=torch.randn(4, 6, generator=generator).T)
 
 
 class Copies(TorchDispatchMode):
@@ -107,7 +107,8 @@ def test_a_copy_of_a_gpu_is_exact_and_pinned():
         for _ in range(10):
             large.add_(1)
         stager.wait()
-        assert staged.is_pinned() and torch.equal(staged, expected)
+        assert staged.is_pinned()
+        assert torch.equal(staged, expected)
 
 
 PEAKS = """

@@ -79,7 +79,9 @@ def test_nothing_in_the_forward_of_an_update_waits_for_the_device(kind, tmp_path
     assert not found.waits
     assert any("varlen" in name or "_flash_attention" in name for name in found.names)
     assert {types[0] for types in found.products} == {torch.bfloat16}  # no product of float32 by float32
-    assert logp.requires_grad and logp.shape == entropy.shape == (20,) and logp.dtype == torch.float32
+    assert logp.requires_grad
+    assert logp.shape == entropy.shape == (20,)
+    assert logp.dtype == torch.float32
 
 
 SELECTOR = {"_should_use_cudnn": True, "_cudnn_version": 92600, "_cudnn_supports_head_dims": True}

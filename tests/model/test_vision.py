@@ -60,7 +60,8 @@ def test_gradients_equal_one_backward_per_sample(env):
         (weight * token_logprobs(logits, tokens)).sum().backward()
         (weight * (body(**inputs, output_hidden_states=True).hidden_states[-1][0, rows] @ head[0])).sum().backward()
     many = {"max_tokens_per_pack": 75, "apart": True}
-    assert not env.prompts[0].images and all(prompt.images for prompt in env.prompts[1:])
+    assert not env.prompts[0].images
+    assert all(prompt.images for prompt in env.prompts[1:])
     for module, oracle in ((env.actor, model), (env.critic, body)):
         expected = {f"model.{our_name(name)}": p.grad for name, p in oracle.named_parameters() if p.grad is not None}
         tower = {name for name in expected if "visual" in name}
@@ -118,7 +119,8 @@ def test_a_run_trains_the_tower_and_resumes_bit_by_bit(qwen25, task, tmp_path):
     before, one = tensors(qwen25), tensors(whole / "export" / "step-4")
     assert before.keys() == one.keys()
     moved = {key for key in before if not torch.equal(before[key], one[key])}
-    assert any("visual.merger" in key for key in moved) and any("visual.blocks.0" in key for key in moved)
+    assert any("visual.merger" in key for key in moved)
+    assert any("visual.blocks.0" in key for key in moved)
     AutoModelForImageTextToText.from_pretrained(whole / "export" / "step-4")
 
 
@@ -149,8 +151,8 @@ def test_one_rank_equals_two(qwen25, task, judgements, tmp_path):
     plans = []
     for world in (1, 2):
         out = tmp_path / str(world)
-        plans.append([(ppo.main, flags(qwen25, task, out / "gae", RUN, "--steps 3 --prompts_per_step 4", "--eval_data",
-                                       str(task / "eval.jsonl"), "--eval_every 2 --max_tokens_per_pack 524")),
+        plans.append([(ppo.main, flags(qwen25, task, out / "gae", RUN, "--steps 3 --prompts_per_step 4 --eval_data",
+                                       task / "eval.jsonl", "--eval_every 2 --max_tokens_per_pack 524")),
                       (ppo.main, flags(other, task, out / "full",
                                        "--train_vision --advantage grpo --steps 2 --prompts_per_step 3 --kl_coef 0.1 "
                                        "--kl_in loss --kl_estimator full --gradient_checkpointing --dynamic_sampling 2 "
@@ -179,7 +181,8 @@ def test_a_judge_evaluates_as_with_a_frozen_tower(qwen25, judgements, tmp_path):
     found = [grm.main(test_grm.flags(qwen25, judgements, tmp_path / str(len(more)), *more, "--eval_only"))
              for more in ((), ("--train_vision",))]
     frozen, trained = map(test_grm.reproducible, found)
-    assert trained == pytest.approx(frozen, abs=ROUNDING) and frozen["eval/num_samples"] > 5
+    assert trained == pytest.approx(frozen, abs=ROUNDING)
+    assert frozen["eval/num_samples"] > 5
     folders = [tmp_path / name / "evaluation-step-0" for name in "01"]
     texts = [[record["generated_text"] for record in test_grm.evaluation(folder, 0)["records"]] for folder in folders]
     assert texts[0] == texts[1]

@@ -121,7 +121,8 @@ def chances(folder: Path, prompt: Prompt, question: str, words: list[str]) -> li
 def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows, judges, which, kind):
     env, reward, batch, texts = prepare(qwen25, picture_rows, "--reward", f"grm:{judges[which]}", "--grm_question", kind)
     judge = reward.sources[0].ask
-    assert judge.shares_tower == (which == "near") and (judge.module.model.model.visual is None) == (which == "near")
+    assert judge.shares_tower == (which == "near")
+    assert (judge.module.model.model.visual is None) == (which == "near")
     assert not any(p.requires_grad for p in judge.module.parameters())
     scored = score(env, reward, batch)
     expected = []
@@ -137,15 +138,18 @@ def test_the_judges_reward_is_what_it_says_when_asked_alone(qwen25, picture_rows
             p = chances(judges[which], prompt, ask(prompt, kind, response=text), list(values))
             expected.append(sum(map(operator.mul, p, values.values())))
     assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
-    assert max(expected) - min(expected) > 1e-4 and scored.rewards[0] == scored.rewards[2]           # the same answer twice
-    assert len(scored.judgements) == 6 and all(text.startswith("grm: ") for text in scored.judgements)
+    assert max(expected) - min(expected) > 1e-4
+    assert scored.rewards[0] == scored.rewards[2]                                                    # the same answer twice
+    assert len(scored.judgements) == 6
+    assert all(text.startswith("grm: ") for text in scored.judgements)
     record = sample_records(scored, env.processor)[0]
-    assert record["judgement"] == scored.judgements[0] and record["reward"] == pytest.approx(expected[0], abs=ROUNDING)
+    assert record["judgement"] == scored.judgements[0]
+    assert record["reward"] == pytest.approx(expected[0], abs=ROUNDING)
 
 
 @pytest.mark.slow
 def test_the_likeliest_verdict(qwen25, picture_rows, judges):
-    flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "score"]
+    flags = words("--reward", f"grm:{judges['near']}", "--grm_question score")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, "--grm_mode verdict")
     scores = score(env, reward, batch).rewards.tolist()
     for group, text, earned in zip(batch.prompt_index.tolist(), texts, scores):
@@ -169,7 +173,7 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
         ("what is <image>", 1))]
     rows[4]["prompt"] = [{"role": "user", "content": [{"type": "text", "text": "wh"}, {"type": "text", "text": "at?"}]}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in rows))
-    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage grpo", "--reward", f"grm:{judges['near']}",
+    env = start(qwen25, tmp_path / "rows.jsonl", "--advantage grpo --reward", f"grm:{judges['near']}",
                 "--grm_question correct")
     reward = scoring.load(env.args.reward)
     build(env, reward)
@@ -182,17 +186,21 @@ def test_questions_are_those_it_was_trained_on(qwen25, picture_rows, judges, tmp
     scored = score(env, reward, batch.with_targets([[torch.tensor([40, 41])]] * len(rows)))
     said = env.processor.tokenizer.decode([40, 41])
     for row, prompt in zip(rows, asked, strict=True):
-        (example,) = judgements.read_judgement({"question": row["prompt"], "images": row["images"], "response": said, "correct": True},
+        (example,) = judgements.read_judgement(dict(question=row["prompt"], images=row["images"], response=said, correct=True),
                                               settings, "both")
         trained = judgements.judge_prompt(processor, settings, example, 0, "x")
-        assert prompt.text == trained.text and prompt.images == trained.images and torch.equal(prompt.input_ids, trained.input_ids)
-    assert "Question: is <|vision_start|>" in asked[0].text and "<|vision_end|>Question: what?" in asked[1].text
+        assert prompt.text == trained.text
+        assert prompt.images == trained.images
+        assert torch.equal(prompt.input_ids, trained.input_ids)
+    assert "Question: is <|vision_start|>" in asked[0].text
+    assert "<|vision_end|>Question: what?" in asked[1].text
     assert scored.rewards.isfinite().all()
 
 
 @pytest.mark.parametrize("which", ["near", "far"])
 def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges, which):
-    flags = ["--reward", f"grm:{judges[which]}", "--grm_question", "correct", "--grm_mode", "critique", "--grm_max_new_tokens", "7"]
+    flags = words("--reward", f"grm:{judges[which]}",
+                  "--grm_question correct --grm_mode critique --grm_max_new_tokens 7")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags)
     scored = score(env, reward, batch)
     banned = list(reward.sources[0].ask.processor.banned_ids)
@@ -205,11 +213,12 @@ def test_a_critique_is_what_hugging_face_generates(qwen25, picture_rows, judges,
         written = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
         assert said == f"grm: {written}".strip()
     assert len(set(scored.judgements)) > 2
-    assert scored.rewards.tolist() == [0.0] * 6 and scored.components["parsed"].tolist() == [0.0] * 6        # random words
+    assert scored.rewards.tolist() == [0.0] * 6
+    assert scored.components["parsed"].tolist() == [0.0] * 6                                                 # random words
 
 
 def test_a_critique_that_parses_earns_its_verdict(qwen25, picture_rows, judges, monkeypatch):
-    flags = ["--reward", f"grm:{judges['near']}", "--grm_question", "answers", "--grm_mode", "critique"]
+    flags = words("--reward", f"grm:{judges['near']}", "--grm_question answers --grm_mode critique")
     env, reward, batch, _ = prepare(qwen25, picture_rows, *flags, "--grm_max_new_tokens 2")
     verdicts = iter(["A", "B", "A", "A", "tie", "tie", None, "B", None, None])              # given, swapped of 5 questions
     monkeypatch.setattr(reward_models, "parse_verdict", lambda *_: next(verdicts))
@@ -243,7 +252,8 @@ def test_a_scalar_reward_model(qwen25, picture_rows, tmp_path, monkeypatch, key)
         with torch.no_grad():
             hidden = model(**inputs, output_hidden_states=True).hidden_states[-1]
         expected.append(float(hidden[0, -1] @ head[0]))
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4) and max(expected) - min(expected) > 0.01
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=1e-4)
+    assert max(expected) - min(expected) > 0.01
     save_weights(folder, tensors)
     with user_error("1 weights are in no file, the first: value_head.weight"):
         build(env, scoring.load(env.args.reward))
@@ -270,11 +280,13 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     assert scored.rewards[3:].tolist() == pytest.approx(judged[3:].tolist(), abs=rounding(16))
     assert scored.components.keys() == {"exact", "exact/accuracy", "length", "length/chars", "grm"}
     nan = scored.components["grm"].isnan().tolist()
-    assert nan == [True] * 3 + [False] * 3 and scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
+    assert nan == [True] * 3 + [False] * 3
+    assert scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
     assert scored.components["exact/accuracy"].nan_to_num(9).tolist() == [0, 1, 0, 0, 0, 0]
     records = sample_records(scored, env.processor)
     assert records[0]["components"].keys() == {"exact", "exact/accuracy", "length", "length/chars"}
-    assert records[5]["components"].keys() == {"exact", "exact/accuracy", "grm"} and json.dumps(records, allow_nan=False)
+    assert records[5]["components"].keys() == {"exact", "exact/accuracy", "grm"}
+    assert json.dumps(records, allow_nan=False)
     scored.advantages = scored.returns = torch.zeros(len(scored.tokens))
     metrics = ppo.batch_metrics(scored)
     assert metrics["rollout/length/chars_reward"] == pytest.approx(10 / 3)                              # of those that have one
@@ -305,7 +317,7 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
         "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
         "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
         "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\ndef nan(scores):\n    return [float('nan')] * 6\n")
-    flags = ["--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner"]
+    flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
     scored = score(env, reward, batch)
     assert scored.rewards.tolist() == [max(float(text == "1"), len(text)) for text in texts]
@@ -342,7 +354,7 @@ def test_bad_recipes_are_refused(tmp_path):
 
 
 def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
-    env = start(qwen25, picture_rows, "--advantage grpo", "--reward_recipe", '{"math": [["exact", 1]]}')
+    env = start(qwen25, picture_rows, "--advantage grpo --reward_recipe", '{"math": [["exact", 1]]}')
     reward = scoring.load(env.args.reward)
     with user_error(r"4 of 4 rows.*\n  rows.jsonl:1: label None is not in --reward_recipe: math"):
         reward.check_rows(env.prompts)
@@ -355,7 +367,7 @@ def test_rows_that_cannot_be_scored_are_named(qwen25, picture_rows):
 
 
 def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges):
-    env = start(qwen25, picture_rows, "--advantage grpo", "--reward", f"grm:{qwen25}")
+    env = start(qwen25, picture_rows, "--advantage grpo --reward", f"grm:{qwen25}")
     with user_error("judge.json names none"):
         build(env, scoring.load(env.args.reward))
     for trained, asked in ((["correct", "score"], "correct"), (["score"], "score")):
@@ -399,7 +411,8 @@ def test_an_accuracy_is_of_the_weights_it_was_measured_with(judges, tmp_path):
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
         line = words("--model", folder, "--data", tmp_path / "rows.jsonl")
         saved = loaded(ppo, [*line, "--row_kind", kind]).processor.files["judge"]
-        assert not saved.get("held_out") and saved["kinds"]
+        assert not saved.get("held_out")
+        assert saved["kinds"]
     assert not loaded(grm, line).processor.files["judge"]["held_out"]
 
 
@@ -428,8 +441,8 @@ def test_rows_that_a_model_cannot_see_are_refused_at_the_start(qwen25, picture_r
 def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     """A judge is trained by its script and exported; a policy is trained with it as its only reward; the rule measures."""
     pictures = sorted(Path(picture_rows).parent.glob("*.png"))
-    rows = [{"question": "how many circles are there?", "images": [str(pictures[i % 4])], "response": str(i % 3),
-             "correct": i % 3 == 1} for i in range(6)]
+    rows = [dict(question="how many circles are there?", images=[str(pictures[i % 4])], response=str(i % 3),
+                 correct=i % 3 == 1) for i in range(6)]
     write_rows(tmp_path / "judge.jsonl", rows)
     judge, out = tmp_path / "judge", tmp_path / "policy"
     grm.main(words("--model", qwen25, "--data", tmp_path / "judge.jsonl", "--out", judge,
@@ -441,12 +454,16 @@ def test_the_loop_in_short(qwen25, picture_rows, tmp_path):
     record = {}                                               # the last step, and the evaluation after it
     for line in (out / "metrics.jsonl").read_text().splitlines():
         record |= json.loads(line)
-    assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"]) and 0 < record["rollout/grm_reward"] < 1
-    assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"] and "eval/grm_reward_mean" in record
+    assert record["rollout/reward"] == pytest.approx(record["rollout/grm_reward"])
+    assert 0 < record["rollout/grm_reward"] < 1
+    assert record["eval/exact_reward_mean"] == record["eval/exact/accuracy_reward_mean"]
+    assert "eval/grm_reward_mean" in record
     sample = json.loads((out / "samples" / "step-000002.jsonl").read_text().splitlines()[0])
-    assert sample["judgement"].startswith("grm: yes ") and sample["reward"] == pytest.approx(sample["components"]["grm"])
+    assert sample["judgement"].startswith("grm: yes ")
+    assert sample["reward"] == pytest.approx(sample["components"]["grm"])
     asked = Processor(judge / "export" / "step-3").files["judge"]
-    assert asked["kinds"]["correct"]["template"] == "{prompt} - {response}?" and asked["trained_on"] == ["correct"]
+    assert asked["kinds"]["correct"]["template"] == "{prompt} - {response}?"
+    assert asked["trained_on"] == ["correct"]
 
 
 def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
@@ -458,7 +475,8 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
     model.save_pretrained(tmp_path / "rm")
     for path in [*(tmp_path / "base").glob("*token*"), *(tmp_path / "base").glob("*.jinja")]:
         shutil.copy(path, tmp_path / "rm")
-    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage grpo", "--reward", f"rm:{tmp_path / 'rm'}")
+    env = start(tmp_path / "base", tmp_path / "base" / "rows.jsonl", "--advantage grpo --reward",
+                f"rm:{tmp_path / 'rm'}")
     reward = scoring.load(env.args.reward)
     build(env, reward)
     tokenizer = env.processor.tokenizer
@@ -471,7 +489,8 @@ def test_a_sequence_classification_model(qwen25, picture_rows, tmp_path):
         model.config.pad_token_id = -1                                                           # pools the last token
         with torch.no_grad():
             expected.append(float(model(torch.cat([env.prompts[group].input_ids, tokens])[None]).logits))
-    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING) and len(set(expected)) == 3
+    assert scored.rewards.tolist() == pytest.approx(expected, abs=ROUNDING)
+    assert len(set(expected)) == 3
 
 
 def answer_end(processor) -> int:

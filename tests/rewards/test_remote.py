@@ -62,16 +62,18 @@ def ask(url, n=7, images=None, workers=1, try_seconds=5.0, **settings):
 @pytest.mark.parametrize("workers, batch, requests", [(1, 3, 3), (3, 2, 4), (2, 100, 2)])
 def test_samples_arrive_once_and_in_order(server, workers, batch, requests):
     rewards, components = ask(server.url("exact"), workers=workers, remote_batch=batch)
-    assert rewards == [float(i % 3 > 0) for i in range(7)] and components == {"pictures": [0.0] * 7}
-    assert server.requests == requests and all(len(asked["responses"]) <= batch for asked in server.batches)
+    assert rewards == [float(i % 3 > 0) for i in range(7)]
+    assert components == {"pictures": [0.0] * 7}
+    assert server.requests == requests
+    assert all(len(asked["responses"]) <= batch for asked in server.batches)
     asked = {name: [] for name in ("queries", "prompts", "responses", "references", "labels", "images")}
     for part in sorted(server.batches, key=lambda part: part["prompts"][0]):
         assert part.keys() == asked.keys()
         for name, values in part.items():
             asked[name] += values
     prompts, responses, references, labels, images = columns(7)
-    assert asked == {"queries": [f"prompt {i}.Response  {i}" for i in range(7)], "prompts": prompts,
-                     "responses": responses, "references": references, "labels": labels, "images": images}
+    assert asked == dict(queries=[f"prompt {i}.Response  {i}" for i in range(7)], prompts=prompts,
+                         responses=responses, references=references, labels=labels, images=images)
 
 
 def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
@@ -88,7 +90,8 @@ def test_pictures_arrive_pixel_identical(server, tmp_path, monkeypatch):
     arrived = [open_pictures(pictures) for part in server.batches for pictures in part["images"]]
     for got, expected in zip(arrived, images, strict=True):
         for picture, path in zip(got, expected, strict=True):
-            assert picture.format == "PNG" and picture.mode == "RGB"
+            assert picture.format == "PNG"
+            assert picture.mode == "RGB"
             assert np.array_equal(np.asarray(picture), np.asarray(read_image(path)))
     assert sorted(opened) == sorted([*paths, paths[0]])
 
@@ -104,7 +107,9 @@ def test_text_survives_json(server):
 def test_requests_overlap_as_often_as_asked(server):
     started = time.monotonic()
     ask(server.url("slow/0.3"), n=8, workers=4, remote_batch=1)
-    assert server.most_running == 4 and server.requests == 8 and time.monotonic() - started < 8 * 0.3
+    assert server.most_running == 4
+    assert server.requests == 8
+    assert time.monotonic() - started < 8 * 0.3
     server.most_running = 0
     ask(server.url("slow/0.05"), n=4, workers=1, remote_batch=1)
     assert server.most_running == 1
@@ -114,7 +119,8 @@ def test_requests_overlap_as_often_as_asked(server):
 @pytest.mark.parametrize("failures", [0, 4])
 def test_a_server_that_is_busy_is_asked_again(server, pauses, capsys, failures):
     assert ask(server.url(f"fail/{failures}"))[0] == [float(i % 3 > 0) for i in range(7)]
-    assert server.requests == failures + 1 and pauses == [0.5, 1.0, 2.0, 4.0][:failures]
+    assert server.requests == failures + 1
+    assert pauses == [0.5, 1.0, 2.0, 4.0][:failures]
     assert all(batch == server.batches[0] for batch in server.batches)
     assert capsys.readouterr().out.count("HTTP 503: 'busy with request") == failures
 
@@ -123,7 +129,8 @@ def test_retries_are_bounded(server, pauses):
     with user_error(r"(?s)no answer in 5 tries, at last HTTP 503: 'busy with "
                     r"request 5'.*Response  0"):
         ask(server.url("fail/99"))
-    assert server.requests == 5 and pauses == [0.5, 1.0, 2.0, 4.0]
+    assert server.requests == 5
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
 @pytest.mark.parametrize("path, problem", [
@@ -134,7 +141,9 @@ def test_what_may_pass_is_tried_to_the_end(server, pauses, path, problem):
     started = time.monotonic()
     with user_error(re.escape(f"no answer in 5 tries, at last {problem}")):
         ask(server.url(path), try_seconds=0.2)
-    assert server.requests == 5 and len(pauses) >= 4 and time.monotonic() - started < 8
+    assert server.requests == 5
+    assert len(pauses) >= 4
+    assert time.monotonic() - started < 8
 
 
 def test_no_server_there(pauses):
@@ -148,16 +157,17 @@ def test_no_server_there(pauses):
 # ------------------------------------------------------------------------------------------------ errors at once
 @pytest.mark.parametrize("kind", LIES)
 def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
-    said = {"short": "reward must be a list of 7 numbers", "long": "reward must be a list of 7 numbers",
-            "nan": "reward is nan, not a finite number", "infinite": "reward is inf, not a finite number",
-            "strings": r"must be a list of 7 numbers, got \['0.0'", "null": r"must be a list of 7 numbers, got \[None",
-            "number": "reward must be a list of 7 numbers, got 1.0",
-            "missing": r'must answer {"rewards": \[...\]}', "list": r'must answer {"rewards": \[...\]}',
-            "component": "style must be a list of 7 numbers", "message": "comment must be a list .*, got 'well done'",
-            "both": r'must answer {"rewards"', "text": r"not JSON \(.*\): '<html>busy</html>'", "empty": "not JSON"}
+    said = dict(short="reward must be a list of 7 numbers", long="reward must be a list of 7 numbers",
+                nan="reward is nan, not a finite number", infinite="reward is inf, not a finite number",
+                strings=r"must be a list of 7 numbers, got \['0.0'", null=r"must be a list of 7 numbers, got \[None",
+                number="reward must be a list of 7 numbers, got 1.0",
+                missing=r'must answer {"rewards": \[...\]}', list=r'must answer {"rewards": \[...\]}',
+                component="style must be a list of 7 numbers", message="comment must be a list .*, got 'well done'",
+                both=r'must answer {"rewards"', text=r"not JSON \(.*\): '<html>busy</html>'", empty="not JSON")
     with user_error(f"(?s)--reward {server.url('lie')}.*{said[kind]}.*Response  0"):
         ask(server.url(f"lie/{kind}"))
-    assert server.requests == 1 and pauses == []
+    assert server.requests == 1
+    assert pauses == []
 
 
 @pytest.mark.parametrize("path, problem", [("status/400", "answered HTTP 400: 'that is how it is'"),
@@ -167,7 +177,8 @@ def test_a_broken_answer_is_one_clear_error(server, pauses, kind):
 def test_refusals_are_not_repeated(server, pauses, path, problem):
     with user_error(problem):
         ask(server.url(path))
-    assert server.requests == 1 and pauses == []
+    assert server.requests == 1
+    assert pauses == []
 
 
 @pytest.mark.parametrize("url", ["http://", "http://host:port/", "https://me:secret@host/", "http://host/a b", "http://host/#part"])
@@ -205,9 +216,11 @@ def test_training_by_the_server_is_training_by_the_rule(server, qwen25, picture_
     assert 0 < expected[0]["rollout/reward"] < 1
     steps, by_server = train("server", server.url("exact"), data, steps=2)
     assert [record["reward"] for record in by_server] == [record["reward"] for record in by_rule]
-    assert len(steps) == len(expected) == 2 and server.most_running >= 1
+    assert len(steps) == len(expected) == 2
+    assert server.most_running >= 1
     same = [name for name in expected[0] if name.startswith(("rollout/", "train/")) and "accuracy" not in name]
-    assert len(same) > 20 and [{name: step[name] for name in same} for step in steps] == [
+    assert len(same) > 20
+    assert [{name: step[name] for name in same} for step in steps] == [
         {name: step[name] for name in same} for step in expected]
     assert steps[0]["rollout/pictures_reward"] == np.mean([len(row["images"]) for row in rows])
 
@@ -216,7 +229,7 @@ def test_the_server_runs_from_the_command_line():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    running = subprocess.Popen([sys.executable, str(ROOT / "tests" / "reward_server.py"), "--port", str(port)],
+    running = subprocess.Popen(words(sys.executable, ROOT / "tests" / "reward_server.py", "--port", port),
                                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=os.environ)
     try:
         assert running.stdout.readline() == f"answers at http://127.0.0.1:{port}/exact\n"

@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, user_error, value_error
+from conftest import ROOT, table, user_error, value_error
 
 from common.rewards import scoring
 from common.distributed import UserError
@@ -34,60 +34,145 @@ def one_sample(prompt="p", response="r", reference="a"):
 
 
 # ------------------------------------------------------------------------------------------------ extraction
-@pytest.mark.parametrize("response, answer", [
-    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed {3}", "3"), (r"\fbox{3}", None), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{\boxed{7}}", "7"), (r"\boxed{\{1,2\}}", r"\{1,2\}"), (r"\boxed{4} and \boxed{5", "4"), (r"} \boxed{6} }", "6"),
-    (r"\boxed{a\}b}", r"a\}b"), (r"\boxed{", None), (r"\boxed{}", ""), ("\\boxed{a\nb}", "a\nb"), ("<answer> x </answer>", "x"),
-    ("<answer>1</answer> <answer>2", "1"), ("</answer><answer>", None), ("<answer>1<answer>2</answer>", "2"),
-    ("<answer>a\nb</answer>", "a\nb")])
+@pytest.mark.parametrize("response, answer", [("\\boxed{a\nb}", "a\nb"), ("<answer>a\nb</answer>", "a\nb"), *table(r"""
+\boxed{1} then \boxed{2}     | 2
+\boxed {3}                   | 3
+\fbox{3}                     | None
+\boxed{\frac{1}{2}}          | \frac{1}{2}
+\boxed{\boxed{7}}            | 7
+\boxed{\{1,2\}}              | \{1,2\}
+\boxed{4} and \boxed{5       | 4
+} \boxed{6} }                | 6
+\boxed{a\}b}                 | a\}b
+\boxed{                      | None
+\boxed{}                     |
+<answer> x </answer>         | x
+<answer>1</answer> <answer>2 | 1
+</answer><answer>            | None
+<answer>1<answer>2</answer>  | 2
+""")])
 def test_last_answer(response, answer):
-    assert extract_answer(response, "answer" if "answer" in response else "boxed") == answer
+    assert str(extract_answer(response, "answer" if "answer" in response else "boxed")) == answer
 
 
-@pytest.mark.parametrize("response, expected", [
-    (r"<think>a</think> \boxed{1}", 1), (r"\boxed{1}", 0), (r"<think>a</think>", 0), (r"<think>\boxed{1}</think>", 0),
-    (r"<think>a</think><think>b</think>\boxed{1}", 0), (r"</think>a<think> \boxed{1}", 0), ("", 0),
-    (r"<think><think>a</think> \boxed{1}", 0), (r"<think>a</think> \boxed{}", 0),
-    (r"<think>a</think></think> \boxed{1}", 0), (r"<think>a \boxed{1}", 0),
-    ("<think>a</think><answer>1</answer>", 0)])
-def test_format_score(response, expected):
-    assert format_score(response, "boxed") == expected
+@pytest.mark.parametrize("expected, response", table(r"""
+1 | <think>a</think> \boxed{1}
+0 | \boxed{1}
+0 | <think>a</think>
+0 | <think>\boxed{1}</think>
+0 | <think>a</think><think>b</think>\boxed{1}
+0 | </think>a<think> \boxed{1}
+0 |
+0 | <think><think>a</think> \boxed{1}
+0 | <think>a</think> \boxed{}
+0 | <think>a</think></think> \boxed{1}
+0 | <think>a \boxed{1}
+0 | <think>a</think><answer>1</answer>
+"""))
+def test_format_score(expected, response):
+    assert format_score(response, "boxed") == int(expected)
 
 
 # ------------------------------------------------------------------------------------------------ equality
-EQUAL = [
-    ("42.0", "42"), ("42.", "42"), ("+42", "42"), ("007", "7"), ("-3", "−3"), (".5", "0.5"), ("1,234", "1234"),
-    ("1{,}234", "1234"), (r"12\,345", "12345"), (r"10,\!000", "10000"), ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"),
-    (r"\dfrac12", "1/2"), (r"\tfrac{3}{4}", ".75"), (r"\frac{-1}{2}", "-1/2"), (r"\frac1{2}", "1/2"),
-    ("0.3333333", "1/3"), ("50%", "0.5"), (r"50\%", "50"), ("50%", "50.0 %"), (r"\$1,000", "1000"),
-    (r"$\frac{1}{2}$", "0.5"), (r"\left(1, 2\right)", "(1,2)"), ("5 cm.", "5 cm"), ("b", "(B)"), ("B.", "B"),
-    (r"\text{(B)}", "B"), (r"\textbf{C}", "c"), ("[0, 1/2)", "[0,0.5)"), ("(1,234)", "(1, 234)"),
-    ("((1,2),3)", "((1, 2), 3.0)"), (r"\{1, 2\}", r"\{1,2\}"), ("new  york", "New York"), ("x + 1", "x+1"),
-    (r"\dfrac{x}{2}", r"\frac{x}{2}"), (r"\boxed{\frac{1}{2}}", "0.5"), ("9" * 400, "9" * 400),
-]
-UNEQUAL = [
-    ("42", "43"), ("", ""), ("", "0"), ("$$", "$$"), ("1 2", "12"), ("1.2.3", "1.2"), ("3", "-3"),
-    ("12345678901234567890", "12345678901234567891"), ("1/3", "0.33"), ("1/3", "333333333/1000000000"), ("2+2", "4"),
-    ("2^2", "4"), ("(4)", "4"), ("8/4/2", "1"), ("0.5%", "50"), ("0.1%", "0.01"), ("x=3", "y=3"), ("2x", "2"),
-    ("5", "5 cm"), ("5 million", "5"), ("A", "B"), ("A dog", "A"), ("A, B", "B"), ("(1,2)", "(2,1)"), ("(1,2)", "[1,2]"),
-    ("(1,2,3)", "(1,2)"), ("(", "["), ("nan", "0"), ("1e999", "2e999"), ("٤٢", "42"), ("1/0", "0"), ("3²", "32"),
-    ("1_000", "1000"), ("0x10", "16"), ("1,23", "123"), (r"\frac{1}{", "1"), ("9" * 308, "50.5%"), ("-", "+")]
+EQUAL = table(r"""
+42.0                | 42
+42.                 | 42
++42                 | 42
+007                 | 7
+-3                  | −3
+.5                  | 0.5
+1,234               | 1234
+1{,}234             | 1234
+12\,345             | 12345
+10,\!000            | 10000
+1/2                 | 0.5
+\frac{1}{2}         | 0.5
+\dfrac12            | 1/2
+\tfrac{3}{4}        | .75
+\frac{-1}{2}        | -1/2
+\frac1{2}           | 1/2
+0.3333333           | 1/3
+50%                 | 0.5
+50\%                | 50
+50%                 | 50.0 %
+\$1,000             | 1000
+$\frac{1}{2}$       | 0.5
+\left(1, 2\right)   | (1,2)
+5 cm.               | 5 cm
+b                   | (B)
+B.                  | B
+\text{(B)}          | B
+\textbf{C}          | c
+[0, 1/2)            | [0,0.5)
+(1,234)             | (1, 234)
+((1,2),3)           | ((1, 2), 3.0)
+\{1, 2\}            | \{1,2\}
+new  york           | New York
+x + 1               | x+1
+\dfrac{x}{2}        | \frac{x}{2}
+\boxed{\frac{1}{2}} | 0.5
+""")
+EQUAL.append(["9" * 400, "9" * 400])
+UNEQUAL = table(r"""
+42                   | 43
+                     |
+                     | 0
+$$                   | $$
+1 2                  | 12
+1.2.3                | 1.2
+3                    | -3
+12345678901234567890 | 12345678901234567891
+1/3                  | 0.33
+1/3                  | 333333333/1000000000
+2+2                  | 4
+2^2                  | 4
+(4)                  | 4
+8/4/2                | 1
+0.5%                 | 50
+0.1%                 | 0.01
+x=3                  | y=3
+2x                   | 2
+5                    | 5 cm
+5 million            | 5
+A                    | B
+A dog                | A
+A, B                 | B
+(1,2)                | (2,1)
+(1,2)                | [1,2]
+(1,2,3)              | (1,2)
+(                    | [
+nan                  | 0
+1e999                | 2e999
+٤٢                   | 42
+1/0                  | 0
+3²                   | 32
+1_000                | 1000
+0x10                 | 16
+1,23                 | 123
+\frac{1}{            | 1
+-                    | +
+""")
+UNEQUAL.append(["9" * 308, "50.5%"])
 
 
-@pytest.mark.parametrize("pair, equal", [(pair, True) for pair in EQUAL] + [(pair, False) for pair in UNEQUAL])
-def test_answers_equal(pair, equal):
-    assert answers_equal(*pair) == equal
+@pytest.mark.parametrize("pair", EQUAL + UNEQUAL)
+def test_answers_equal(pair):
+    assert answers_equal(*pair) == (pair in EQUAL)
 
 
 def test_exact_match_is_text_only():
-    assert same_words("  Two\n Words ", "two words") and not same_words("2.0", "2")
-    assert answers_equal("x" * 600, "X" * 600) and not answers_equal("1" * 600 + ".0", "1" * 600)  # beyond the cap
+    assert same_words("  Two\n Words ", "two words")
+    assert not same_words("2.0", "2")
+    assert answers_equal("x" * 600, "X" * 600)
+    assert not answers_equal("1" * 600 + ".0", "1" * 600)                                          # beyond the cap
 
 
 def test_rational_numbers_are_exact():
-    assert parse_number("-1,234") == -1234 and parse_number(r"-\frac{7}{3}") == Fraction(-7, 3)
+    assert parse_number("-1,234") == -1234
+    assert parse_number(r"-\frac{7}{3}") == Fraction(-7, 3)
     assert parse_number("0.5") == parse_number(".5") == Fraction(1, 2)
-    assert parse_number("9" * 301 + "/3") == int("3" * 301) and parse_number("x") is None
+    assert parse_number("9" * 301 + "/3") == int("3" * 301)
+    assert parse_number("x") is None
 
 
 def test_fuzz_never_raises_and_stays_fast():
@@ -124,8 +209,8 @@ def test_rules_score_the_response_only():
     prompts = [r"Answer as \boxed{4}. <think></think> <answer>4</answer>"] * 3
     responses = [r"<think>2 + 2</think> \boxed{4}", "four", r"\boxed{5}"]
     arguments = (prompts, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert load_source("boxed").function(*arguments) == {"reward": [1, 0, 0], "accuracy": [1, 0, 0],
-                                                         "format": [1, 0, 0], "parsed": [1, 0, 1]}
+    assert load_source("boxed").function(*arguments) == dict(reward=[1, 0, 0], accuracy=[1, 0, 0],
+                                                             format=[1, 0, 0], parsed=[1, 0, 1])
     assert load_source("answer").function(*arguments)["reward"] == [0, 0, 0]
     assert load_source("exact").function(prompts, ["4", " 4\n", "4.0"], ["4"] * 3, [None] * 3, [[]] * 3)["reward"] == [1, 1, 0]
 
@@ -133,8 +218,10 @@ def test_rules_score_the_response_only():
 def test_rule_weights():
     responses = ["<answer>4</answer>", "<think>so</think><answer>5</answer>", "<think>so</think><answer>4</answer>"]
     result = load_source("answer").function([""] * 3, responses, ["4"] * 3, [None] * 3, [[]] * 3)
-    assert result["reward"] == pytest.approx([.9, .1, 1]) and result["accuracy"] == [1, 0, 1]
-    assert result["format"] == [0, 1, 1] and result["parsed"] == [1, 1, 1]
+    assert result["reward"] == pytest.approx([.9, .1, 1])
+    assert result["accuracy"] == [1, 0, 1]
+    assert result["format"] == [0, 1, 1]
+    assert result["parsed"] == [1, 1, 1]
 
 
 # ------------------------------------------------------------------------------------------------ user functions
@@ -179,14 +266,17 @@ def test_the_readme_reward_pays_no_wrong_answer(tmp_path):
     answers = right + wrong
     samples = Samples([""] * 8, answers, ["3"] * 8, [None] * 8, [[]] * 8, [{}] * 8)
     earned = score_samples(source, samples, RewardArgs())
-    assert earned["accuracy"] == [1.0] * 3 + [0.0] * 5 and earned["reward"][3:] == [0.0] * 5
+    assert earned["accuracy"] == [1.0] * 3 + [0.0] * 5
+    assert earned["reward"][3:] == [0.0] * 5
     assert 1.11 > earned["reward"][0] > earned["reward"][1] > earned["reward"][2] > 1.0
 
 
 @pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor, lambda v: [np.float32(x) for x in v]])
 def test_result_types(convert):
     rewards, components = score(lambda p, r, *_: convert([float(x[-1]) for x in r]), workers=3)
-    assert rewards == [0, 1, 2, 3] and components == {} and all(type(r) is float for r in rewards)
+    assert rewards == [0, 1, 2, 3]
+    assert components == {}
+    assert all(type(r) is float for r in rewards)
 
 
 @pytest.mark.parametrize("parameters, takes", [
@@ -259,7 +349,8 @@ def test_raising_function_names_the_first_sample_of_its_chunk(error):
 
     with user_error(f"(?s)raised {type(error).__name__}.*response 2") as info:
         score(f, workers=2)
-    assert info.value.__cause__ is error and calls == [2, 2]  # not called again
+    assert info.value.__cause__ is error
+    assert calls == [2, 2]                                    # not called again
 
 
 def test_timeout_names_the_chunk_and_leaves_only_daemon_threads():
@@ -283,7 +374,8 @@ def test_long_texts_are_cut_in_the_message():
     source = Source("f", "f", "function", function=lambda *_: [])
     with pytest.raises(UserError) as info:
         score_samples(source, one_sample(long, long, long), RewardArgs())
-    assert len(str(info.value)) < 2000 and str(info.value).count("the end") == 3
+    assert len(str(info.value)) < 2000
+    assert str(info.value).count("the end") == 3
 
 
 def test_a_combiner_that_ends_the_process_is_an_error_with_its_line(tmp_path):
