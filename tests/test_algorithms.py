@@ -16,7 +16,7 @@ from conftest import (ROUNDING, assert_same_records, computing, hugging_face, lo
                       reproducible, responses_of, rounding, start, take, token_logprobs, with_flags, words, write_rows)
 from test_buffers import random_batch
 from test_losses import loss_oracle
-from test_training import Caught, gradient, hand_batch, samples_of, samples_of_steps, write_samples  # noqa: F401  (a fixture of every test)
+from test_training import Caught, gradient, hand_batch, samples_of, samples_of_steps, write_samples  # noqa: F401
 
 import train_ppo_vl as ppo
 from common import flags, losses

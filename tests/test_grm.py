@@ -726,7 +726,8 @@ def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):
     with user_error("step-4 cannot be loaded .*: Missing key .* actor.*an export of its run as --model"):
-        ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path, "--resume", one_rank / "checkpoints" / "step-4",
+        ppo.main(words("--model", qwen25, "--data", picture_rows, "--out", tmp_path,
+                       "--resume", one_rank / "checkpoints" / "step-4",
                        "--advantage grpo --max_prompt_tokens 512 --steps 9 --prompts_per_step 4"))
 
 

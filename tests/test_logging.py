@@ -140,7 +140,8 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_files_of_a_run(tmp_path, capsys):
     log = open_log(tmp_path)
     log.evaluation(0, {"eval/accuracy": 0.25}, {"accuracy": "eval/accuracy"})
-    log.step(1, {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)}, {"reward": "rollout/reward"})
+    metrics = {"rollout/reward": np.float32(0.5), "train/count": 3, "train/loss": torch.tensor(2.0)}
+    log.step(1, metrics, {"reward": "rollout/reward"})
     assert steps(tmp_path) == [0, 1]  # readable while the run goes on
     card = sample_card([Image.new("RGB", (8, 8), "red")], "said", "earned")
     log.samples(1, [{"prompt": "é\ud800\u2028", "reward": 1.0}], [card, card])

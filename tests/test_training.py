@@ -678,7 +678,8 @@ def test_what_a_run_tells(qwen25, task, tmp_path, capsys, monkeypatch):
     captions, bars, draw, tell = [], [], sample_card, logging.RunLogger.step
     monkeypatch.setattr("common.rewards.records.sample_card", lambda *args: captions.append(args[2]) or draw(*args))
     monkeypatch.setattr(logging.RunLogger, "step", lambda *args: bars.append(args[3]) or tell(*args))
-    (task / "large.py").write_text("def score(prompts, responses, *rest):\n    return [60.0 * i for i in range(len(responses))]\n")
+    (task / "large.py").write_text("def score(prompts, responses, *rest):\n"
+                                   "    return [60.0 * i for i in range(len(responses))]\n")
     step, = train(qwen25, task, tmp_path / "a", "--advantage dr_grpo --minibatches 2 --epochs 3 "
                   "--reward", f"{task / 'large.py'}:score")
     text = capsys.readouterr().out
@@ -969,14 +970,16 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
                     "--eval_samples 2 --loss_aggregation seq-mean-token-sum-norm "
                     "--reward_workers 2"),                                              # rank 1 has no prompt
     "skip": ("qwen2_5_vl", "--steps 2 --data TASK/bad.jsonl --on_bad_row skip --eval_every 0"),
-    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct --prompts_per_step 3"),
+    "judged": ("qwen2_5_vl", "--steps 2 --advantage grpo --reward_recipe TASK/recipe.json --grm_question correct "
+               "--prompts_per_step 3"),
     "judging": ("qwen2_5_vl", "--steps 2 --advantage grpo --data TASK/judgements.jsonl --row_kind judgements --reward verdict "
                 "--eval_data TASK/judgements.jsonl"),
     "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
                 "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
     "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
                 "--grm_question correct --eval_data TASK/talk.jsonl " + TALKING),
-    "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env --eval_samples 2 " + TALKING),
+    "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
+                "--eval_samples 2 " + TALKING),
 }
 SLOW = ("skip", "judged", "average", "looking")
 FAILURES = {  # name -> flags, the message

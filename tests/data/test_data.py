@@ -205,7 +205,8 @@ def test_saved_folder_has_the_bounds_and_the_template_in_use(tmp_path):
     (lambda f: [path.unlink() for path in f.glob("tokenizer*")], "no vocabulary: tokenizer.json"),
     (lambda f: (f / "chat_template.jinja").unlink(), "no chat template"),
     (lambda f: (f / "preprocessor_config.json").unlink(), "no preprocessor_config.json"),
-    (lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800), "min_pixels 900 is more than max_pixels 800"),
+    (lambda f: edit(f / "preprocessor_config.json", min_pixels=900, max_pixels=800),
+     "min_pixels 900 is more than max_pixels 800"),
 ])
 def test_bad_checkpoint(tmp_path, change, message):
     change(write_checkpoint(tmp_path))
@@ -434,8 +435,8 @@ assistant last            | {"prompt": [{"role": "assistant", "content": "x"}]} 
 unknown part              | USER [{"type": "audio"}]}]} | a part of a message must be .*audio
 part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
 part with bytes           | USER [{"type": "image", "bytes": "iVBOR"}]}]} | with their file as "image" or "video".*bytes
-part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], "images": ["b.jpg"]} \
- | .'image'. for the places \\[\\] .*without a file
+part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], \
+"images": ["b.jpg"]} | .'image'. for the places \\[\\] .*without a file
 image in the web          | {"prompt": "x", "images": ["http://x.org/a.png"]} | the path of a file.*http.*convert.py
 bytes of an image         | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]} | the path of a file.*bytes
 answer of wrong type      | {"prompt": "x", "answer": true} | column 'answer' must be a string or a finite number, not T

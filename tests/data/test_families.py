@@ -353,7 +353,8 @@ def ppo_flags(kind: str, folder: Path, out: Path) -> list[str]:
 
 def test_one_ppo_step_exports_what_from_pretrained_loads(family, tmp_path):
     metrics = ppo.main(ppo_flags(family.kind, family.folder, tmp_path))
-    assert family.kind not in ("qwen3_vl_moe", "qwen3_5_moe") or 0.01 < metrics["train/aux_loss"] < 0.06         # coefficient x (2: even; 6: all alike)
+    if family.kind in ("qwen3_vl_moe", "qwen3_5_moe"):
+        assert 0.01 < metrics["train/aux_loss"] < 0.06                          # coefficient x (2: even; 6: all alike)
     assert metrics["train/sampler_gap"] < ROUNDING
     assert metrics["train/actor_grad_norm"] > 0
     exported = tmp_path / family.kind / "export" / "step-1"

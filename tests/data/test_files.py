@@ -102,6 +102,19 @@ def test_a_message_has_one_first_line(monkeypatch, capsys):
 
 
 # ----------------------------------------------------------------------------------------------------------- --image_root
+OUTSIDE = """\
+{"images": "a.png"}
+{"images": "rows/bad.png"}
+{"images": "rows/door/a.png"}
+{"images": "rows/../a.png"}
+{"images": "OUT/a.png"}
+{"images": "rows-2/a.png"}
+{"videos": [["rows/a.png", "rows/bad.png"]]}
+{"videos": ["rows/door/a.gif"]}
+{"prompt": [{"role": "user", "content": [{"type": "image", "image": "rows/bad.png"}, {"type": "text", "text": "x"}]}]}
+"""
+
+
 def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
     """After resolving links, of pictures, of videos and of the root itself."""
     outside, inside = tmp_path / "outside", tmp_path / "rows"
@@ -115,13 +128,9 @@ def test_pictures_outside_of_the_root_are_refused(load, tmp_path):  # noqa: F811
     for root in (str(inside), str(tmp_path / "link")):
         prompt, = load([{"prompt": "x", "images": ["rows/a.png", "rows/good.png"]}], image_root=root)
         assert prompt.images == (str(inside / "a.png"),) * 2
-        for row in ({"images": "a.png"}, {"images": "rows/bad.png"}, {"images": "rows/door/a.png"},
-                    {"images": "rows/../a.png"}, {"images": str(outside / "a.png")}, {"images": "rows-2/a.png"},
-                    {"videos": [["rows/a.png", "rows/bad.png"]]}, {"videos": ["rows/door/a.gif"]},
-                    {"prompt": [{"role": "user", "content": [{"type": "image", "image": "rows/bad.png"},
-                                                             {"type": "text", "text": "x"}]}]}):
+        for row in OUTSIDE.replace("OUT", str(outside)).splitlines():
             with value_error("train.jsonl:1: .* lies outside of --image_root"):
-                load([{"prompt": "x"} | row], image_root=root)
+                load([{"prompt": "x"} | json.loads(row)], image_root=root)
     assert load([{"prompt": "x", "images": "rows/bad.png"}])[0].images == (str(inside / "bad.png"),)
 
 

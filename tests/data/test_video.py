@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import (ROUNDING, build_rewards, hugging_face, read_rows, seeded, start, take, value_error, words,
-                      write_checkpoint, write_judge)
+from conftest import (ROUNDING, build_rewards, hugging_face, read_rows, seeded, start, table, take, value_error,
+                      words, write_checkpoint, write_judge)
 from PIL import Image
 from test_data import write_checkpoint as write_processor
 from test_families import (REWARD, check_judgements, check_logprobs, check_rollouts, make_config, make_image_processor,
@@ -42,6 +42,19 @@ def paint(rng, width: int, height: int) -> Image.Image:
     return Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8))
 
 
+ROWS = """\
+{"answer": "1", "prompt": "how many circles are there?"}
+{"answer": "1", "prompt": "what moves?", "videos": ["long.gif"]}
+{"answer": "1", "prompt": "was <image> in <video>, or in <video>?", "images": ["a.png"], "videos": \
+[["frame-0.png", "frame-1.png", "frame-2.png"], "loop.webp"]}
+{"answer": "1", "prompt": [{"role": "user", "content": [{"type": "text", "text": "before "}, {"type": "video", "video": \
+"loop.webp"}, {"type": "image", "image": "a.png"}, {"type": "text", "text": " and "}, {"type": "video"}, {"type": "video", \
+"video": ["frame-1.png", "frame-2.png"]}]}], "videos": ["long.gif"]}
+{"answer": "1", "prompt": "what is this?", "images": ["a.png"]}
+{"answer": "1", "prompt": "and?", "images": "a.png", "videos": [["frame-0.png", "frame-1.png", "frame-2.png"]]}
+"""
+
+
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """A JSONL file of rows with no, one and several pictures and clips in any order; clips of odd length, and long ones."""
@@ -52,15 +65,7 @@ def rows(tmp_path_factory):
     for k in range(3):
         paint(rng, 80, 56).save(folder / f"frame-{k}.png")
     paint(rng, 56, 84).save(folder / "a.png")
-    frames = [f"frame-{k}.png" for k in range(3)]
-    parts = [{"type": "text", "text": "before "}, {"type": "video", "video": "loop.webp"}, {"type": "image", "image": "a.png"},
-             {"type": "text", "text": " and "}, {"type": "video"}, {"type": "video", "video": frames[1:]}]
-    written = [{"prompt": "how many circles are there?"}, {"prompt": "what moves?", "videos": ["long.gif"]},
-               {"prompt": "was <image> in <video>, or in <video>?", "images": ["a.png"], "videos": [frames, "loop.webp"]},
-               {"prompt": [{"role": "user", "content": parts}], "videos": ["long.gif"]},
-               {"prompt": "what is this?", "images": ["a.png"]},
-               {"prompt": "and?", "images": "a.png", "videos": [frames]}]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row | {"answer": "1"}) + "\n" for row in written))
+    (folder / "rows.jsonl").write_text(ROWS)
     return folder / "rows.jsonl"
 
 
@@ -235,7 +240,7 @@ def seen(prompts, responses, references, labels, images):
     flags = words("--model", tmp_path / "model", "--data", rows, "--eval_data", rows,
                   "--max_new_tokens 6 --prompts_per_step 6 --samples_per_prompt 2 --steps 1 --actor_lr 1e-3",
                   "--reward_recipe",
-                  json.dumps({"*": [[f"{tmp_path}/reward.py:{name}", weight] for name, weight in (("letters", 1.0), ("seen", 0.0))]}),
+                  json.dumps({"*": [[f"{tmp_path}/reward.py:letters", 1.0], [f"{tmp_path}/reward.py:seen", 0.0]]}),
                   "--video_frames 5 --out")
     launch(2, [*flags, str(tmp_path / "two" / "run")])
     ppo.main([*flags, str(tmp_path / "one" / "run")])
@@ -332,33 +337,31 @@ def test_bounds_of_frames(load, tmp_path, family):
     assert (areas[0] > 50_000) == (family == "qwen2_5_vl")
 
 
-BAD = {
-    "no such file": ({"videos": ["none.gif"]}, "no such image: .*none.gif"),
-    "no such frame": ({"videos": [["a.png", "none.png"]]}, "no such image: .*none.png"),
-    "not a video": ({"videos": ["rows.jsonl"]}, "rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, "
-                                                "cv2|not a video that)"),
-    "zero frames": ({"videos": [[]]}, r"a video that or a list of such paths, not \[\]"),
-    "a list too few": ({"videos": ["a.png", "b.png"]}, "a.png: .* at least 2 frames, this has 1 .*a list of their own"),
-    "frames differ": ({"videos": [["a.png", "a.png", "b.png"]]},
-                      r"frames of a clip differ in size: {\(56, 28\): .*a.png', \(28, 56\): .*b.png"),
-    "video without a place": ({"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]}, r"\['image', 'video'\] for the places \['image'\]"),
-    "image in a video's place": ({"prompt": "<video> x", "images": "a.png"}, r"\['image'\] for the places \['video'\]"),
-    "part with an option": ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]},
-                            "a part of a message must be"),
-    "damaged": ({"videos": ["cut.gif"]}, "cut.gif: cannot be read"),
-}
+BAD = table("""
+no such file | {"videos": ["none.gif"]} | no such image: .*none.gif
+no such frame | {"videos": [["a.png", "none.png"]]} | no such image: .*none.png
+not a video | {"videos": ["rows.jsonl"]} | rows.jsonl: (none of JPEG, .*; to read videos, install one of torchcodec, av, cv2|\
+not a video that)
+zero frames | {"videos": [[]]} | a video that or a list of such paths, not \\[\\]
+a list too few | {"videos": ["a.png", "b.png"]} | a.png: .* at least 2 frames, this has 1 .*a list of their own
+frames differ | {"videos": [["a.png", "a.png", "b.png"]]} | clip differ in size: {.56, 28.: .*a.png', .28, 56.: .*b.png
+video without a place | {"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]} | .'image', 'video'. for the places .'image'.
+image in a video's place | {"prompt": "<video> x", "images": "a.png"} | .'image'. for the places .'video'.
+part with an option | {"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]} \
+ | a part of a message must be
+damaged | {"videos": ["cut.gif"]} | cut.gif: cannot be read
+""")
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_clip(load, tmp_path, case):
+@pytest.mark.parametrize("case, row, message", BAD)
+def test_bad_clip(load, tmp_path, case, row, message):
     Image.new("RGB", (56, 28)).save(tmp_path / "a.png")
     Image.new("RGB", (28, 56)).save(tmp_path / "b.png")
     save_clip(tmp_path / "ok.gif", 3)
     save_clip(tmp_path / "cut.gif", 3)
     (tmp_path / "cut.gif").write_bytes((tmp_path / "cut.gif").read_bytes()[:-4000])
-    row, message = BAD[case]
     with value_error(f"rows.jsonl:1: .*{message}"):
-        load({"prompt": "x"} | row)
+        load({"prompt": "x"} | json.loads(row))
 
 
 def test_a_clip_that_changed_since_load(load, tmp_path):

@@ -120,8 +120,8 @@ def as_rendered(env, batch, i: int) -> str:
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"], indirect=True)
 @pytest.mark.parametrize("name, stop", [("Talk", ""), ("Tool", '["a", "e", "r"]'), ("Same", '["a", "e", "r"]')])
 def test_packed_logprobs_equal_one_forward_of_the_whole_conversation(checkpoint, picture_rows, name, stop):
-    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a string;
-    and the text of the tokens is what the template writes of the whole conversation."""
+    """Qwen2.5-VL, Qwen3-VL and Qwen3.5, pictures in prompts, first observations and replies; turns that end by a token or a
+    string; and the text of the tokens is what the template writes of the whole conversation."""
     env = start(checkpoint, picture_rows, "--max_new_tokens 48 --stop_strings", stop)
     if not stop:
         end_often(env)
@@ -400,7 +400,8 @@ def test_rollouts_with_and_without_rows_of_the_environment_are_one_batch(qwen25,
     recipe = json.dumps({"game": [["env", 1]], "*": [["exact", 1]]})
     env = start(qwen25, picture_rows, '--max_new_tokens 24 --stop_strings ["a","e","r"]', "--reward_recipe", recipe)
     reward, prompts = scoring.load(env.args.reward), take(env)
-    prompts.prompts = [dataclasses.replace(p, label="game" if g == 0 else "quiz", reference="1") for g, p in enumerate(prompts.prompts)]
+    labels = ("game", "quiz", "quiz", "quiz")
+    prompts.prompts = [dataclasses.replace(p, label=label, reference="1") for p, label in zip(prompts.prompts, labels)]
     parts = [talk(env, "Words", 2, batch=prompts.select_prompts([prompt])) for prompt in (1, 0)]
     for part in parts:
         reward.score(part, env.processor)
@@ -480,7 +481,8 @@ def test_a_judge_sees_the_conversation_with_its_pictures(qwen25, picture_rows, j
              for conversation, tokens in zip(batch.conversations, batch.split(batch.tokens))]
     for i, (conversation, turns) in enumerate(zip(batch.conversations, texts)):
         if conversation.images:
-            expected = verdict_chances(judges[which], env.prompts[1 + int(batch.prompt_index[i])], conversation, turns, ["yes", "no"])
+            prompt = env.prompts[1 + int(batch.prompt_index[i])]
+            expected = verdict_chances(judges[which], prompt, conversation, turns, ["yes", "no"])
             assert float(batch.rewards[i]) == pytest.approx(expected[0], abs=ROUNDING)
     samples = scoring.read_samples(batch, [0], env.processor)
     assert samples.responses == [texts[0][-1]]

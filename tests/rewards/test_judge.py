@@ -92,7 +92,7 @@ def alone(folder: Path, prompt: Prompt, question: str, answer: str | None, own: 
     for count in counts:
         text = text.replace("<|image_pad|>", "<|hole|>" * count, 1)
     ids = tokenizer.encode(text.replace("<|hole|>", "<|image_pad|>"), add_special_tokens=False)
-    target = tokenizer.encode(answer, add_special_tokens=False) + [tokenizer.convert_tokens_to_ids("<|im_end|>")] if answer else []
+    target = tokenizer.encode(f"{answer}<|im_end|>", add_special_tokens=False) if answer else []
     whole = torch.tensor([ids + target])
     inputs = {"input_ids": whole, "mm_token_type_ids": (whole == image_id).int()}
     inputs |= dict(zip(("pixel_values", "image_grid_thw"), pixels)) if pixels else {}
@@ -335,9 +335,23 @@ def rewards_of(*flags: str) -> scoring.RewardMix:
     return scoring.load(ppo.parse_args(words("--model m --data d.jsonl", *flags)).reward)
 
 
+BAD_RECIPES = """\
+[]
+{}
+{"a": []}
+{"a": [["exact"]]}
+{"a": [["exact", "x"]]}
+{"a": [["exact", NaN]]}
+{"a": "exact"}
+{
+no.json
+{"a": [[]]}
+{"a": [["exact", 1], ["exact", 2]]}
+"""
+
+
 def test_bad_recipes_are_refused(tmp_path):
-    for recipe in ("[]", "{}", '{"a": []}', '{"a": [["exact"]]}', '{"a": [["exact", "x"]]}', '{"a": [["exact", NaN]]}',
-                   '{"a": "exact"}', "{", "no.json", '{"a": [[]]}', '{"a": [["exact", 1], ["exact", 2]]}'):
+    for recipe in BAD_RECIPES.splitlines():
         with user_error("--reward_recipe"):
             rewards_of("--reward_recipe", recipe)
     with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
@@ -376,7 +390,8 @@ def test_a_judge_is_not_asked_what_it_never_learned(qwen25, picture_rows, judges
         judgements.JudgeSettings(trained_on=["score"]).question_to_ask("answers")
 
 
-@pytest.mark.parametrize("accuracy, chance, doubted", [(0.599, 0.5, True), (0.601, 0.5, False), (0.601, 0.8, True), (1.0, 1.0, True)])
+@pytest.mark.parametrize("accuracy, chance, doubted", [
+    (0.599, 0.5, True), (0.601, 0.5, False), (0.601, 0.8, True), (1.0, 1.0, True)])
 def test_a_judge_at_chance_is_doubted(judges, tmp_path, capsys, accuracy, chance, doubted):
     """2 standard errors are 2 sqrt(.5 * .5 / 100) = .1; it is not asked for a score."""
     kinds = {"score": {"accuracy": 0.0, "chance": 1.0, "count": 9},

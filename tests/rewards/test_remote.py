@@ -181,7 +181,8 @@ def test_refusals_are_not_repeated(server, pauses, path, problem):
     assert pauses == []
 
 
-@pytest.mark.parametrize("url", ["http://", "http://host:port/", "https://me:secret@host/", "http://host/a b", "http://host/#part"])
+@pytest.mark.parametrize("url", [
+    "http://", "http://host:port/", "https://me:secret@host/", "http://host/a b", "http://host/#part"])
 def test_bad_address(url):
     with user_error("expected http://host:port/path"):
         load_source(url)
