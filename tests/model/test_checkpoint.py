@@ -144,7 +144,8 @@ def time_saves(log: str) -> None:
                         file.write(json.dumps([step[0], seconds]) + "\n")
         return call
 
-    checkpoint.Checkpoints.save, checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.save), timed(checkpoint.Checkpoints.finish)
+    checkpoint.Checkpoints.save = timed(checkpoint.Checkpoints.save)
+    checkpoint.Checkpoints.finish = timed(checkpoint.Checkpoints.finish)
 
 
 def fill_disk(disk: str, first: int) -> None:
@@ -871,7 +872,8 @@ def test_intervals(flags, out, finished, tmp_path, monkeypatch):
     assert steps(finished) == [2, 1]
     assert sorted(path.name for path in (finished / "export").iterdir()) == ["latest", "step-2"]   # -1: the last step
     save, waiting = checkpoint.Checkpoints.save, []
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
+    monkeypatch.setattr(checkpoint.Checkpoints, "save",
+                        lambda self, *more: (save(self, *more), waiting.append(self.pending is None)))
     train(flags(out, "--save_every 0 --export_every 1"))
     assert steps(out) == []
     assert sorted(path.name for path in (out / "export").iterdir()) == ["latest", "step-1", "step-2"]

@@ -1,6 +1,6 @@
 """The calls of attention kernels, as on a GPU, without one: rollouts, scoring, updates and the judge through reference
-kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call bound to the signatures of torch 2.11 and
-newer and of flash-attn."""
+kernels with FlashAttention's argument rules (tests/reference_kernels.py), and every call bound to the signatures of torch
+2.11 and newer and of flash-attn."""
 
 import inspect
 import json

@@ -451,7 +451,8 @@ def text_model(kind: str, **changes):
 
 
 FOREIGN = {
-    "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1}, "Qwen3NextGatedDeltaNet"),
+    "qwen3_next": (LINEAR | EXPERTS | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 1},
+                   "Qwen3NextGatedDeltaNet"),
     "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "qwen3_5_text": (LINEAR | {"linear_conv_kernel_dim": 3}, "linear_conv_kernel_dim 3 and hidden_act silu"),
 }
@@ -496,7 +497,8 @@ def test_peak_of_an_update(picture_rows, tmp_path, flags_, monkeypatch):
     monkeypatch.setattr(linear_attention, "choose_rule", lambda *_: lambda stretch, inputs, state: (
         KeepsWhatTheKernelKeeps.apply(*inputs), None))
     tokenizer = toy.make_tokenizer()
-    for part in (toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4), tokenizer, toy.make_image_processor("qwen3_5")):
+    model = toy.make_model("qwen3_5", tokenizer, 0, hidden_size=128, layers=4)
+    for part in (model, tokenizer, toy.make_image_processor("qwen3_5")):
         part.save_pretrained(tmp_path)
     env = start(tmp_path, picture_rows, "--dtype bfloat16 --advantage grpo", *flags_)
     env.actor.model.compute = replace(env.actor.model.compute, head_chunk=64)

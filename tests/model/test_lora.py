@@ -242,8 +242,8 @@ def test_one_rank_equals_two(qwen25, task, tmp_path):
     """Of rank 3 the second rank holds one row of every A; the exact KL in the loss, checkpointing."""
     other = write_checkpoint(tmp_path / "qwen3", "qwen3_vl")
     lines = {"gae": (qwen25, RUN, "--critic_lr 1e-2"),
-             "full": (other, RUN, "--advantage grpo --kl_estimator full --kl_in loss --steps 2 --prompts_per_step 3 --minibatches 1 "
-                      "--gradient_checkpointing --lora_rank 1")}
+             "full": (other, RUN, "--advantage grpo --kl_estimator full --kl_in loss --steps 2 --prompts_per_step 3 "
+                      "--minibatches 1 --gradient_checkpointing --lora_rank 1")}
     for ranks in (1, 2):
         runs = [flags(folder, task, tmp_path / f"{name}-{ranks}", *more) for name, (folder, *more) in lines.items()]
         launch(2, *runs) if ranks == 2 else [ppo.main(run) for run in runs]

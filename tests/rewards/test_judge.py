@@ -296,7 +296,8 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
 def test_rewards_that_float32_cannot_hold_are_refused(qwen25, picture_rows, tmp_path):
     """Too large, a sum that overflows, and NaN of a model with broken weights."""
     (tmp_path / "mine.py").write_text("def huge(prompts, *_):\n    return [1e39] * len(prompts)\n"
-                                      "def sums(prompts, *_):\n    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
+                                      "def sums(prompts, *_):\n"
+                                      "    return {'a': [1e308] * len(prompts), 'b': [1e308] * len(prompts)}\n")
     for name in ("huge", "sums"):
         env, reward, batch, _ = prepare(qwen25, picture_rows, "--reward", f"{tmp_path}/mine.py:{name}")
         with user_error("must be finite float32 numbers: 6 of 6 are not"):
@@ -316,7 +317,8 @@ def test_a_combiner(qwen25, picture_rows, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def length(prompts, responses, *_):\n    return [len(r) for r in responses]\n"
         "def best(scores):\n    return [max(pair) for pair in zip(*scores.values())]\n"
-        "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\ndef nan(scores):\n    return [float('nan')] * 6\n")
+        "def short(scores):\n    return [1.0]\ndef broken(scores):\n    return 1 / 0\n"
+        "def nan(scores):\n    return [float('nan')] * 6\n")
     flags = words("--reward", f"exact,{tmp_path}/mine.py:length", "--reward_combiner")
     env, reward, batch, texts = prepare(qwen25, picture_rows, *flags, f"{tmp_path}/mine.py:best")
     scored = score(env, reward, batch)
