@@ -85,7 +85,7 @@ class Samples(NamedTuple):
 
 
 def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[str, list[float]]:
-    """Score n samples by --reward_workers calls side by side, of at most `source.batch` samples
+    """Score n samples, at least one, by --reward_workers calls side by side, of at most `source.batch` samples
     each: n rewards under "reward", and n values of each component.
 
     Raises:
@@ -93,14 +93,14 @@ def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[st
             returns other than finite numbers.
     """
     count = len(samples.responses)
-    size = min(-(-count // args.reward_workers), source.batch or count) or 1
+    size = min(-(-count // args.reward_workers), source.batch or count)
     starts = range(0, count, size)
     parts = [Samples(*(column[start : start + size] for column in samples)) for start in starts]
     workers = Workers(min(args.reward_workers, len(parts)))
     calls = [workers.submit(call_source, source, part) for part in parts]
     ended, late = wait(calls, args.reward_timeout, FIRST_EXCEPTION)
     workers.close()
-    columns: dict[str, list[float]] = {} if count else {"reward": []}
+    columns: dict[str, list[float]] = {}
     for call in sorted(ended, key=calls.index):
         for name, values in call.result().items():  # or raises what the call has raised
             columns.setdefault(name, []).extend(values)

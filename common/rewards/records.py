@@ -10,7 +10,7 @@ from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import user_text
 from common.rewards.cards import sample_card
-from common.rewards.transcripts import gather_images, messages, turn_texts
+from common.rewards.transcripts import gather_images, messages, plain_text, turn_texts
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
@@ -85,11 +85,8 @@ def spoken_text(record: dict) -> str:
     answer = {"role": "assistant", "content": record["response"]}
     parts = [f"PROMPT\n{record['question']}"]
     for message in record.get("conversation", [answer]):
-        content = message["content"]
-        if not isinstance(content, str):
-            content = " ".join(part.get("text", "(an image)") for part in content)
-        who = message["role"].upper()
-        parts.append(f"{who}\n{content.strip() or '(empty)'}")
+        content = plain_text(message, " (an image) ").strip()
+        parts.append(f"{message['role'].upper()}\n{content or '(empty)'}")
     if "env_error" in record:
         parts.append(f"ERROR\n{record['env_error']}")
     return "\n\n".join(parts)

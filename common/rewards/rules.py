@@ -58,12 +58,9 @@ def extract_answer(response: str, rule: str) -> str | None:
 def format_score(response: str, rule: str) -> float:
     """1.0 for exactly one `<think>...</think>` with an answer, not an empty one, after it; else
     0.0."""
-    thought, closed, rest = response.partition("</think>")
-    if not closed or thought.count("<think>") != 1:
-        return 0.0
-    if "<think>" in rest or "</think>" in rest:
-        return 0.0
-    return float(bool(extract_answer(rest, rule)))
+    tags = re.findall("</?think>", response)
+    answer = extract_answer(response.rpartition("</think>")[2], rule)
+    return float(tags == ["<think>", "</think>"] and bool(answer))
 
 
 def answers_equal(response: str, reference: str) -> bool:

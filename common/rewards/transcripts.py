@@ -48,13 +48,16 @@ def as_text(conversation: Conversation, turns: list[str]) -> str:
     """A conversation as one text; one turn alone as it is."""
     if len(turns) == 1 and not conversation.opening:
         return turns[0]
-    lines = []
-    for message in messages(conversation, turns):
-        content = message["content"]
-        if not isinstance(content, str):
-            content = "".join(part.get("text", IMAGE_MARK) for part in content)
-        lines.append(f"{message['role']}: {content}")
-    return "\n".join(lines)
+    chat = messages(conversation, turns)
+    return "\n".join(f"{one['role']}: {plain_text(one, IMAGE_MARK)}" for one in chat)
+
+
+def plain_text(message: dict, mark: str) -> str:
+    """The content of a message, with ``mark`` in the place of each image."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text", mark) for part in content)
 
 
 def whole_texts(batch: Batch, picks: list[int], processor: Processor) -> list[str]:
@@ -74,12 +77,14 @@ def image_sizes(conversation: Conversation) -> list[tuple[int, int]]:
 
 def conversation_metrics(conversations: list[Conversation], section: str) -> dict[str, float]:
     """Means over samples, as ``section/...``; of several labels also one by one."""
-    parts = {"": conversations} if conversations else {}
-    labels = dict.fromkeys(conversation.label for conversation in conversations)
-    labels.pop(None, None)
-    if len(labels) > 1:
-        for label in labels:
-            parts[f"/{label}"] = [one for one in conversations if one.label == label]
+    parts: dict[str, list[Conversation]] = {}
+    for one in conversations:
+        if one.label is not None:
+            parts.setdefault(f"/{one.label}", []).append(one)
+    if len(parts) == 1:
+        parts = {}
+    if conversations:
+        parts[""] = conversations
     metrics = {}
     for label, part in parts.items():
         columns = {
