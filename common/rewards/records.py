@@ -44,7 +44,6 @@ def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
     if batch.conversations:
         conversation = batch.conversations[i]
         record |= {
-            "turns": len(turns),
             "ended": conversation.ended,
             "turn_rewards": conversation.rewards,
             "conversation": messages(conversation, turns),

@@ -8,10 +8,8 @@ gather_images        the images of some samples, from the ranks that have them
 """
 
 import itertools
-from collections import ChainMap
 from typing import Sequence
 
-import torch.distributed as dist
 from PIL import Image
 
 from common import distributed
@@ -103,9 +101,6 @@ def gather_images(batch: Batch, picks: list[int]) -> list[list[Image.Image]]:
     """What environments have shown in each of the samples ``picks``; every rank calls."""
     if not batch.conversations:
         return [[] for _ in picks]
-    mine = {}
-    for i in picks:
-        if batch.owners[int(batch.prompt_index[i])] == dist.get_rank():
-            mine[i] = batch.conversations[i].images
-    by_sample = ChainMap(*distributed.gather_objects(mine))
-    return [by_sample[i] for i in picks]
+    # One rank has those of a sample, and the others none.
+    by_rank = distributed.gather_objects([batch.conversations[i].images for i in picks])
+    return [list(itertools.chain(*parts)) for parts in zip(*by_rank)]
