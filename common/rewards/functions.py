@@ -85,8 +85,8 @@ class Samples(NamedTuple):
 
 
 def score_samples(source: Source, samples: Samples, args: RewardArgs) -> dict[str, list[float]]:
-    """Score n samples, at least one, by --reward_workers calls side by side, of at most `source.batch` samples
-    each: n rewards under "reward", and n values of each component.
+    """Score n samples, at least one, by --reward_workers calls side by side, of at most
+    `source.batch` samples each: n rewards under "reward", and n values of each component.
 
     Raises:
         UserError: the function raises, all of it is later than --reward_timeout, or a call
