@@ -208,5 +208,5 @@ class Processor:
             # A nested image processor would take precedence over the pixel bounds just written.
             settings = dict(self.files[name])
             settings.pop("image_processor", None)
-            if settings and (name != "judge" or settings["trained_on"]):
+            if settings and (name != "judge" or settings.get("trained_on")):
                 Path(folder, f"{name}.json").write_text(json.dumps(settings, indent=2), "utf-8")

@@ -264,8 +264,8 @@ def _in_orders(
     # What is judged has no images, whatever it says.
     responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
     names, verdict = {"A": "A", "B": "B"} if is_pair else {}, _verdict(row, kind, settings)
-    asks = []
-    for order in ORDERS if both else ORDERS[:1]:
+    asks, orders_asked = [], ORDERS if both else ORDERS[:1]
+    for order in orders_asked:
         if order == "swapped":
             responses.reverse()
             names, verdict = SWAPPED, SWAPPED.get(verdict, verdict)
