@@ -6,7 +6,7 @@ r"""Mathematical answers, judged by the field's own library: roots, fractions, p
 The answer is the last \boxed{...} of the response. The reward is 0.9 for a right answer and 0.1 for the format,
 thoughts in <think>...</think> and then the answer. Text that cannot be parsed is a wrong answer.
 
-The library runs in a process of its own. Its own time limit works only in the main thread, where rewards are not computed,
+The library runs in a process of its own, with --reward_workers 8 in eight of them. Its own time limit works only in the main thread, where rewards are not computed,
 and no thread could stop an answer such as 9^{9^{9}}, which sympy starts to write out. Such an answer costs
 SECONDS of --reward_timeout.
 """
