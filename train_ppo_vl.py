@@ -6,7 +6,7 @@
 
 One step, as `main` names it:
 
-    prompts + images -> rollout -> rewards -> score (reference, values) -> advantages
+    prompts + images -> rollout -> rewards, meanwhile score (reference, values) -> advantages
                      -> update critic, update actor -> report
 
 Shapes: G prompts and S samples of the step, N response tokens of all samples, L tokens of a pack, T
