@@ -323,10 +323,10 @@ def test_evaluation_asks_so_many_questions_together(env, tmp_path, monkeypatch):
     """Of 13, with batches of 5 and a step of 4 prompts; the pictures of a batch are asked for before the one before is judged."""
     events, generate, submit = [], grm.generate, PromptLoader.submit
     monkeypatch.setattr(grm, "generate", lambda *args: events.append(len(args[2].prompts)) or generate(*args))
-    monkeypatch.setattr(PromptLoader, "submit", lambda self, prompts, draws:
-                        events.append(f"decode {len(prompts)}") or submit(self, prompts, draws))
+    monkeypatch.setattr(PromptLoader, "submit", lambda self, rows, draws:
+                        events.append(f"decode {len(rows)}") or submit(self, rows, draws))
     assert evaluate(env, tmp_path, env.held_out, 1, eval_batch=5)["eval/num_samples"] == 13
-    assert events == ["decode 5", "decode 5", 5, "decode 3", 5, 3]
+    assert events == ["decode 5", "decode 5", 5, "decode 3", 5, "decode 0", 3]
 
 
 def test_a_batch_without_a_picture_that_decodes(env, tmp_path, monkeypatch):

@@ -277,8 +277,11 @@ def bare_forwards(decoder: nn.Module):
     captured in a CUDA graph.
     """
     hooked = [(part, part._forward_pre_hooks, part._forward_hooks) for part in fsdp_parts(decoder)]
-    for part, *_ in hooked:
-        part._forward_pre_hooks, part._forward_hooks = OrderedDict(), OrderedDict()
+    for part, pre_hooks, hooks in hooked:  # those of users stay
+        state = part._get_fsdp_state()
+        part._forward_pre_hooks, part._forward_hooks = OrderedDict(pre_hooks), OrderedDict(hooks)
+        del part._forward_pre_hooks[state._pre_forward_hook_handle.id]
+        del part._forward_hooks[state._post_forward_hook_handle.id]
     decoder.forward = inspect.unwrap(type(decoder).forward).__get__(decoder)
     try:
         yield
