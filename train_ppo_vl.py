@@ -277,7 +277,18 @@ class AlgorithmArgs:
     gamma: float = flag(
         1.0, "discount per token (gae, reinforce, reinforce++, remax)", low=0, high=1
     )
-    gae_lambda: float = flag(0.95, "lambda of gae", low=0, high=1)
+    gae_lambda: float = flag(
+        0.95, "lambda of gae: of the critic's targets, and of the advantages", low=0, high=1
+    )
+    gae_lambda_policy: float = flag(
+        -1.0, "lambda of gae's advantages alone (VAPO); -1: --gae_lambda", low=-1, high=1
+    )
+    gae_alpha: float = flag(
+        0.0,
+        "above 0: the lambda of gae's advantages is 1 - 1 / (alpha x tokens of the response), at "
+        "least 0, so that it suits long responses (VAPO: 0.05); 0: off",
+        low=0,
+    )
     advantages_norm: str = flag(
         "auto",
         "whiten advantages over the step. auto: on for gae, reinforce++ and reinforce_baseline",
@@ -490,6 +501,8 @@ OF_CRITIC = {
     "critic_warmup_steps",
     "value_clip",
     "gae_lambda",
+    "gae_lambda_policy",
+    "gae_alpha",
 }
 
 
@@ -561,6 +574,14 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
     refuse(
         -1 < values.clip_low < 0 or -1 < values.clip_high < 0,
         "--clip_low and --clip_high must be at least 0, or -1 for the loss's own",
+    )
+    refuse(
+        -1 < values.gae_lambda_policy < 0,
+        f"--gae_lambda_policy {values.gae_lambda_policy} must be at least 0, or -1 for --gae_lambda",
+    )
+    refuse(
+        values.gae_lambda_policy != -1 and values.gae_alpha,
+        "--gae_lambda_policy and --gae_alpha: choose one of them",
     )
     refuse(
         values.dual_clip != 0 and values.dual_clip <= 1,
@@ -1214,6 +1235,10 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
     )
+    if algorithm.gae_lambda_policy != -1:
+        inputs.gae_lambda_policy = algorithm.gae_lambda_policy
+    if algorithm.gae_alpha:
+        inputs.gae_lambda_policy = losses.length_adaptive_lambda(batch.lengths, algorithm.gae_alpha)
     if batch.turn_rewards is not None and algorithm.reward_norm:
         inputs.turn_rewards = batch.turn_rewards / state.moments.std
     if batch.greedy_rewards is not None:

@@ -44,6 +44,8 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     gamma: float = 1.0
     gae_lambda: float = 1.0
+    # of the advantages, where they have another one than the returns; (S,) or one for all
+    gae_lambda_policy: Tensor | float | None = None
 
     @functools.cached_property
     def token_rewards(self) -> Tensor:
@@ -79,8 +81,19 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]  # (N,) each
 
 
 def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """Generalised advantage estimation with a critic."""
-    return gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
+    """Generalised advantage estimation with a critic. Advantages may have a lambda of their own, while
+    the critic's targets keep theirs (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""
+    advantages, returns = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
+    if x.gae_lambda_policy is not None:
+        advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda_policy)
+    return advantages, returns
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """(S,) float64 ``1 - 1 / (alpha * length)``, so that the weights of a response's TD errors sum to
+    about alpha times its length (VAPO, Yue et al. 2025, alpha 0.05). 0 where a response of less than
+    1 / alpha tokens would make it negative."""
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
 
 
 def reinforce(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -202,15 +215,16 @@ def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) 
 
 
 def gae(
-    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: float
+    rewards: Tensor, values: Tensor, lengths: Tensor, gamma: float, lam: Tensor | float
 ) -> AdvantagesAndReturns:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16): (N,) advantages and
-    unwhitened returns.
+    unwhitened returns. ``lam`` is one number, or (S,).
 
     The value after the last token is 0, even if the response was truncated.
     """
     longest_first = lengths.argsort(descending=True)
     starts = (lengths.cumsum(0) - lengths)[longest_first]  # (S,)
+    lam = torch.as_tensor(lam, dtype=torch.float64).expand(len(lengths))[longest_first]  # (S,)
     # (longest,) sequences with a token at position t
     reach = len(lengths) - torch.bincount(lengths).cumsum(0)[:-1]
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
@@ -221,7 +235,7 @@ def gae(
         place = starts[:count] + t
         value = values[place].double()
         delta = rewards[place].double() + gamma * following[:count] - value
-        carry[:count] = delta + gamma * lam * carry[:count]
+        carry[:count] = delta + gamma * lam[:count] * carry[:count]
         following[:count] = value
         advantages[place] = carry[:count]
     return advantages.to(rewards.dtype), (advantages + values).to(rewards.dtype)

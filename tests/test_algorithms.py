@@ -183,6 +183,27 @@ def test_gae(env):
     assert unexplained != 1
 
 
+@pytest.mark.parametrize("changes", [{"gae_lambda_policy": 0.3}, {"gae_lambda_policy": 0.0}, {"gae_alpha": 0.2}, {"gae_alpha": 2.0}])
+def test_two_lambdas(env, changes):
+    """The critic's targets and the advantages by a loop each; one flag for all responses, the other by their lengths."""
+    samples, advantages, targets = copied(env), [], []
+    args = with_flags(env.args, advantage="gae", kl_in="reward", gamma=0.9, gae_lambda=0.8, advantages_norm="off", **changes)
+    ppo.compute_advantages(samples, state_of(env), args)
+    kl, values = ([part.tolist() for part in samples.split(column)] for column in (samples.kl, samples.values))
+    for reward, value in zip(rewards_of(SCORES, kl, 0.1), values):
+        alpha = changes.get("gae_alpha")
+        own = max(0.0, 1 - 1 / (alpha * max(1, len(value)))) if alpha else changes["gae_lambda_policy"]
+        for lam, rows, shift in ((own, advantages, 0.0), (0.8, targets, 1.0)):
+            row, carry, following = [], 0.0, 0.0
+            for t in reversed(range(len(reward))):
+                carry = reward[t] + 0.9 * following - value[t] + 0.9 * lam * carry
+                following = value[t]
+                row.insert(0, carry + shift * value[t])
+            rows += row
+    assert samples.advantages.tolist() == pytest.approx(advantages, abs=ROUNDING)
+    assert samples.returns.tolist() == pytest.approx(targets, abs=ROUNDING)
+
+
 def test_shaping_comes_before_the_group(env):
     """Normalised, clipped, less the length penalty, in this order; then the estimator, with remax's baseline shaped alike."""
     moments = losses.RunningMoments()

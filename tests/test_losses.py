@@ -67,6 +67,23 @@ def test_gae_golden():
     assert advantages.dtype == returns.dtype == torch.float32
 
 
+def test_gae_with_another_lambda_for_advantages_golden():
+    """By exact fractions, the recursion written out: advantages by lambda 0.4, or by 1 - 1 / (0.4 l), which is 1 / 6 for three
+    tokens and would be negative for two; returns by lambda 1."""
+    earned = losses.AdvantageInputs(rewards=torch.tensor([1.0, 2.0]), kl=torch.full((5,), 0.5), kl_coef=0.1, lengths=LENGTHS,
+                                    prompt_index=torch.zeros(2, dtype=torch.int64), values=VALUES, gamma=0.9, gae_lambda=1.0)
+    adaptive = losses.length_adaptive_lambda(LENGTHS, 0.4)
+    close(adaptive, [1 / 6, 0])
+    close(losses.length_adaptive_lambda(torch.tensor([0, 1, 20, 40]), 0.05), [0, 0, 0, 0.5])
+    for policy, expected in ((None, [.5745, .305, .75, 1.405, 1.85]), (0.4, [.264, -.1, .75, .406, 1.85]),
+                             (adaptive, [.261375, -.2575, .75, -.26, 1.85])):
+        earned.gae_lambda_policy = policy
+        advantages, returns = losses.gae_estimate(earned)
+        close(advantages, expected)
+        close(returns, [.6745, .805, .95, 1.705, 1.95])
+        assert advantages.dtype == returns.dtype == torch.float32
+
+
 def test_whiten():
     std = math.sqrt(7 / 3 + 1e-8)
     close(losses.whiten(torch.tensor([1.0, 2, 4])), [(1 - 7 / 3) / std, (2 - 7 / 3) / std, (4 - 7 / 3) / std])
