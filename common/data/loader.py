@@ -210,22 +210,29 @@ def join_pixels(parts: list[Pixels]) -> Pixels:
 
 
 def load_pixels(
-    prompt: Prompt, processor: Processor, change: Callable | None = None
+    prompt: Prompt,
+    processor: Processor,
+    change: Callable | None = None,
+    place: tuple[int, ...] = (),
 ) -> Pixels | None:
     """Decode the images and clips of a prompt: patches (ΣP, ...) or tiles (ΣT, 3, h, w) float32,
-    and grids (I, G) int64, G up to 3; None without either. ``change``: Pillow's image -> another of
-    the same size, which stands in its place.
+    and grids (I, G) int64, G up to 3; None without either.
+
+    Args:
+        change: of Pillow's image and ``(*place, k)``, where k counts the images and frames of the
+            prompt -> another image of the same size, which stands in its place.
 
     Raises ValueError: a body that cannot be decoded, or a file that changed since it was loaded.
     """
     if not prompt.images:
         return None
-    family = processor.family
+    family, count = processor.family, 0
     pixels = []
     for item in prompt.images:
         frames = read_frames([item], family.video_frames)
         if change is not None:
-            frames = map(change, frames)
+            frames = [change(frame, (*place, count + k)) for k, frame in enumerate(frames)]
+        count += len(frames)
         pixels.append(family.patches(*frames))
     patches, grids = zip(*pixels)
     expected = tuple(grid[:3] for grid in prompt.grids)

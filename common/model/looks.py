@@ -2,7 +2,7 @@
 other images, which is scored like any other.
 
     with_images   every image of the prompts and of environments changed
-    blank         a change: the image in one colour
+    blank         a change: of an image and its place in the run
     has_images    which samples a change of images concerns
     vision_gaps   what answers lose with blank images: the vision audit
 """
@@ -21,7 +21,12 @@ from common.data.processor import Processor
 from common.model.forward import compute_features, image_features
 
 
-def blank(image: Image.Image) -> Image.Image:
+# Which image of a run: the draw of its prompt, 0 or 1 + the number of the sample in whose
+# conversation it is, and which image of that. What is random in a change is seeded by it.
+Place = tuple[int, int, int]
+
+
+def blank(image: Image.Image, place: Place) -> Image.Image:
     """An image of the same size in its mean colour."""
     mean = tuple(round(value) for value in ImageStat.Stat(image).mean)
     return Image.new(image.mode, image.size, mean)
@@ -36,8 +41,8 @@ def has_images(batch: Batch) -> Tensor:
 
 
 def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Callable) -> Batch:
-    """The batch with ``change`` of every image (Pillow's) and of every frame of a clip, of the same
-    sizes.
+    """The batch with ``change(image, place)`` for every image (Pillow's) and every frame of a clip,
+    of the same sizes.
 
     Raises ValueError: a file that has changed since it was read.
     """
@@ -46,7 +51,7 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
         prompt = batch.prompts[index]
         # a first observation that all samples of a prompt share has grids there, and no file
         files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
-        pixels = load_pixels(files, processor, change)
+        pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
         if pixels is not None:
             patches[index] = pixels
     conversations = list(batch.conversations)
@@ -54,7 +59,10 @@ def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Ca
         index = int(batch.prompt_index[i])
         if not conversation.images:  # none, or on another rank
             continue
-        pixels = [processor.family.patches(change(image)) for image in conversation.images]
+        pixels = []
+        for k, image in enumerate(conversation.images):
+            place = batch.prompt_ids[index], 1 + int(batch.number[i]), k
+            pixels.append(processor.family.patches(change(image, place)))
         in_prompt = len(batch.prompts[index].grids) - len(batch.prompts[index].images)
         if in_prompt and batch.number[i] == 0:
             patched, grids = zip(*pixels[:in_prompt])

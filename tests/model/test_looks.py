@@ -76,7 +76,7 @@ def test_the_same_images_leave_no_gap_in_bfloat16(qwen25, rows, monkeypatch):
     """The sampler's rounding is not in it."""
     env = start(qwen25, rows, "--dtype bfloat16")
     batch = ppo.rollout(env.actor, take(env), env.sampling, 2)
-    monkeypatch.setattr(looks, "blank", lambda image: image)
+    monkeypatch.setattr(looks, "blank", lambda image, place: image)
     assert looks.vision_gaps(env.actor, batch, ppo.compute_logprobs).tolist() == [0.0] * 6
 
 
@@ -84,19 +84,22 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
     """Replies, observations that samples share, and those that they do not."""
     env = start(qwen25, rows, "--max_new_tokens 16 --stop_strings", '["a", "e", "r"]')
 
-    def change(image):
+    def change(image, place):
+        places.append(place)
         return Image.new("RGB", image.size, (10, 200, 30))
 
     for name in ("Noise", "Same"):
+        places = []
         batch = talk(env, name, 2, batch=take(env))
         changed = looks.with_images(batch, env.actor.model, env.processor, change)
-        same = looks.with_images(batch, env.actor.model, env.processor, lambda image: image)
+        same = looks.with_images(batch, env.actor.model, env.processor, lambda image, place: image)
         logprobs = ppo.compute_logprobs(env.actor, same)
         assert (logprobs - ppo.compute_logprobs(env.actor, batch)).abs().max() < ROUNDING
         assert (logprobs - ppo.compute_logprobs(env.actor, changed)).abs().max() > 1e-3
         gaps = looks.vision_gaps(env.actor, batch, ppo.compute_logprobs)
         assert len(gaps) == int(looks.has_images(batch).sum())
         assert gaps.isfinite().all()
+        assert len(set(places)) == len(places) > len(batch.prompts)
 
 
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
