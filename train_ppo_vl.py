@@ -4,21 +4,30 @@
     torchrun --nproc_per_node 2 train_ppo_vl.py  # no flags: the embedded toy (launch/toy.py)
     python train_ppo_vl.py --help                # every flag, by stage, with its default and unit
 
-One step, as `main` names it:
+One step, in the order of `main`:
 
-    prompts + images -> rollout -> rewards, meanwhile score (reference, values) -> advantages
-                     -> update critic, update actor -> report
+    prompts + images -> rollout -> rewards (meanwhile reference log-probs and values) -> advantages
+                     -> update critic -> update actor -> report
 
-Shapes: G prompts and S samples of the step, N response tokens of all samples, L tokens of a pack, T
-response tokens of that pack, M image tokens, P prompt tokens, H hidden size, V vocabulary, B
-slots that decode together.
+What happens in common/:
+
+    losses.py              every formula: advantages, the clipped ratio, KL
+    model/forward.py       puts image features into a packed sequence
+    model/attention.py     fills the KV cache
+    rewards/functions.py   calls your reward; an exception there ends every rank with one message
+    model/storage.py       weights and optimizer states, as a checkpoint has them
+    model/checkpoint.py    saves in the background; chooses what a resume loads
+
+Shapes: G prompts and S samples in a step, with N response tokens in all; L tokens in a pack, T of
+them response tokens and M image tokens; P prompt tokens, H hidden size, V vocabulary, B slots that
+decode together.
 
 Invariants, each with a test:
 * Every rank holds the text of all samples, so advantages and their statistics need no all-reduce.
-  Pictures and image features stay on one rank and move only to where they are trained.
-* A loss is a weighted sum over response tokens; the weights are global. Packing, the number of
-  ranks and the order of packs affect only rounding.
-* The policy that samples is the policy that trains: same weights, same positions, same `Sampling`.
+  Images and their features stay on the rank that decoded them, unless another rank trains on them.
+* A loss is a weighted sum over response tokens, and the weights are computed over all ranks. The
+  number of ranks and the way samples are packed affect only rounding.
+* The model that samples is the model that is trained: same weights, positions and `Sampling`.
 * Noise and data order are functions of (seed, counters); there is no generator state.
 * No condition that could differ between ranks decides whether a collective runs.
 """
@@ -56,7 +65,7 @@ from common.model import (
 
 # streams of sampling noise: a prompt that occurs in two of them gets independent samples
 TRAIN, EVAL, JUDGE = 0, 1, 2
-# eager decoding steps at a batch size before its graph is captured, which costs about as many
+# eager decoding steps before a batch size gets a CUDA graph: capturing takes about as long
 GRAPH_PAYS = 2
 
 
@@ -70,7 +79,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     check_rows(rows, reward, environment)
-    modules = build_models(args, rows.processor, ranks.device)  # on meta: no weight is read yet
+    modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
         budget.fit(budget.PolicyMemory(args, modules, rows, ranks.world), ranks)
@@ -84,14 +93,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)
     sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
-    if not args.run.eval_only:  # which has nothing to save
+    if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
     begun, last = state.step, args.optim.steps
     with checkpoints, open_loader(args, rows, state) as loader:
-        for step in range(begun, max(begun, last) + 1):  # steps done so far
-            # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
-            # whatever the run before it did not finish.
+        for step in range(begun, max(begun, last) + 1):  # the number of finished steps
+            # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
+            # whatever was left undone.
             stopping = distributed.stop_requested()  # the same answer on every rank
             checkpoints.save_if_due(step, last, now=stopping)
             if stopping and step < last:
@@ -105,7 +114,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
             # One step.
             logging.timer.reset()
-            # prompts, responses and their rewards; old and reference log-probs, values
+            # prompts, responses, their rewards, log-probs (old and reference) and values
             batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
             with logging.timer("advantages"):
@@ -114,7 +123,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             move_reference(step + 1, models, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
-            report(log, batch, state, models.actor, checkpoints, args)  # recorded before it is saved
+            report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
             checkpoints.check_skipped(state.step, state.skipped_steps)
             check_sampler(log, state, models.actor, begun, args)
 
@@ -128,11 +137,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 class Estimator(NamedTuple):
-    """Where advantages come from."""
+    """How advantages are computed."""
 
-    # of `losses.AdvantageInputs` -> (N,) advantages before whitening, (N,) returns
+    # losses.AdvantageInputs -> (N,) advantages before whitening, (N,) returns
     estimate: Callable
-    # what must have at least two samples to compare: each "prompt", or the "step"; "": neither
+    # compares the samples of a "prompt" or of the "step", at least two; "": compares none
     compares: str = ""
     whiten: bool = False  # over the step, unless --advantages_norm says otherwise
 
@@ -140,7 +149,7 @@ class Estimator(NamedTuple):
 class PolicyLoss(NamedTuple):
     """What the actor minimises."""
 
-    # of `losses.PolicyLossInputs`, clip_low, clip_high -> `losses.PolicyLossOutput`
+    # (losses.PolicyLossInputs, clip_low, clip_high) -> losses.PolicyLossOutput
     compute: Callable
     clip: tuple[float, float]  # how far the ratio may go below and above 1 (gmpo: in log space)
     aggregation: str = "token-mean"  # as in the paper
@@ -185,17 +194,17 @@ class RowArgs:
 
     row_kind: str = flag(
         "prompts",
-        "what the rows are: prompts, or judgements (see train_grm_vl.py --help), whose verdicts "
-        "become the references, to train a judge by RL with --reward verdict",
+        "kind of rows: prompts; or judgements (see train_grm_vl.py --help), to train a judge by RL: "
+        "--reward verdict compares its answers with their verdicts",
         choices=("prompts", "judgements"),
     )
     columns: str = flag(
-        "", "other column names, as in prompt=question,images=pictures,answer=solution,label=source"
+        "", "columns of your files, as in prompt=question,images=pictures,answer=solution,label=source"
     )
     system_prompt: str = flag("", "system message put before every prompt; empty: none")
     ptx_data: str = flag(
         "",
-        "JSONL of prompt, images, response for a next-token loss beside the RL loss; empty: none",
+        "JSONL with prompt, images, response for a next-token loss besides the RL loss; empty: none",
         paths=True,
     )
     ptx_coef: float = flag(
@@ -215,8 +224,8 @@ class RolloutArgs:
 
     rollouts_per_step: int = flag(
         1,
-        "rollouts per step, each of equally many prompts; their samples are pooled for the "
-        "updates; must divide --prompts_per_step",
+        "rollouts per step, which share --prompts_per_step equally and whose samples are pooled for "
+        "the updates; must divide --prompts_per_step",
         low=1,
     )
     samples_per_prompt: int = flag(4, "samples per prompt", low=1)
@@ -246,20 +255,20 @@ class RolloutArgs:
     stop_strings: str = flag("", "JSON list of strings that end a response when they appear in it")
     slots: int = flag(
         0,
-        "sequences decoded together per rank; 0: as many as the memory allows, at most "
+        "sequences decoded together per rank; 0: as many as fit into memory, at most "
         f"{attention.MOST_SLOTS}",
         low=0,
     )
     cuda_graphs: str = flag(
         "auto",
-        "decode with CUDA graphs, captured anew in every rollout: one launch per step. auto: "
-        f"on a GPU, once a batch size has been used for {GRAPH_PAYS} steps",
+        "decode with CUDA graphs (one launch per step), captured again in every rollout. auto: "
+        f"on a GPU, after {GRAPH_PAYS} steps at the same batch size",
         choices=("auto", "on", "off"),
     )
     eval_samples: int = flag(
         1,
         "samples per held-out prompt; 1: greedy; more: drawn at --temperature, for mean rewards "
-        "and pass@k of the accuracy",
+        "and pass@k",
         low=1,
     )
 
@@ -270,8 +279,8 @@ class AlgorithmArgs:
 
     advantage: str = flag(
         "gae",
-        "advantage estimator; gae has a critic; grpo (group_norm), dr_grpo, rloo, opo, gpg and "
-        "reinforce_baseline compare at least 2 samples per prompt; remax adds a greedy one",
+        "advantage estimator. gae trains a critic; grpo (alias group_norm), dr_grpo, rloo, opo, gpg "
+        "and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy one",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -294,16 +303,16 @@ class AlgorithmArgs:
         "whiten advantages over the step. auto: on for gae, reinforce++ and reinforce_baseline",
         choices=("auto", "on", "off"),
     )
-    advantage_clip: float = flag(0.0, "bound of the advantages' absolute value; 0: off", low=0)
+    advantage_clip: float = flag(0.0, "largest absolute advantage; 0: off", low=0)
     reward_norm: bool = flag(
         False, "normalize rewards by their mean and standard deviation since the start of the run"
     )
     reward_clip: float = flag(
-        0.0, "bound of the rewards' absolute value, after --reward_norm; 0: off", low=0
+        0.0, "largest absolute reward, after --reward_norm; 0: off", low=0
     )
     overlong_buffer: int = flag(
         0,
-        "last tokens before --max_new_tokens, over which a length penalty grows (DAPO); 0: off",
+        "tokens before --max_new_tokens over which a length penalty grows (DAPO); 0: off",
         low=0,
     )
     overlong_factor: float = flag(
@@ -311,8 +320,8 @@ class AlgorithmArgs:
     )
     dynamic_sampling: int = flag(
         0,
-        "most rollouts per step, to replace prompts whose samples all earn the same reward "
-        "(DAPO); 0: off",
+        "replace prompts whose samples all earn the same reward, in at most this many rollouts per "
+        "step (DAPO); 0: off",
         low=0,
     )
     critic_model: str = flag(
@@ -322,7 +331,7 @@ class AlgorithmArgs:
     )
     reference_model: str = flag(
         "",
-        "checkpoint of the frozen reference, loaded only if a KL is used; empty: the actor's",
+        "checkpoint of the frozen reference, loaded only with --kl_coef; empty: the actor's",
         paths=True,
     )
     reference_every: int = flag(
@@ -334,15 +343,17 @@ class AlgorithmArgs:
     kl_in: str = flag("reward", "where the KL acts", choices=("reward", "loss"))
     kl_estimator: str = flag(
         "k1",
-        "in the reward use k1, the only one whose gradient there is that of the KL; in the loss "
-        "k2, k3+ or full (exact over the whole vocabulary; costs one more forward pass of the "
-        "reference); k1 has no expected gradient there",
+        "with --kl_in reward use k1, since only k1 gives the gradient of the KL there; with --kl_in "
+        "loss use k2, k3+ or full (exact, over the whole vocabulary, for one more forward pass of "
+        "the reference), since the gradient of k1 averages to zero there",
         choices=("k1", "k2", "k3", "abs", "full", "k1+", "k3+", "abs+"),
     )
     kl_target: float = flag(
-        0.0, "KL per token that the weight is adapted to reach; 0: the weight is fixed", low=0
+        0.0, "adapt the weight of the KL to reach this KL per token; 0: the weight is fixed", low=0
     )
-    kl_horizon: int = flag(10000, "samples over which the adaptive weight changes", low=1)
+    kl_horizon: int = flag(
+        10000, "samples over which the adaptive weight changes by at most about a fifth", low=1
+    )
     loss_aggregation: str = flag(
         "auto",
         "how token losses are averaged. auto: seq-mean-token-mean for gspo, gmpo and "
@@ -352,37 +363,39 @@ class AlgorithmArgs:
     policy_loss: str = flag("ppo", "loss of the actor", choices=tuple(POLICY_LOSSES))
     clip_low: float = flag(
         -1.0,
-        "ratio clip below 1; -1: the loss's own: ppo and cpgd 0.2, gspo 3e-4, gmpo 0.4 (in log "
-        "space), cispo 1 (none)",
+        "how far below 1 the ratio is clipped; -1: as the loss has it: ppo and cpgd 0.2, gspo 3e-4, "
+        "gmpo 0.4 (in log space), cispo 1 (no clip)",
         low=-1,
         high=1,
     )
     clip_high: float = flag(
         -1.0,
-        "ratio clip above 1; larger than --clip_low is clip-higher; -1: the loss's own: ppo "
-        "and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
+        "how far above 1 the ratio is clipped; more than --clip_low is clip-higher; -1: as the loss "
+        "has it: ppo and cpgd 0.2, gspo 4e-4, gmpo 0.4, cispo 4",
         low=-1,
     )
-    dual_clip: float = flag(3.0, "ratio bound for negative advantages (ppo), above 1; 0: off")
-    value_clip: float = flag(0.2, "clip of the value's change; 0: off", low=0)
+    dual_clip: float = flag(
+        3.0, "largest ratio that counts where the advantage is negative (ppo), above 1; 0: off"
+    )
+    value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
     entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
     high_entropy_ratio: float = flag(
         1.0,
-        "fraction of each response's tokens, those of highest entropy, that enter the policy "
+        "use only this fraction of each response's tokens, those of highest entropy, in the policy "
         "loss; below 1 costs one more forward pass",
         low=1e-6,
         high=1,
     )
     mask_truncated: bool = flag(
         False,
-        "leave responses that a limit ended (tokens; with --env turns and replies too) out of the "
-        "policy loss (DAPO's overlong filtering); value, KL and entropy losses and the statistics "
-        "of rewards keep them",
+        "leave responses that were cut off by a limit (of tokens; with --env also of turns and "
+        "replies) out of the policy loss (DAPO's overlong filtering); they stay in the value, KL and "
+        "entropy losses and in the statistics of rewards",
     )
     importance_cap: float = flag(
         0.0,
         "above 0: recompute old log-probs in a forward pass instead of taking the sampler's, "
-        "and weight tokens by the ratio of the two, capped at this (2 is usual)",
+        "and weight each token by the ratio of the two, at most this (2 is usual)",
         low=0,
     )
 
@@ -398,7 +411,7 @@ class UpdateArgs:
     critic_epochs: int = flag(
         0, "passes of the critic over the samples of a step; 0: as many as --epochs", low=0
     )
-    critic_warmup_steps: int = flag(0, "first steps that update the critic only", low=0)
+    critic_warmup_steps: int = flag(0, "update only the critic in this many first steps", low=0)
     target_kl: float = flag(
         0.0, "stop a step's actor updates when KL(old, new) per token exceeds this; 0: off", low=0
     )
@@ -410,20 +423,21 @@ class UpdateArgs:
     )
     sampler_gap_limit: float = flag(
         -1.0,
-        "stop after the first update if train/sampler_gap, the mean difference of log-probs between "
-        "sampler and training, is above this; later only warn; -1: 0.1, in float32 0.001; 0: off",
+        "largest train/sampler_gap, the mean difference between the log-probs of sampler and "
+        "training: the first step stops the run above it, later ones warn; -1: 0.1, in float32 "
+        "0.001; 0: off",
         low=-1,
     )
     ema_beta: float = flag(
         0.0,
-        "decay of a running average of the actor's weights, updated after each applied update "
-        "(say 0.992); it is what is evaluated, and is exported beside them; 0: no average",
+        "decay of a running average of the actor's weights, say 0.992, updated after each applied "
+        "update; evaluations use the average, exports have both; 0: no average",
         low=0,
         high=0.999999,
     )
     offload: str = flag(
         "none",
-        "what is kept in host memory while not in use. optimizer: the optimizers' states; all: "
+        "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
         "the reference and reward models too",
         choices=("none", "optimizer", "all"),
     )
@@ -449,13 +463,13 @@ class Args:
 
     @property
     def longest_response(self) -> int:
-        """Tokens of the longest response with the longest replies of an environment."""
+        """Most tokens of a response, with the replies of an environment."""
         replies = self.env.max_reply_tokens if self.env.env else 0
         return self.rollout.max_new_tokens + replies
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt with the longest response."""
+        """Most tokens of a prompt with a response."""
         return self.data.max_prompt_tokens + self.longest_response
 
     @property
@@ -472,7 +486,7 @@ class Args:
 
     @property
     def clip(self) -> tuple[float, float]:
-        """How far below and above 1 the ratio may go."""
+        """How far below and above 1 the ratio is clipped."""
         low, high = POLICY_LOSSES[self.algorithm.policy_loss].clip
         if self.algorithm.clip_low != -1:
             low = self.algorithm.clip_low
@@ -493,7 +507,7 @@ class Args:
         )
 
 
-# flags that do nothing without a critic
+# these flags have no effect without a critic
 OF_CRITIC = {
     "critic_model",
     "critic_lr",
@@ -507,7 +521,8 @@ OF_CRITIC = {
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Flags override --config, which overrides defaults; without --model and --config: the toy.
+    """Flags override --config, which overrides defaults. Without --model and --config the run is
+    the toy's.
 
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
@@ -525,7 +540,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def check_args(args: Args) -> None:
-    """Refuse what cannot work, before any process group or GPU is touched."""
+    """Refuse combinations that cannot work, before any process group or GPU is touched."""
     refuse = flags.Refusals(args)
     values = refuse.values
     refuse(
@@ -597,7 +612,7 @@ def check_kl_args(refuse: flags.Refusals) -> None:
     values = refuse.values
     if not values.kl_coef:
         for name in ("reference_model", "reference_every", "kl_target"):
-            refuse(getattr(values, name), f"--{name} is of no use without a --kl_coef above 0")
+            refuse(getattr(values, name), f"--{name} has no effect without a --kl_coef above 0")
     refuse.both("reference_every", "lora_rank", "; with adapters the reference is the base model")
     samples = values.prompts_per_step * values.samples_per_prompt
     refuse(
@@ -625,12 +640,12 @@ def parse_stop_strings(text: str) -> list[str] | None:
 
 @dataclass
 class Rows:
-    """What a run reads, the same on every rank: checked rows, and the processor of the actor's
+    """The data of a run, the same on every rank: checked rows, and the processor of the actor's
     checkpoint."""
 
     processor: data.Processor
     train_sets: list[list[data.Prompt]]
-    shares: list[float]  # how often each set is drawn, in proportion
+    shares: list[float]  # in which proportion the sets are drawn
     held_out: list[data.Prompt]
     text: text_loss.TextLoss | None  # of --ptx_data
 
@@ -643,7 +658,7 @@ def load_rows(args: Args) -> Rows:
     """Read the checkpoint's processor and all rows.
 
     Raises:
-        UserError: on every rank alike: bad checkpoint files or bad rows, with file and line.
+        UserError: on every rank; bad checkpoint files, or bad rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model)
@@ -660,7 +675,8 @@ def load_rows(args: Args) -> Rows:
             held_out = []
             for path, _ in flags.parse_datasets(args.data.eval_data):
                 held_out += data.load_prompts(path, processor, args.data, **options)
-    held_out = [replace(row, index=number) for number, row in enumerate(held_out)]  # over all files
+    # numbered across all files
+    held_out = [replace(row, index=number) for number, row in enumerate(held_out)]
     shares = data.shares_of(sets, train_sets)
     return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
 
@@ -668,7 +684,7 @@ def load_rows(args: Args) -> Rows:
 def check_rows(
     rows: Rows, reward: rewards.RewardMix, environment: environments.Environment | None
 ) -> None:
-    """Raises UserError: rows that cannot be scored, or an environment that does not work with this
+    """Raises UserError if rows cannot be scored, or if the environment does not work with this
     model."""
     everything = rows.train + rows.held_out
     reward.check_rows(everything)
@@ -682,8 +698,8 @@ def check_rows(
 
 
 def load_text(args: Args, processor: data.Processor) -> text_loss.TextLoss | None:
-    """The loss on the rows of --ptx_data, to which no system prompt is added. Raises UserError on
-    every rank alike."""
+    """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
+    every rank."""
     if not args.rows.ptx_data:
         return None
     with distributed.raise_on_all_ranks("--ptx_data "):
@@ -701,7 +717,7 @@ def load_text(args: Args, processor: data.Processor) -> text_loss.TextLoss | Non
 
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
-    """The training prompts in order, from the point that the run has reached."""
+    """The training prompts in order, continuing where the run stopped."""
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
@@ -715,17 +731,16 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
 
 @dataclass
 class TrainState:
-    """What a resumed run must know besides weights and optimizers. It is saved with each
-    checkpoint."""
+    """What a resumed run needs besides weights and optimizer states; saved in each checkpoint."""
 
     kl_coef: float  # weight of the KL
     moments: losses.RunningMoments = field(default_factory=losses.RunningMoments)
-    step: int = 0  # steps done
-    batches_taken: int = 0  # rollouts' worth of prompts drawn from the data
+    step: int = 0  # finished steps
+    batches_taken: int = 0  # batches of prompts taken from the loader, one per rollout
     passes: float = 0.0  # over the data
-    dropped_prompts: int = 0  # whose pictures did not decode
+    dropped_prompts: int = 0  # because an image did not decode
     evaluations: int = 0
-    # role -> consecutive steps without an applied update
+    # role -> latest consecutive steps without an applied update
     skipped_steps: dict[str, int] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
@@ -744,7 +759,7 @@ def advance(
     rows: Rows,
     args: Args,
 ) -> None:
-    """Count a finished step, and add the counters to its metrics."""
+    """Bring the state up to date after a step, and add its counters to the metrics."""
     algorithm = args.algorithm
     if "train/kl" in metrics and state.step >= args.update.critic_warmup_steps:
         metrics["train/kl_coef"] = state.kl_coef
@@ -761,7 +776,7 @@ def advance(
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
     state.evaluations += logging.evaluation_due(state.step, args, rows)
     for role in ("actor", "critic"):
-        skipped = metrics.get(f"train/{role}_skipped")  # share of its updates; None: it had none
+        skipped = metrics.get(f"train/{role}_skipped")  # share of its updates; None: no updates
         if skipped is not None:
             state.skipped_steps[role] = state.skipped_steps.get(role, 0) + 1 if skipped == 1 else 0
     for part in ("rollout", "train"):
@@ -769,7 +784,7 @@ def advance(
     state.metrics = metrics
 
 
-# What makes a run another run: --resume auto does not go on with other values of these.
+# Flags that identify a run: --resume auto does not continue with other values of them.
 IDENTITY = {
     *flags.IDENTITY,
     "ptx_data (rows)",
@@ -783,7 +798,7 @@ IDENTITY = {
 
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
-    """What a resumed run is compared by: flags, and digests of the data files."""
+    """By which a resumed run is compared with its checkpoint: flags, and digests of the data."""
     listed = flags.as_flags(args)
     listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
     if rows.text is not None:
@@ -798,8 +813,8 @@ def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Sampling:
-    """How tokens are drawn. A batch keeps the `Sampling` it was drawn with; scoring and training
-    take it from there, so they see the distribution that was sampled from."""
+    """How tokens are drawn. A batch keeps the `Sampling` it was drawn with, so that scoring and
+    training use the distribution that was sampled from."""
 
     max_new_tokens: int
     banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
@@ -812,8 +827,8 @@ class Sampling:
     seed: int = 0
     stream: int = TRAIN
     greedy: bool = False
-    environment: Any = None  # what answers the policy; None: nothing, responses have one turn
-    slots: int = 0  # how many sequences decode together; 0: as many as fit
+    environment: Any = None  # answers the policy's turns; None: a response is one turn
+    slots: int = 0  # sequences that decode together; 0: as many as fit
     cuda_graphs: str = "auto"
 
     @staticmethod
@@ -849,8 +864,8 @@ class Sampling:
 
 
 class Policy(nn.Module):
-    """Actor or reference: a pack in, log-probs of its response tokens out. The full logits
-    are never materialized."""
+    """Actor or reference: maps a pack to the log-probs of its response tokens. The full logits are
+    never materialized."""
 
     def __init__(self, model: nn.Module, processor: data.Processor):
         super().__init__()
@@ -867,11 +882,12 @@ class Policy(nn.Module):
         """Returns logp (T,) float32, entropy (T,) or None, and exact KL (T,) or None.
 
         Args:
-            sampling: how the tokens were drawn; None, of text that was not sampled: the plain
-                model, with no temperature and nothing banned.
-            reference: `reference_outputs`, hidden states (T, H) and head (V, H), for the exact KL.
-            hidden_only: return the hidden states (T, H) that predict the responses, and nothing
-                else. (A flag, not a method: FSDP gathers weights only in `forward`.)
+            sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
+                and no banned ids.
+            reference: for the exact KL, the reference's hidden states (T, H) and head (V, H), from
+                `reference_outputs`.
+            hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
+                flag, not a method: FSDP gathers weights only in `forward`.)
         """
         hidden = vlm.hidden_states(self.model, pack)[pack.predict]  # (T, H)
         if hidden_only:
@@ -900,7 +916,7 @@ class Critic(nn.Module):
         self.value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
 
     def forward(self, pack: Pack) -> Tensor:
-        """Returns values (T,) of the head's type: float32."""
+        """Returns values (T,) in float32, the type of the head."""
         hidden = vlm.hidden_states(self.model, pack)  # (L, H)
         states = hidden[pack.predict].to(self.value_head.weight.dtype)  # (T, H)
         # sum, not squeeze: FSDP2 hooks the output, which must not be a view
@@ -914,7 +930,7 @@ def build_models(
     compute on ``device``. With adapters the reference is the actor without them.
 
     Raises:
-        UserError: on every rank alike: a checkpoint that is not there, or cannot have this role.
+        UserError: on every rank; a checkpoint is missing, or cannot serve in its role.
     """
     algorithm = args.algorithm
     if args.rollout.cuda_graphs == "on" and device.type == "cpu":
@@ -946,7 +962,7 @@ def build_models(
 def build_reward_models(
     args: Args, reward: rewards.RewardMix, rows: Rows, actor: Policy
 ) -> dict[str, nn.Module]:
-    """The models among the sources of rewards by name, on meta. Raises UserError: see
+    """The reward models by the name of their source, on meta. Raises UserError: see
     `rewards.models.build`."""
     if args.run.export_only:
         return {}
@@ -967,11 +983,11 @@ class Models(NamedTuple):
 
     actor: Policy
     critic: Critic | None  # with gae
-    reference: Policy | None  # with a KL; the actor itself, if that has adapters
+    reference: Policy | None  # with a KL; with adapters it is the actor itself
 
 
 def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ranks) -> Models:
-    """Shard and load all modules, those of rewards too."""
+    """Shard and load all modules, including reward models."""
     with distributed.raise_on_all_ranks():
         for role, module in modules.items():
             weights.shard_and_load(module, ranks, args.run.seed)
@@ -984,7 +1000,8 @@ def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ra
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
-    """What checkpoints hold, by role: models with their optimizers, and a reference that moves."""
+    """What a checkpoint contains, by role: models with their optimizers, and the reference if
+    --reference_every changes it."""
     update = args.update
     trainables: dict[str, fsdp.Trainable | nn.Module] = {}
     trainables["actor"] = fsdp.Trainable(

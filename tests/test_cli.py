@@ -156,10 +156,10 @@ stray                                         | unrecognized arguments: stray
 --gae_lambda_policy 0 --gae_alpha 0.05        | --gae_lambda_policy and --gae_alpha: choose one
 --advantage grpo --critic_warmup_steps 2      | --critic_warmup_steps
 --freezing_actor_steps 2                      | did you mean --critic_warmup_steps?
---reference_model m                           | --reference_model is of no use without a --kl_coef above 0
---reference_every 5                           | --reference_every is of no use without a --kl_coef above 0
+--reference_model m                           | --reference_model has no effect without a --kl_coef above 0
+--reference_every 5                           | --reference_every has no effect without a --kl_coef above 0
 --reference_every 5 --kl_coef 0.1 --lora_rank 4 | --reference_every and --lora_rank: choose one
---kl_target 0.1                               | --kl_target is of no use without a --kl_coef above 0
+--kl_target 0.1                               | --kl_target has no effect without a --kl_coef above 0
 --kl_coef 0.1 --kl_target 0.1 --kl_horizon 20 | --kl_horizon
 --min_new_tokens 9 --max_new_tokens 8         | --min_new_tokens 9 exceeds --max_new_tokens 8
 --dual_clip 1                                 | --dual_clip 1.0 must be above 1, or 0
