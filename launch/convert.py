@@ -10,7 +10,7 @@ Parquet needs a package that the trainers do without, hence an environment of it
     .venv-convert/bin/hf download hiyouga/geometry3k --repo-type dataset --local-dir geometry3k
     .venv-convert/bin/python launch/convert.py geometry3k/data --label geo3k --out data/geo3k
 
-Sources are .parquet and .jsonl files, or folders of them. The shards train-00000-of-00002 and
+Sources are .parquet, .jsonl and .json files, or folders of the first two. The shards train-00000-of-00002 and
 train-00001-of-00002 become train.jsonl. Images are written as they are, as images/<split>-<row>-<place>.jpeg
 and so on.
 
@@ -23,6 +23,10 @@ and so on.
     label        label, source, data_source, query_source, or else --label; it is called source in pairs
     responses    chosen and rejected, as text or conversations, or the two of response (VL-RewardBench)
     preferred    A or B, the chosen one of the responses, or by human_ranking, where it may be a tie
+
+With --benchmark NAME the files are those of a benchmark of judges (launch/benchmarks.py). Its rows get "source" (the
+official group) and "pair" (what counts together, as in ACC+). Rows without their image, or of a kind that judges here
+cannot read, are counted and left out.
 
 Every other column is kept under its name. In a pair, a name that would change how the row is read, such as
 score, becomes original_score. A hash of the texts decides which response of a pair stands first.
@@ -38,12 +42,15 @@ import os
 import re
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+
+import benchmarks
 
 PROMPTS = ("prompt", "messages", "query", "question", "problem")
 LABELS = ("label", "source", "data_source", "query_source")
@@ -67,7 +74,7 @@ def convert(row: dict, images: "Images", label: str = "") -> dict:
     Raises ValueError, and KeyError or TypeError where a column is not built as it should be.
     """
     rest = {column: value for column, value in row.items() if value is not None}
-    is_pair = "human_ranking" in rest or {"chosen", "rejected"} <= rest.keys()
+    is_pair = bool(rest.keys() & {"human_ranking", "preferred"}) or {"chosen", "rejected"} <= rest.keys()
     converted = convert_pair(rest, images) if is_pair else convert_prompt(rest, images)
     column = first_of(LABELS, rest)
     label = as_text(rest.pop(column)) if column else label
@@ -100,6 +107,8 @@ def convert_prompt(rest: dict, images: "Images") -> dict:
 
 def convert_pair(rest: dict, images: "Images") -> dict:
     """The prompt, images, videos, responses and verdict of a pair."""
+    if "preferred" in rest:  # a pair of images, or one in our form
+        return {"prompt": as_one_text(take_prompt(rest, images))} | take_media(rest, images)
     preferred = "A"
     if "human_ranking" in rest:
         prompt = take_prompt(rest, images)
@@ -266,21 +275,29 @@ class Images:
         try:
             return base64.b64decode("".join(encoded.split()), validate=True)
         except binascii.Error as error:
-            raise ValueError(f"{image!r:.80} is neither a file in {self.root} nor an image in base64") from error
+            message = f"{image!r:.80} is neither a file in {self.root} nor an image in base64"
+            raise FileNotFoundError(message) from error
 
     def find_clip(self, clip: Any) -> str | list[str]:
-        """A film as its absolute path; of a list of frames the list of their images."""
+        """A film as its absolute path; of a list or folder of frames the list of their images."""
         if isinstance(clip, list):
             return [self.write(frame) for frame in clip]
         path = clip["video"] if isinstance(clip, dict) else clip
-        return str((self.root / path.removeprefix("file://")).resolve(strict=True))
+        path = (self.root / path.removeprefix("file://")).resolve(strict=True)
+        if path.is_dir():
+            frames = sorted(path.iterdir(), key=lambda frame: (len(frame.name), frame))  # frame-2 before frame-10
+            return [self.write(str(frame)) for frame in frames]
+        return str(path)
 
 
 # ---- Files
 
 
 def read_rows(path: Path) -> Iterator[str | dict]:
-    """The rows of a table, the lines of JSONL."""
+    """The rows of a table or of a JSON list, the lines of JSONL."""
+    if path.suffix == ".json":
+        yield from json.loads(path.read_text(encoding="utf-8"))
+        return
     if path.suffix == ".jsonl":
         with open(path, encoding="utf-8-sig") as lines:
             yield from lines
@@ -296,24 +313,34 @@ def read_rows(path: Path) -> Iterator[str | dict]:
 def write_split(split: str, paths: list[Path], folder: Path, args: argparse.Namespace) -> None:
     """Write <folder>/<split>.jsonl and its images. Raises ValueError with file and row."""
     total = written = 0
+    skipped = (benchmarks.LeftOut, FileNotFoundError) if args.benchmark else ()
+    left_out: dict[str, list[str]] = defaultdict(list)  # why -> which rows
     with open(folder / f"{split}.jsonl", "w", encoding="utf-8") as file:
         for path in paths:
             for number, row in enumerate(read_rows(path), start=1):
                 if isinstance(row, str) and row.isspace():
                     continue
-                images = Images(folder / "images", f"{split}-{total:05d}", args.image_root or path.parent)
                 try:
                     row = json.loads(row) if isinstance(row, str) else row
                     for ours, theirs in args.columns.items():
                         row[ours] = row.pop(theirs)
-                    converted = convert(row, images, args.label)
+                    for pair in benchmarks.rows_of(args.benchmark, row) if args.benchmark else [row]:
+                        images = Images(folder / "images", f"{split}-{total:05d}", args.image_root or path.parent)
+                        converted = convert(pair, images, args.label)
+                        # What JSON lacks, in columns that are only kept, such as dates, becomes text.
+                        file.write(json.dumps(converted, default=str) + "\n")
+                        total += 1
+                        written += images.count
+                except skipped as error:
+                    kind = str(error) if isinstance(error, benchmarks.LeftOut) else "image missing"
+                    left_out[kind].append(str(row.get("id", row.get("ID", f"row {number}"))))
                 except BAD_ROW as error:
                     raise ValueError(f"{path}, row {number}: {type(error).__name__}: {error}") from error
-                # What JSON lacks, in columns that are only kept, such as dates, becomes text.
-                file.write(json.dumps(converted, default=str) + "\n")
-                total += 1
-                written += images.count
     print(f"{split}.jsonl: {total} rows, {written} images", flush=True)
+    for kind, names in left_out.items():
+        print(f"left out: {len(names)} rows, {kind}: {', '.join(names):.200}", flush=True)
+    if left_out and not total:
+        raise ValueError(f"{split}: no row is left (images are looked for in --image_root)")
 
 
 def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
@@ -321,11 +348,11 @@ def find_splits(sources: list[Path]) -> dict[str, list[Path]]:
     splits: dict[str, list[Path]] = {}
     for source in sources:
         for path in sorted(source.iterdir()) if source.is_dir() else [source]:
-            if path.suffix in (".parquet", ".jsonl"):
+            if path.suffix in (".parquet", ".jsonl") or path == source and path.suffix == ".json":
                 split = re.sub(r"-\d+-of-\d+$", "", path.stem)
                 splits.setdefault(split, []).append(path)
     if not splits:
-        raise ValueError(f"no .parquet or .jsonl files in {', '.join(map(str, sources))}")
+        raise ValueError(f"no .parquet, .jsonl or .json files in {', '.join(map(str, sources))}")
     return splits
 
 
@@ -336,8 +363,9 @@ def parse_columns(text: str) -> dict[str, str]:
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
-    parser.add_argument("sources", type=Path, nargs="+", help=".parquet and .jsonl files, or folders of them")
+    parser.add_argument("sources", type=Path, nargs="+", help=".parquet, .jsonl and .json files, or folders")
     parser.add_argument("--out", type=Path, required=True, help="new folder to write")
+    parser.add_argument("--benchmark", choices=benchmarks.COLUMNS, help="of judges, whose files these are")
     parser.add_argument("--columns", type=parse_columns, default={}, metavar="OURS=THEIRS,...",
                         help="columns under other names: prompt=Text,images=Image")
     parser.add_argument("--label", default="", help="label of the rows that have none")

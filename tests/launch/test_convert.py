@@ -284,8 +284,8 @@ CUT_IMAGE = base64.b64encode(encode(noise(1))[:900]).decode()
     (dict(query=[{"role": "user", "content": [{"type": "image", "image": base64_of(noise(1))}]}], image=base64_of(noise(2)),
           response=["a", "b"], human_ranking=[0, 1]), "ValueError: images of a pair come with its messages or in a column"),
     (GOOD | {"image": "a.png"}, "ValueError: columns 'image' and 'images'"),
-    (GOOD | {"images": ["none.png"]}, "ValueError: 'none.png' is neither a file in "),
-    (GOOD | {"images": ["http://host/a.png"]}, "ValueError: 'http://host/a.png' is neither a file in "),
+    (GOOD | {"images": ["none.png"]}, "FileNotFoundError: 'none.png' is neither a file in "),
+    (GOOD | {"images": ["http://host/a.png"]}, "FileNotFoundError: 'http://host/a.png' is neither a file in "),
     (GOOD | {"images": [CUT_IMAGE]}, "OSError: "),
     (GOOD | {"videos": ["none.mp4"]}, "FileNotFoundError: "),
     (GOOD | {"answer": [1]}, "ValueError: answer and label must be text or a number, not [1]"),
@@ -305,7 +305,7 @@ def test_an_error_names_file_and_row(tmp_path, capsys, row, message):
 
 @pytest.mark.parametrize("name, content, flags, message", [
     ("rows.jsonl", "\n{]\n", [], "rows.jsonl, row 2: JSONDecodeError"),
-    ("rows.csv", "a,b", [], "no .parquet or .jsonl files in"),
+    ("rows.csv", "a,b", [], "no .parquet, .jsonl or .json files in"),
     ("rows.jsonl", '{"prompt": "x"}', ["--columns", "prompt=Text"], "row 1: KeyError: 'Text'"),
     ("rows.jsonl", '{"prompt": "x"}', ["--out", "."], ". exists: remove it or name another"),
 ])

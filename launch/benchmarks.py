@@ -1,0 +1,120 @@
+"""Published benchmarks of judges: their files, and which of their rows count together.
+
+    name                     a row, as published
+    vl_rewardbench           {id, query, response, image, human_ranking}, or {id, prompt, chosen, rejected, image}
+    mm_rlhf                  {id, image or video, prompt, chosen, rejected}; all pairs of an id make ACC+
+    multimodal_rewardbench   {ID, Text, Image, Output1, Output2, Better, Category}
+    rewardbench2             {id, prompt, chosen, rejected, subset}, lists of answers: pairs, which make best of 4
+    genai_bench              {prompt, left_image, right_image, vote_type}
+"""
+
+import re
+
+COLUMNS = {
+    "vl_rewardbench": "id",
+    "mm_rlhf": "id prompt chosen rejected",
+    "multimodal_rewardbench": "ID Text Output1 Output2 Better Category",
+    "rewardbench2": "id prompt chosen rejected subset",
+    "genai_bench": "vote_type",
+}
+
+# VL-RewardBench: the group by what an id begins with, as in its cal.py since May 2025.
+VL_TABLE = """\
+reasoning       mmmu mathverse
+hallucination   hallucination rlhf rlaif
+general         wildvision jailbreak politics svit lrvinstruction
+"""
+VL_GROUPS = {prefix: group for group, *prefixes in map(str.split, VL_TABLE.splitlines()) for prefix in prefixes}
+# Ids that other scripts call general. R1-Reward's get_acc.py looks for "rlhf" where ids say RLHF; UnifiedReward's
+# test_*vl*reward*bench.py, like cal.py before, have no group for ids that begin with hallucination.
+VL_ELSEWHERE = {"R1-Reward": "rlhf rlaif", "UnifiedReward": "hallucination"}
+
+MM_RLHF_GROUPS = {"mcq", "long", "short", "safety", "video"}  # folders of its images and videos
+VOTES = {"leftvote": "A", "rightvote": "B", "tievote": "tie", "bothbad_vote": "tie"}
+
+
+class LeftOut(Exception):
+    """Judges here cannot read such rows. The text says what they are."""
+
+
+def rows_of(benchmark: str, row: dict) -> list[dict]:
+    """What `convert` reads of a published row: pairs with "benchmark", "source" (the official group) and, where pairs
+    count together, "pair".
+
+    Raises LeftOut, FileNotFoundError (no image), and ValueError: a row without an answer, or of another benchmark.
+    """
+    missing = [column for column in COLUMNS[benchmark].split() if row.get(column) in (None, "", [])]
+    if missing:
+        raise ValueError(
+            f"no {', '.join(missing)} in a row with {', '.join(row)}: a pair without an answer, or a file of another "
+            f"benchmark or version than {benchmark}")
+    return [pair | {"benchmark": benchmark} for pair in READERS[benchmark](dict(row))]
+
+
+def vl_rewardbench(row: dict) -> list[dict]:
+    if "human_ranking" in row and row["human_ranking"] is None:
+        raise ValueError("no human_ranking")
+    return [row | {"image": take_media(row, "image"), "source": vl_group(row["id"])}]
+
+
+def vl_group(name: str, script: str = "") -> str:
+    """The group of an id of VL-RewardBench, officially or in another script."""
+    prefix = re.split("[_-]", name)[0].lower()
+    if prefix not in VL_GROUPS:
+        raise ValueError(f"no id of VL-RewardBench begins as {name!r:.60} does")
+    return "general" if prefix in VL_ELSEWHERE.get(script, "").split() else VL_GROUPS[prefix]
+
+
+def mm_rlhf(row: dict) -> list[dict]:
+    column = "video" if row.get("video") else "image"
+    path = take_media(row, column)
+    groups = MM_RLHF_GROUPS.intersection(path.split("/"))
+    if not groups:
+        raise ValueError(f"{path:.60} is in none of the folders {', '.join(MM_RLHF_GROUPS)}")
+    return [row | {column: path, "source": groups.pop(), "pair": row["id"]}]
+
+
+def multimodal_rewardbench(row: dict) -> list[dict]:
+    chosen = row.pop(row["Better"])
+    rejected = row.pop("Output1", None) or row.pop("Output2")
+    group, name = row["Category"], row["ID"].lower()
+    if group == "safety":
+        group += "/bias" if name.startswith("pairs") else "/toxicity"
+    elif group == "reasoning":
+        group += "/math" if name.startswith("math") else "/coding"
+    image = take_media(row, "Image")
+    return [row | {"prompt": row.pop("Text"), "image": image, "chosen": chosen, "rejected": rejected, "source": group}]
+
+
+def rewardbench2(row: dict) -> list[dict]:
+    if row["subset"] == "Ties":
+        raise LeftOut("subset Ties")  # its metric needs scores
+    if isinstance(row["chosen"], str):
+        raise ValueError("one answer as chosen: the first RewardBench?")
+    group = {"source": row["subset"], "pair": row["id"]}
+    return [row | group | {"chosen": row["chosen"][0], "rejected": answer} for answer in row["rejected"]]
+
+
+def genai_bench(row: dict) -> list[dict]:
+    if "left_video" in row:
+        raise LeftOut("two videos")
+    if "source_image" in row:
+        raise LeftOut("an image beside those of both sides")
+    images = [take_media(row, "left_image"), take_media(row, "right_image")]
+    return [row | {"images": images, "preferred": VOTES[row["vote_type"]], "source": "image_generation"}]
+
+
+def take_media(row: dict, column: str):
+    """Take an image or video out of a row. Raises FileNotFoundError: there is none."""
+    if not row.get(column):
+        raise FileNotFoundError(f"no {column}")
+    return row.pop(column)
+
+
+READERS = {
+    "vl_rewardbench": vl_rewardbench,
+    "mm_rlhf": mm_rlhf,
+    "multimodal_rewardbench": multimodal_rewardbench,
+    "rewardbench2": rewardbench2,
+    "genai_bench": genai_bench,
+}
