@@ -341,10 +341,10 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in their order, from where the run stands."""
-    order = data.DrawOrder(
+    batches = data.draw_batches(
         rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
-    return data.PromptLoader(rows.processor, args.data, order, state.step, state.dropped_prompts)
+    return data.PromptLoader(rows.processor, args.data, batches, state.step, state.dropped_prompts)
 
 
 def next_batch(loader: data.PromptLoader) -> Batch:
@@ -540,10 +540,10 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     # The longest first: batches of nearly one length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
-    order = data.InOrder([held_out[i] for i in places], args.eval.eval_batch * world)
+    batches = data.batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
     waiting, records = iter(places), []
-    with data.PromptLoader(rows.processor, args.data, order) as loader:
-        for _ in range(len(order)):
+    with data.PromptLoader(rows.processor, args.data, batches) as loader:
+        for _ in batches:
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
             scores = score_verdicts(judge, rows, loader.rows, batch)

@@ -721,11 +721,11 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
-    order = data.DrawOrder(
+    batches = data.draw_batches(
         rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed
     )
     return data.PromptLoader(
-        rows.processor, args.data, order, state.batches_taken, state.dropped_prompts
+        rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts
     )
 
 
@@ -1561,14 +1561,14 @@ def evaluate(
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     # as many prompts as fill all slots: the slowest answers of a rollout keep the others waiting
     slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
-    order = data.InOrder(rows.held_out, max(1, slots // count))
+    batches = data.batches_in_order(rows.held_out, max(1, slots // count))
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations = []
     judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
-    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, order) as loader:
-        for _ in range(len(order)):
+    with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
+        for _ in batches:
             prompts = loader.take(least=0)
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)

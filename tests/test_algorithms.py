@@ -543,11 +543,8 @@ def test_the_baseline_of_remax_is_the_greedy_reward(env, ruled, limit):
     rollouts = max(1, limit)
     args = with_flags(env.args, advantage="remax", dynamic_sampling=limit, prompts_per_step=4 * rollouts)
     reward = scoring.load(flags.RewardArgs(reward=f"{ruled / 'rules.py'}:letters"))
-
-    def order(index: int):
-        return env.prompts, list(range(4 * index, 4 * index + 4))
-
-    with PromptLoader(env.processor, args.data, order) as loader:
+    batches = [(env.prompts, list(range(4 * k, 4 * k + 4))) for k in range(rollouts)]
+    with PromptLoader(env.processor, args.data, batches) as loader:
         samples, metrics = ppo.collect(ppo.Models(env.actor, None, None), loader, reward, env.sampling, state_of(env), args)
     assert len(samples) == 16 * rollouts
     assert metrics["rollout/rollouts"] == rollouts
@@ -582,10 +579,9 @@ def test_functions_score_while_the_models_do(env, ruled, monkeypatch):
     monkeypatch.setattr(ppo, "fill_logprobs_and_values", noted)
     mix = scoring.load(flags.RewardArgs(reward="exact"))
     mix.sources[0].function = reward
-    order = lambda index: (env.prompts, list(range(4 * index, 4 * index + 4)))  # noqa: E731
     for dynamic, expected in ((0, ["log-probs", "rewards"]), (1, ["rewards", "log-probs"])):
         args = with_flags(env.args, dynamic_sampling=dynamic, prompts_per_step=4)
-        with PromptLoader(env.processor, args.data, order) as loader:
+        with PromptLoader(env.processor, args.data, [(env.prompts, [0, 1, 2, 3])]) as loader:
             batch, _ = ppo.collect(ppo.Models(env.actor, None, None), loader, mix, env.sampling, state_of(env), args)
         assert events == expected and batch.old_logprobs is not None
         assert batch.rewards.tolist() == [len(text) for text in env.processor.decode(list(batch.split(batch.tokens)))]

@@ -17,7 +17,7 @@ from common.buffers import (
     make_blocks,
 )
 from common.flags import parse_datasets
-from common.data.loader import DrawOrder, data_order, mix
+from common.data.loader import data_order, draw_batches, mix
 
 SEEDS = range(20)
 IMAGE = 3  # token id of an image place in the rows below
@@ -240,18 +240,18 @@ def test_mixture():
 def test_rows_of_a_mixture(weights):
     """Cut into batches of any size, it is the same sequence: per set, its own passes in order."""
     sets, seed = [[(k, row) for row in range(size)] for k, size in enumerate((9, 6))], 3
-    whole, _ = DrawOrder(sets, weights, 60, 1, seed)(0)
+    (whole, _), = draw_batches(sets, weights, 60, 1, seed)
     for k in (0, 1):
         rows = [row for part, row in whole if part == k]
         assert rows == data_order(range(len(rows)), len(sets[k]), seed)
     for size in (1, 4, 20):
-        order = DrawOrder(sets, weights, size, 60 // size, seed)
-        assert sum((order(i)[0] for i in range(60 // size)), []) == whole
-        assert order(60 // size) == ([], [])
+        batches = draw_batches(sets, weights, size, 60 // size, seed)
+        assert [len(rows) for rows, _ in batches] == [size] * (60 // size)
+        assert sum((rows for rows, _ in batches), []) == whole
 
 
 def test_one_set_is_in_data_order():
-    assert DrawOrder([range(7)], [7.0], 35, 1, 5)(0) == (data_order(range(35), 7, 5), list(range(35)))
+    assert draw_batches([range(7)], [7.0], 35, 1, 5) == [(data_order(range(35), 7, 5), list(range(35)))]
 
 
 @pytest.mark.parametrize("prompts, count", [(12, 4), (6, 1), (5, 5)])

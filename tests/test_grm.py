@@ -460,7 +460,7 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
     example, = grm.load_examples(path, env.args, env.processor, env.rows.judge)           # the instruction has no place for it
-    assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is \n red? {other}"}]
+    assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is  red? {other}"}]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):
         grm.load_examples(path, env.args, env.processor, env.rows.judge)
@@ -475,8 +475,8 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
     total, steps = len(env.rows.train), env.args.optim.steps
     assert steps == -(-total // 4)
     with grm.open_loader(env.args, env.rows, grm.TrainState()) as loader:
-        groups = [loader.order(step)[0] for step in range(steps)]
-        assert loader.order(steps) == ([], [])
+        groups = [loader.ahead[0], *(rows for rows, _ in loader.later)]
+    assert len(groups) == steps
     assert all(len(part) == 4 for part in groups)
     taken = [id(question) for part in groups for question in part][:total]
     assert sorted(taken) == sorted(map(id, env.rows.train))

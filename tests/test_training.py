@@ -861,7 +861,7 @@ def test_a_damaged_picture_stops_the_run_or_drops_its_prompt(qwen25, task, tmp_p
     steps = train(qwen25, task, tmp_path / "b", "--data", bad, "--on_bad_row skip --steps 2 --minibatches 4")
     assert [(step["rollout/dropped_prompts"], step["rollout/samples"]) for step in steps] == [(1, 9), (2, 9)]
     text = capsys.readouterr().out                                          # as at the start: which row, and what is wrong
-    assert text.count(f"dropped 1 of 4 prompts:\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
+    assert text.count(f"skipped: images of a batch: 1 of 4 rows are bad\n  bad.jsonl:2: {task / 'damaged.png'}: cannot be read") == 2
     assert {s["index"] for s in samples_of(tmp_path / "b", "step-000001")} == {0, 2, 3}
     held_out = evaluate_only(qwen25, task, tmp_path / "c", "--eval_data", bad, "--on_bad_row skip")
     assert held_out["eval/dropped_prompts"] == 1

@@ -2,11 +2,11 @@
 
 from common.data.images import read_frames
 from common.data.loader import (
-    DrawOrder,
-    InOrder,
     PromptLoader,
+    batches_in_order,
     describe_shares,
     digest_data,
+    draw_batches,
     shares_of,
 )
 from common.data.processor import Processor

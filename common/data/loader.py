@@ -1,7 +1,7 @@
 """From rows of data to batches of prompts, in the order of their drawing.
 
-    draw  -> dataset and row                                                   DrawOrder, InOrder
-    batch -> images and clips decoded, one batch ahead                         PromptLoader
+    rows  -> batches, as they are drawn or as they stand     draw_batches, batches_in_order
+    batch -> images and clips decoded, one batch ahead       PromptLoader
 
 Shapes: P prompt tokens, I images. A user's mistake is a ValueError that names the file, the line
 and the numbers.
@@ -9,7 +9,7 @@ and the numbers.
 
 import hashlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,52 +20,40 @@ from common import distributed
 from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
-from common.data.rows import Prompt
+from common.data.rows import Prompt, report_bad
 from common.distributed import UserError, printable
 from common.flags import DataArgs, parse_datasets
 
 DECODERS = 2  # threads that decode images while the model works
 Pixels = tuple[Tensor, Tensor]  # patches of some images, and their grids
+Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 
 # -------------------------------------------------------------------------------------------------
 # Order of rows
 # -------------------------------------------------------------------------------------------------
 
 
-class DrawOrder:
-    """The batches of a training run: several sets of rows, each drawn in its share at every moment,
-    and reshuffled with every pass over it. Called with the 0-based number of a batch, gives its
-    rows and their draw numbers, none after the last; a function of (seed, number), so that a
-    resumed run goes on in it."""
-
-    def __init__(
-        self, sets: list[list], shares: list[float], per_batch: int, batches: int, seed: int
-    ):
-        self.per_batch = per_batch
-        which = mix(shares, per_batch * batches).tolist()
-        places = []  # of the rows in each set, as they are drawn
-        for k, rows in enumerate(sets):
-            places.append(iter(data_order(range(which.count(k)), len(rows), seed)))
-        self.rows = [sets[k][next(places[k])] for k in which]
-
-    def __call__(self, index: int) -> tuple[list, list[int]]:
-        start = index * self.per_batch
-        rows = self.rows[start : start + self.per_batch]
-        return rows, list(range(start, start + len(rows)))
+def draw_batches(
+    sets: list[list], shares: list[float], size: int, count: int, seed: int
+) -> list[Drawn]:
+    """The ``count`` batches of a training run: several sets of rows, each drawn in its share at
+    every moment, and reshuffled with every pass over it. A longer run begins like a shorter one."""
+    which = mix(shares, size * count).tolist()
+    places = []  # of the rows in each set, as they are drawn
+    for k, rows in enumerate(sets):
+        places.append(iter(data_order(range(which.count(k)), len(rows), seed)))
+    rows = [sets[k][next(places[k])] for k in which]
+    return cut_batches(rows, list(range(len(rows))), size)
 
 
-class InOrder:
-    """Rows as they stand, ``size`` at a time, for evaluations; ``len`` is the number of batches."""
+def batches_in_order(rows: list, size: int) -> list[Drawn]:
+    """Rows as they stand, ``size`` at a time, for evaluations."""
+    return cut_batches(rows, [prompt_of(row).index for row in rows], size)
 
-    def __init__(self, rows: list, size: int):
-        self.rows, self.size = rows, size
 
-    def __len__(self) -> int:
-        return -(-len(self.rows) // self.size)
-
-    def __call__(self, index: int) -> tuple[list, list[int]]:
-        rows = self.rows[index * self.size : (index + 1) * self.size]
-        return rows, [prompt_of(row).index for row in rows]
+def cut_batches(rows: list, draws: list[int], size: int) -> list[Drawn]:
+    starts = range(0, len(rows), size)
+    return [(rows[start : start + size], draws[start : start + size]) for start in starts]
 
 
 def prompt_of(row: Any) -> Prompt:
@@ -75,7 +63,7 @@ def prompt_of(row: Any) -> Prompt:
 
 def mix(weights: list[float], draws: int) -> np.ndarray:
     """(draws,) set of each draw. Draw j of set i has the time (j + 1/2) / weight i: shares are kept
-    at every moment, and a longer plan begins like a shorter one."""
+    at every moment."""
     times = (np.arange(draws) + 0.5) / np.reshape(weights, (-1, 1))  # (sets, draws)
     which = np.repeat(np.arange(len(weights)), draws)
     return which[np.lexsort((which, times.ravel()))[:draws]]
@@ -95,9 +83,7 @@ def shares_of(named: list[tuple[str, float | None]], sets: list[list]) -> list[f
 
 
 def describe_shares(spec: str, sets: list[list], shares: list[float], draws: int) -> list[str]:
-    """One line for each of several sets of rows: how often it is drawn."""
-    if len(sets) < 2:
-        return []
+    """One line for each set of rows: how often it is drawn."""
     lines = []
     for rows, weight, (path, _) in zip(sets, shares, parse_datasets(spec)):
         share = weight / sum(shares)
@@ -125,8 +111,7 @@ class PromptLoader:
     """Decodes the images of the next batch in threads while the model works on this one.
 
     Args:
-        order: 0-based number of a batch -> its rows and their draw numbers, none after the last.
-            Rows are prompts, or objects with a ``prompt``.
+        batches: all of the run. Rows are prompts, or objects with a ``prompt``.
         taken: batches taken so far.
         dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
 
@@ -137,16 +122,17 @@ class PromptLoader:
         self,
         processor: Processor,
         args: DataArgs,
-        order: Callable | None = None,
+        batches: Sequence[Drawn] = (),
         taken: int = 0,
         dropped: int = 0,
     ):
-        self.processor, self.on_bad_row, self.order = processor, args.on_bad_row, order
+        self.processor, self.on_bad_row = processor, args.on_bad_row
         self.taken, self.dropped = taken, dropped
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
-        self.ahead: tuple | None = None  # what is decoding for the next `take`
         self.rows: list = []
+        self.later = iter(batches[taken:])
+        self.ahead = self.submit_next()  # what is decoding for the next `take`
 
     def __enter__(self) -> "PromptLoader":
         return self
@@ -157,15 +143,17 @@ class PromptLoader:
     def take(self, least: int = 1) -> Batch:
         """The prompts of the next batch, decoded; from now on those of the one after it decode.
         Raises UserError: of prompts whose images decode there are not ``least``."""
-        if self.ahead is None:
-            self.ahead = self.submit(*self.order(self.taken))
-        self.rows = self.ahead[0]
-        batch = self.collect(*self.ahead)
+        self.rows, draws, futures = self.ahead
+        batch = self.collect(self.rows, draws, futures)
         self.taken += 1
-        self.ahead = self.submit(*self.order(self.taken))
+        self.ahead = self.submit_next()
         if len(batch.prompts) - len(batch.dropped) < least:
             raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
         return batch
+
+    def submit_next(self) -> tuple:
+        """Begin to decode the next batch; there is none after the last."""
+        return self.submit(*next(self.later, ([], [])))
 
     def submit(self, rows: list, draws: list[int]) -> tuple:
         """Begin to decode this rank's share; `collect` takes what this returns."""
@@ -193,11 +181,8 @@ class PromptLoader:
         problems: dict[int, str] = {}
         for part in distributed.gather_objects(bad):
             problems |= part
-        if problems and self.on_bad_row == "error":
-            raise UserError("\n".join(problems.values()))
-        if problems and distributed.is_main():
-            first = "\n  ".join(list(problems.values())[:5])
-            print(f"dropped {len(problems)} of {len(prompts)} prompts:\n  {first}", flush=True)
+        is_error = self.on_bad_row == "error"
+        report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
         self.dropped += len(problems)
         owners = [i % self.world for i in range(len(prompts))]
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)

@@ -25,7 +25,7 @@ from common import distributed
 from common.data.families import Family
 from common.data.images import clip_times, image_size
 from common.data.processor import Processor
-from common.distributed import printable
+from common.distributed import UserError, printable
 from common.flags import DataArgs
 
 PLACES = ("<image>", "<video>")  # in the strings of rows
@@ -92,12 +92,18 @@ def load_prompts(
     folder = os.path.dirname(os.path.abspath(path))
 
     def build(index: int, source: str, row: dict) -> Prompt:
-        check_columns(row, columns)
-        media = media_list(row, columns["images"])
+        needed = [columns["prompt"]]
+        # Text-only rows may lack "images"; a column that the user named must exist, or all images
+        # may be lost.
+        if columns["images"] != "images" and "videos" not in row:
+            needed.append(columns["images"])
+        for name in needed:
+            if name not in row:
+                raise ValueError(f"no column {name!r} (see --columns); {columns_of(row)}")
         return make_prompt(
             processor,
             row[columns["prompt"]],
-            media,
+            media_list(row, columns["images"]),
             args,
             system_prompt,
             index=index,
@@ -111,6 +117,10 @@ def load_prompts(
     return read_rows(path, build, args, known={*columns.values(), "videos"})
 
 
+class BadRow(str):
+    """What is wrong with a row, and where it stands."""
+
+
 def read_rows(
     path: str, build: Callable[[int, str, dict], Any], args: DataArgs, known: Collection[str]
 ) -> list:
@@ -120,62 +130,49 @@ def read_rows(
     Columns that are not ``known`` are no error, but rank 0 prints their names: one may be
     misspelled.
     """
-    rows = read_lines(path)
-    further: set[str] = set()
-    problems: dict[int, str] = {}  # by row
+    name, further = os.path.basename(path), set()
 
-    def read_row(index: int, source: str, line: bytes) -> Any:
+    def read_row(index: int, number: int, line: bytes) -> Any:
+        source = f"{name}:{number}"
         try:
             row = json.loads(line)
             further.update(row.keys() - known)
             return build(index, source, row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            problems[index] = printable(f"{source}: {kind}{error}")
+            return BadRow(printable(f"{source}: {kind}{error}"))
 
+    # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
+    lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
+    lines = [(number, line) for number, line in lines if line.strip()]
+    if not lines:
+        raise ValueError(f"{path}: empty file, no rows")
     Image.init()  # or the threads would race to load the plugins
     with ThreadPoolExecutor(8) as pool:  # headers wait for the file system, not for the processor
-        results = list(pool.map(read_row, range(len(rows)), *zip(*rows)))
-    good = [result for index, result in enumerate(results) if index not in problems]
-    bad = [problems[index] for index in sorted(problems)]
-    summary = "\n  ".join([f"{path}: {len(bad)} of {len(rows)} rows are bad", *bad[:5]])
-    if bad and (args.on_bad_row == "error" or not good):
-        raise ValueError(summary)
+        rows = list(pool.map(read_row, range(len(lines)), *zip(*lines)))
+    bad = [row for row in rows if isinstance(row, BadRow)]
+    report_bad(path, bad, len(rows), args.on_bad_row == "error" or len(bad) == len(rows))
+    if further and distributed.is_main():
+        names = ", ".join(map(repr, sorted(further)))
+        print(f"{path}: columns that are kept, but not read: {names:.400}", flush=True)
+    return [row for row in rows if not isinstance(row, BadRow)]
+
+
+def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> None:
+    """Say how many of so many rows are bad, and what is wrong with the first five. Raises UserError
+    if this ends the run."""
+    if not problems:
+        return
+    summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *problems[:5]])
+    if is_error:
+        raise UserError(summary)
     if distributed.is_main():
-        if bad:
-            print(f"skipped: {summary}", flush=True)
-        if further:
-            names = ", ".join(map(repr, sorted(further)))
-            print(f"{path}: columns that are kept, but not read: {names:.400}", flush=True)
-    return good
-
-
-def read_lines(path: str) -> list[tuple[str, bytes]]:
-    """("file.jsonl:12", line) of every line that is not blank."""
-    name = os.path.basename(path)
-    # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
-    lines = Path(path).read_bytes().split(b"\n")
-    rows = [(f"{name}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not rows:
-        raise ValueError(f"{path}: empty file, no rows")
-    return rows
+        print(f"skipped: {summary}", flush=True)
 
 
 # -------------------------------------------------------------------------------------------------
 # Columns of a row
 # -------------------------------------------------------------------------------------------------
-
-
-def check_columns(row: dict, columns: dict[str, str]) -> None:
-    """Raises ValueError: no prompt, or none of the images that the user named a column for."""
-    needed = [columns["prompt"]]
-    # Text-only rows may lack "images"; a column that the user named must exist, or all images may
-    # be lost.
-    if columns["images"] != "images" and "videos" not in row:
-        needed.append(columns["images"])
-    for name in needed:
-        if name not in row:
-            raise ValueError(f"no column {name!r} (see --columns); {columns_of(row)}")
 
 
 def columns_of(row: dict) -> str:
@@ -260,20 +257,20 @@ def message_parts(content: str | list) -> list[dict]:
 def _read_part(part: dict) -> dict:
     # Tables give every part every key, those that it has not as null.
     entries = {key: value for key, value in part.items() if value is not None}
-    kind = entries.pop("type", None)
-    content = entries.pop(kind, None)
-    is_valid = isinstance(content, str) if kind == "text" else kind in ("image", "video")
-    if entries or not is_valid:
-        raise ValueError(
-            'a part of a message must be {"type": "text", "text": ...}, {"type": "image"} or '
-            '{"type": "video"}, the latter two with their file as "image" or "video", or in the '
-            f"columns, not {part!r:.80}"
-        )
-    if kind == "text":
-        return {"type": kind, "text": content}
-    if content is None:
-        return {"type": kind}
-    return {"type": kind, "file": _path(content) if kind == "image" else _clip_paths(content)}
+    match entries:
+        case {"type": "text", "text": str(), **further} if not further:
+            return entries
+        case {"type": "image", "image": file, **further} if not further:
+            return {"type": "image", "file": _path(file)}
+        case {"type": "video", "video": clip, **further} if not further:
+            return {"type": "video", "file": _clip_paths(clip)}
+        case {"type": "image" | "video", **further} if not further:
+            return entries
+    raise ValueError(
+        'a part of a message must be {"type": "text", "text": ...}, {"type": "image"} or '
+        '{"type": "video"}, the latter two with their file as "image" or "video", or in the '
+        f"columns, not {part!r:.80}"
+    )
 
 
 def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
@@ -306,30 +303,21 @@ def kind_of(item: Media) -> str:
     return "image" if isinstance(item, str) else "video"
 
 
-def user_text(messages: list[dict]) -> str:
-    """What the user says in the messages of a prompt, without markup and image places."""
-    texts = []
-    for message in messages:
-        if message["role"] == "user":
-            texts += [part["text"] for part in message["content"] if part["type"] == "text"]
-    return "\n".join(texts)
-
-
-def question_text(messages: list[dict], images: int, plain: Callable[[str], str] = str) -> str:
-    """What the user says, each text made ``plain``, for a question about it and the prompt's
-    ``images`` images and clips: with their places; without where they come before all text, as in
-    a row that does not say where, or not from the user."""
+def user_text(messages: list[dict], images: int = 0, plain: Callable[[str], str] = str) -> str:
+    """What the user says in the messages of a prompt, each text made ``plain``: with the places of
+    its ``images`` images and clips; without where they come before all text, as in a row that does
+    not say where, or not from the user."""
     users = [message["content"] for message in messages if message["role"] == "user"]
     kinds = [part["type"] for content in users for part in content]
     come_first = "text" not in kinds[:images]
-    without_places = come_first or len(kinds) - kinds.count("text") != images
+    with_places = not come_first and len(kinds) - kinds.count("text") == images
     lines = []
     for content in users:
         line = ""
         for part in content:
             if part["type"] == "text":
                 line += plain(part["text"])
-            elif not without_places:
+            elif with_places:
                 line += f"<{part['type']}>"
         lines.append(line)
     return "\n".join(lines)

@@ -26,7 +26,6 @@ from common.data.rows import (
     message_parts,
     message_turns,
     number_as_text,
-    question_text,
     read_rows,
     user_text,
 )
@@ -260,7 +259,7 @@ def _in_orders(
     check_critique(critique, settings, both)
     # Where the places do not fit the images, `make_prompt` says what is wrong.
     if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
-        prompt = question_text(message_turns(prompt), len(images))
+        prompt = user_text(message_turns(prompt), len(images))
     # What is judged has no images, whatever it says.
     responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
     names, verdict = {"A": "A", "B": "B"} if is_pair else {}, _verdict(row, kind, settings)

@@ -27,7 +27,7 @@ from common.data.rows import (
     kind_of,
     make_prompt,
     media_grid,
-    question_text,
+    user_text,
 )
 from common.distributed import UserError
 from common.model import weights
@@ -259,7 +259,7 @@ class JudgeModel(RewardModel):
 
     def question(self, row: Prompt, response: str, order: str) -> dict:
         """Prompt, question and images, as in an entry of `read_judgement`."""
-        prompt = question_text(row.messages, len(row.images), self.without_markup)
+        prompt = user_text(row.messages, len(row.images), self.without_markup)
         responses = [self.without_markup(response)]
         if self.kind == "answers":
             responses.append(self.without_markup(row.reference))

@@ -31,7 +31,7 @@ import train_ppo_vl as ppo
 from common import distributed
 from common.model import experts, fsdp
 from common.buffers import Batch
-from common.data.loader import InOrder, PromptLoader
+from common.data.loader import PromptLoader, batches_in_order
 from common.data.processor import Processor
 from common.model import attention as vlm_attention, forward as vlm, weights as vlm_weights
 from common.data.families import FAMILIES, family_of
@@ -325,7 +325,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
               "--eval_max_new_tokens 5 --eval_batch 4", *flags))
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
     judge, processor = grm.build_judge(args, rows, ranks), rows.processor
-    with PromptLoader(processor, args.data, InOrder(rows.held_out, len(rows.held_out))) as loader:
+    with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
         said = generated(family, example.prompt, inputs_of, 5)
