@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.commit_if_written()
             with logging.timer("advantages"):
                 metrics |= compute_advantages(batch, state, args)
-            metrics |= update_models(trainables, models.reference, batch, step + 1, rows.text, args)
+            metrics |= update_models(trainables, models.reference, batch, step + 1, rows.ptx, args)
             move_reference(step + 1, models, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
@@ -647,7 +647,7 @@ class Rows:
     train_sets: list[list[data.Prompt]]
     shares: list[float]  # in which proportion the sets are drawn
     held_out: list[data.Prompt]
-    text: text_loss.TextLoss | None  # of --ptx_data
+    ptx: text_loss.TextLoss | None  # on --ptx_data
 
     @property
     def train(self) -> list[data.Prompt]:
@@ -678,7 +678,7 @@ def load_rows(args: Args) -> Rows:
     # numbered across all files
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]
     shares = data.shares_of(sets, train_sets)
-    return Rows(processor, train_sets, shares, held_out, load_text(args, processor))
+    return Rows(processor, train_sets, shares, held_out, load_ptx(args, processor))
 
 
 def check_rows(
@@ -697,7 +697,7 @@ def check_rows(
         environment.check_model(rows.processor)
 
 
-def load_text(args: Args, processor: data.Processor) -> text_loss.TextLoss | None:
+def load_ptx(args: Args, processor: data.Processor) -> text_loss.TextLoss | None:
     """The next-token loss on --ptx_data, if any. Its rows get no system prompt. Raises UserError on
     every rank."""
     if not args.rows.ptx_data:
@@ -801,8 +801,8 @@ def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
     """By which a resumed run is compared with its checkpoint: flags, and digests of the data."""
     listed = flags.as_flags(args)
     listed["data (rows)"] = data.digest_data(args.data.data, len(rows.train))
-    if rows.text is not None:
-        listed["ptx_data (rows)"] = data.digest_data(args.rows.ptx_data, len(rows.text.rows))
+    if rows.ptx is not None:
+        listed["ptx_data (rows)"] = data.digest_data(args.rows.ptx_data, len(rows.ptx.rows))
     return listed
 
 
@@ -1033,12 +1033,12 @@ def collect(
     state: TrainState,
     args: Args,
 ) -> tuple[Batch, dict[str, float]]:
-    """The --rollouts_per_step rollouts of a step with their rewards, log-probs and values; with
-    --dynamic_sampling, further ones until --prompts_per_step prompts have samples that earn different
-    rewards (DAPO, Yu et al. 2025, section 3.2).
+    """Roll out the prompts of a step and fill in rewards, log-probs and values; also returns
+    metrics. With --dynamic_sampling, roll out more prompts until --prompts_per_step of them have
+    samples that earn different rewards (DAPO, Yu et al. 2025, section 3.2).
 
-    If the limit is reached first, prompts without spread fill the step. The moments of
-    --reward_norm include every score, even of prompts that are then dropped. Also returns metrics.
+    If the limit of rollouts is reached first, prompts without spread fill the step. The moments of
+    --reward_norm include all rewards, even those of prompts that are not used.
     """
     size = args.data.prompts_per_step
     dynamic = args.algorithm.dynamic_sampling
@@ -1068,7 +1068,7 @@ def collect(
         )
         missing = max(0, size - len(with_spread))
         metrics["rollout/groups_not_replaced"] = missing
-        fillers = (without + batch.dropped)[:missing]  # prompts that have no samples come last
+        fillers = (without + batch.dropped)[:missing]  # prompts without samples come last
         batch = batch.select_prompts(sorted(with_spread + fillers)[:size])
         fill_logprobs_and_values(batch, models, args)
     prompt_lengths = torch.tensor(batch.prompt_lengths)[batch.prompt_index]  # (S,)
@@ -1084,7 +1084,7 @@ def sample_and_score(
     args: Args,
 ) -> tuple[Batch, int]:
     """One rollout of the next prompts, with its rewards, log-probs and values; for remax also the
-    rewards of one greedy response to each prompt. And how many tokens were generated."""
+    rewards of one greedy response to each prompt. Also returns the number of generated tokens."""
     actor, remax = models.actor, args.algorithm.advantage == "remax"
     with logging.timer("data"):
         prompts = loader.take()
@@ -1093,11 +1093,12 @@ def sample_and_score(
         if remax:
             greedy = rollout(actor, prompts, replace(sampling, greedy=True), 1)
     generated = len(batch.tokens)
-    begun = reward.begin(batch, actor.processor)
-    if not args.algorithm.dynamic_sampling:  # which drops prompts first
-        fill_logprobs_and_values(batch, models, args)  # while functions and servers compute
+    # functions and servers compute rewards in threads; score waits for them
+    call = reward.begin(batch, actor.processor)
+    if not args.algorithm.dynamic_sampling:  # else after it has dropped prompts
+        fill_logprobs_and_values(batch, models, args)
     with logging.timer("reward"):
-        reward.score(batch, actor.processor, begun)
+        reward.score(batch, actor.processor, call)
         if remax:
             reward.score(greedy, actor.processor)
             # the greedy response to each sample's prompt: one per prompt, in prompt order
@@ -1111,7 +1112,8 @@ def sample_and_score(
 def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt: int) -> Batch:
     """Sample responses to every prompt; returns the batch with the samples of all ranks.
 
-    The actor is unsharded once; then no collective runs, so ranks may finish at different times.
+    The actor is unsharded once, and until all ranks have sampled no collective runs: they may finish
+    at different times.
     """
     actor.eval()
     mine, envs = batch.own_prompts(), None
@@ -1131,7 +1133,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
         with failing, torch.inference_mode(), bare:
             results = engine.generate()
-    del engine  # its slots and graphs
+    del engine  # frees its slots and graphs
     memory.release()
     samples = [(index, number) for index in mine for number in range(samples_per_prompt)]
     responses: list[list[Tensor]] = [[] for _ in batch.prompts]
@@ -1149,7 +1151,7 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
 
 
 def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
-    """The likeliest critique of every question."""
+    """The judge's critique of every question, sampled greedily."""
     sampling = replace(
         Sampling.of(args, judge.processor, judge.model.compute.device),
         max_new_tokens=args.reward.grm_max_new_tokens,
@@ -1167,23 +1169,22 @@ def write_critiques(judge: Policy, questions: Batch, args: Args) -> Batch:
 
 
 def compute_logprobs(policy: Policy, batch: Batch) -> Tensor:
-    """(N,) log-probs of samples under the distribution that they were drawn from: its temperature,
-    its bans; of a batch that was not sampled, under the plain model."""
+    """(N,) log-probs of the responses under the distribution they were drawn from, with its
+    temperature and banned ids; under the plain model if the batch was not sampled."""
     return fsdp.run_forward(policy, batch, lambda pack: policy(pack, batch.sampling)[0])
 
 
 def compute_values(critic: Critic, batch: Batch) -> Tensor:
-    """(N,) the critic's value before every response token."""
+    """(N,) the critic's value of the state before every response token."""
     return fsdp.run_forward(critic, batch, critic)
 
 
 @logging.timer("score")
 def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
-    """Fill those of old_logprobs, entropy, ref_logprobs, kl and values that the flags need."""
+    """Fill old_logprobs and, if the flags need them, entropy, ref_logprobs, kl and values."""
     actor, critic, reference = models
     algorithm = args.algorithm
-    # As the sampler recorded them: the policy is still the one that sampled, so no forward pass is
-    # needed.
+    # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
         logp, batch.entropy = fsdp.run_forward(
@@ -1199,7 +1200,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
-    """Fill kl and, unless the KL is exact, ref_logprobs."""
+    """Fill kl and, unless it is exact, ref_logprobs."""
     if estimator == "full":
         batch.kl = fsdp.run_forward(
             actor,
@@ -1215,7 +1216,8 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
 
 @torch.no_grad()
 def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
-    """Reference hidden states (T, H) and its LM head (V, H), still unsharded after the forward."""
+    """The reference's hidden states (T, H) and LM head (V, H), which is still unsharded after the
+    forward."""
     with weights.without_adapters(reference.model):
         hidden = reference(pack, None, hidden_only=True)
     fsdp.forget_forwards(reference)
@@ -1223,7 +1225,7 @@ def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
 
 
 def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args) -> Tensor:
-    """(S,) rewards as the estimator sees them: normalised, clipped, less the length penalty."""
+    """(S,) rewards as the estimator sees them: normalized, clipped, with the length penalty."""
     algorithm = args.algorithm
     if algorithm.reward_norm:
         reward = state.moments.normalize(reward)
@@ -1238,7 +1240,7 @@ def shape_rewards(reward: Tensor, lengths: Tensor, state: TrainState, args: Args
 
 
 def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.AdvantageInputs:
-    """What the samples earned, on the scale of training, and what the critic expected."""
+    """What the estimator needs: shaped rewards, the KL, and the critic's values."""
     algorithm = args.algorithm
     kl = torch.zeros(len(batch.tokens)) if batch.kl is None else batch.kl  # (N,)
     inputs = losses.AdvantageInputs(
@@ -1266,7 +1268,7 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
 
 
 def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str, float]:
-    """Fill advantages, returns and in_policy_loss, for the whole step at once and alike on every
+    """Fill advantages, returns and in_policy_loss: for the whole step at once, the same on every
     rank. Returns the rollout's metrics."""
     algorithm = args.algorithm
     estimator = ESTIMATORS[algorithm.advantage]
@@ -1281,7 +1283,7 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if batch.values is not None:
-        # not GAE's returns, which contain the values themselves where lambda is below 1
+        # not GAE's returns: with lambda below 1 they contain the values themselves
         explained = losses.explained_variance(batch.values, inputs.rewards_to_go)
         metrics["train/explained_variance"] = float(explained)
     return metrics
@@ -1299,7 +1301,7 @@ def policy_loss_mask(batch: Batch, algorithm: AlgorithmArgs) -> Tensor:
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
-    """What was sampled, what it earned, and the advantages."""
+    """Metrics of responses, rewards and advantages."""
     lengths = batch.lengths.float()
     metrics = {
         "rollout/reward": batch.rewards.mean(),
@@ -1336,13 +1338,13 @@ class Minibatch(NamedTuple):
     indices: Any  # indices of prompts
     weights: Tensor  # (N,) in the value, entropy and KL terms; 0 outside of the minibatch
     policy_weights: Tensor  # (N,) in the policy term, which may leave tokens out
-    expert_load: Tensor | None  # (E,) how often each expert is chosen; only to balance MoE models
+    expert_load: Tensor | None  # (E,) how often each expert is chosen; with --aux_loss_coef only
 
 
 def minibatches_of(
     module: nn.Module, batch: Batch, step: int, epochs: int, args: Args
 ) -> Iterator[Minibatch]:
-    """The minibatches of ``epochs`` passes over the samples of 1-based ``step``."""
+    """The minibatches of ``epochs`` passes over the samples of ``step``, counted from 1."""
     all_tokens = torch.ones_like(batch.in_policy_loss)
     balanced = args.update.aux_loss_coef > 0
     for epoch in range(epochs):
@@ -1357,8 +1359,8 @@ def minibatches_of(
 
 
 def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor:
-    """(N,) loss weight of every token in the minibatch of the prompts ``indices``, from its counts
-    over all ranks; 0 elsewhere and where ``mask`` (N,) is false."""
+    """(N,) weight of every token in the loss of the minibatch of the prompts ``indices``, from the
+    token counts of all ranks; 0 outside of the minibatch and where ``mask`` (N,) is false."""
     in_minibatch = torch.isin(batch.prompt_index, torch.as_tensor(indices))  # (S,)
     lengths = batch.per_sample_sum(mask) * in_minibatch
     per_sample = losses.token_weights(lengths, args.aggregation, args.rollout.max_new_tokens)
@@ -1370,23 +1372,23 @@ def update_models(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: text_loss.TextLoss | None,
+    ptx: text_loss.TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
-    """The updates of 1-based ``step``: of the critic, and of the actor once the critic has had its
-    steps alone. Returns their metrics."""
+    """Update the critic and, after --critic_warmup_steps, the actor. Steps count from 1. Returns the
+    metrics of both."""
     metrics: dict[str, float] = {}
     if "critic" in trainables:
         with logging.timer("update_critic"):
             metrics |= update_critic(trainables["critic"], batch, step, args)
     if step > args.update.critic_warmup_steps:
         with logging.timer("update_actor"):
-            metrics |= update_actor(trainables["actor"], reference, batch, step, text, args)
+            metrics |= update_actor(trainables["actor"], reference, batch, step, ptx, args)
     return metrics
 
 
 def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) -> dict[str, float]:
-    """Regress the values on the returns: all epochs and minibatches of 1-based ``step``."""
+    """Regress the values on the returns, in all epochs and minibatches of ``step`` (from 1)."""
     critic, sums = trained.module, logging.MetricSums()
     critic.train()
     with fsdp.onloaded(trained, args.update.offload):
@@ -1406,7 +1408,7 @@ def update_critic(trained: fsdp.Trainable, batch: Batch, step: int, args: Args) 
 def critic_loss(
     critic: Critic, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict]:
-    """This pack's share of the loss of a minibatch, and its statistics."""
+    """This pack's share of the minibatch's loss, and its statistics."""
     with vlm.router_logits(critic.model) as routed:
         values = critic(pack)  # (T,)
     old, returns, weight = pack.pick(batch.values, batch.returns, minibatch.weights)  # (T,) each
@@ -1421,38 +1423,38 @@ def update_actor(
     reference: Policy | None,
     batch: Batch,
     step: int,
-    text: text_loss.TextLoss | None,
+    ptx: text_loss.TextLoss | None,
     args: Args,
 ) -> dict[str, float]:
-    """Policy-gradient updates: all epochs and minibatches of 1-based ``step``, or until --target_kl
-    is exceeded."""
+    """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
+    --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
-    exact = reference if args.exact_kl_in_loss else None
+    kl_ref = reference if args.exact_kl_in_loss else None
     updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     offload = args.update.offload
-    with fsdp.onloaded(trained, offload), fsdp.onloaded(exact, offload):
+    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload):
         minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
         for number, minibatch in enumerate(minibatches):
             if not minibatch.policy_weights.any():
-                continue  # no token of the policy loss: nothing to learn from
-            if text is not None:
-                # updates planned before this one
-                planned = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
-                text_batch = text.start(planned)  # its images decode meanwhile
+                continue  # no token is in the policy loss: there is nothing to learn
+            if ptx is not None:
+                # number of updates scheduled before this one
+                scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
+                text_batch = ptx.start(scheduled)  # its images decode in the background
             stats = []
             for pack in vlm.packs(actor.model, batch, minibatch.indices):
-                loss, pack_stats = actor_loss(actor, exact, pack, batch, minibatch, args)
+                loss, pack_stats = actor_loss(actor, kl_ref, pack, batch, minibatch, args)
                 fsdp.backward(loss)
                 stats.append(pack_stats)
-            if exact is not None:
-                fsdp.rest_after_scoring(exact)
+            if kl_ref is not None:
+                fsdp.rest_after_scoring(kl_ref)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
                 trained.optimizer.zero_grad(set_to_none=True)
                 break
-            if text is not None:
-                stats.append(text.backward(actor, text_batch, args.update.aux_loss_coef))
-            if updates:  # after an update the policy is no longer the one that sampled
+            if ptx is not None:
+                stats.append(ptx.backward(actor, text_batch, args.update.aux_loss_coef))
+            if updates:  # the policy is no longer the one that sampled
                 for part in stats:
                     part.pop("sampler_gap", None)
                     part.pop("rollout/train_kl", None)
@@ -1466,17 +1468,16 @@ def update_actor(
 
 
 def actor_loss(
-    actor: Policy, exact: Policy | None, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
+    actor: Policy, kl_ref: Policy | None, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict[str, Any]]:
-    """This pack's share of a minibatch's loss, and statistics, each logged as ``train/<name>``.
-    ``exact``: the reference, where the loss has the exact KL to it.
+    """This pack's share of the minibatch's loss, and statistics, each logged as ``train/<name>``.
+    ``kl_ref`` is the reference if the loss contains the exact KL to it.
 
-    A statistic is a `Mean` (a sum over tokens of the pack, and their number; of the policy loss
-    where it is about ratios), a `Largest`, or a plain number: the pack's share of a loss of the
-    minibatch, ``(weight * term).sum()``.
+    A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
+    tokens in the policy loss), a `Largest`, or a number that is the pack's share of a loss.
     """
     algorithm = args.algorithm
-    outputs = reference_outputs(exact, pack) if exact is not None else None
+    outputs = None if kl_ref is None else reference_outputs(kl_ref, pack)
     with vlm.router_logits(actor.model) as routed:
         logp, entropy, kl = actor(pack, batch.sampling, entropy=True, reference=outputs)  # (T,) each
     # (T,) each
@@ -1518,8 +1519,8 @@ def actor_loss(
 
 
 def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
-    """How far log-probs (T,) are from those that the sampler recorded: only rounding, before the
-    first update of a step."""
+    """How far log-probs (T,) are from those that the sampler recorded. Before the first update of a
+    step only rounding separates them."""
     apart = logp - sampled
     return {
         "sampler_gap": logging.Mean(apart.abs().sum(), len(apart)),
@@ -1535,7 +1536,7 @@ def exceeds(stats: list[dict[str, Any]], target_kl: float) -> bool:
 
 
 def move_reference(step: int, models: Models, args: Args) -> None:
-    """Copy the actor's weights into the reference after every --reference_every steps."""
+    """Copy the actor's weights into the reference every --reference_every steps."""
     every = args.algorithm.reference_every
     if every and step % every == 0:
         fsdp.copy_weights(models.actor, models.reference)
@@ -1554,18 +1555,18 @@ def evaluate(
     state: TrainState,
     args: Args,
 ) -> tuple[dict[str, float], list[dict], list[Image.Image]]:
-    """Answer every held-out prompt, spread over the ranks. Returns metrics, a record of each answer
-    and, on rank 0, pictures of the first. With --ema_beta the averaged weights answer."""
+    """Answer every held-out prompt, spread over the ranks; with --ema_beta, with the averaged
+    weights. Returns metrics, a record of each answer and, on rank 0, pictures of the first ones."""
     actor, count = trainables["actor"].module, args.rollout.eval_samples
     started = time.perf_counter()
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
-    # as many prompts as fill all slots: the slowest answers of a rollout keep the others waiting
+    # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
     slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
     batches = data.batches_in_order(rows.held_out, max(1, slots // count))
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations = []
-    judged: list[Tensor] = []  # (2, N) each: the critic's values, and what was earned
+    value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
@@ -1573,7 +1574,7 @@ def evaluate(
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if "critic" in trainables and len(batch):  # all its prompts may be dropped
-                judged.append(
+                value_pairs.append(
                     values_and_returns(trainables["critic"].module, batch, reward, state, args)
                 )
             gaps.append(looks.vision_gaps(actor, batch, compute_logprobs))
@@ -1583,13 +1584,13 @@ def evaluate(
             records += answers
             conversations += batch.conversations
     if not records:
-        raise UserError("evaluation: no held-out prompt is left, no picture decodes")
+        raise UserError("evaluation: no held-out prompt is left, as none of their images decodes")
     metrics = rewards.summarise(records, count)
     metrics |= rewards.conversation_metrics(conversations, "eval")
     if len(torch.cat(gaps)):
         metrics["eval/vision_gap_logprob"] = float(torch.cat(gaps).mean())
-    if judged:
-        explained = losses.explained_variance(*torch.cat(judged, dim=1))
+    if value_pairs:
+        explained = losses.explained_variance(*torch.cat(value_pairs, dim=1))
         metrics["eval/explained_variance"] = float(explained)
     metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
@@ -1598,9 +1599,9 @@ def evaluate(
 def values_and_returns(
     critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
-    """(2, N) the critic's value before each token of held-out answers, and the discounted sum of
-    what they earned from it on; without a KL, which evaluations do not compute, and without rows
-    that are measured and never rewarded."""
+    """(2, n) for the n tokens of held-out answers: the critic's values, and the discounted rewards
+    that follow, without the KL, which evaluations do not compute. Answers that are only measured,
+    never rewarded, are left out."""
     values = compute_values(critic, batch)
     returns = advantage_inputs(batch, state, args).rewards_to_go
     rewarded = [reward.pays(batch.prompts[index].label) for index in batch.prompt_index.tolist()]
@@ -1608,7 +1609,7 @@ def values_and_returns(
     return torch.stack([values, returns])[:, mask]
 
 
-# what the console shows after the accuracies of an evaluation: word -> metric
+# what the console shows of an evaluation, after the accuracies: word -> metric
 EVALUATION_COLUMNS = {
     "reward": "eval/reward_mean",
     "length": "eval/response_length_mean",
@@ -1625,7 +1626,7 @@ STEP_COLUMNS = {
     "ev": "train/explained_variance",
     "s": "perf/step_seconds",
 }
-# nats per answer; a model that does not see has a gap of 0, or of rounding
+# nats per answer: a smaller vision gap is rounding, and the model ignores its images
 BLIND = 1e-3
 
 
@@ -1636,7 +1637,7 @@ def report_evaluation(
     pictures: list[Image.Image],
     state: TrainState,
 ) -> None:
-    """Record an evaluation: metrics, one line, and the answers."""
+    """Log an evaluation: metrics, a line on the console, and the answers."""
     metrics |= {
         "eval/index": state.evaluations,
         "eval/episode": state.passes,
@@ -1646,23 +1647,24 @@ def report_evaluation(
     log.samples(state.step, records, pictures, stem="eval")
     accuracies = accuracy_columns(metrics)
     for word, name in accuracies.items():
-        # before the first step there may be everything to learn
+        # before the first step this is no cause for alarm
         never_right = metrics[name] == 0 and state.step > 0
         text = f"no held-out answer is right ({name} is 0); see {log.out}/samples"
         log.warn(name, never_right, text)
     gap = metrics.get("eval/vision_gap_logprob")
     if gap is not None:
         text = (
-            "the model does not use what it sees: with blank images its answers are as likely as "
-            f"with their own, to {abs(gap):.1e} nats (eval/vision_gap_logprob)"
+            "the model does not use what it sees: with blank images its answers are just as likely; "
+            f"log-probs differ by {abs(gap):.1e} nats (eval/vision_gap_logprob)"
         )
         log.warn("vision", abs(gap) < BLIND, text)
-    # last: without this record a resumed run evaluates again
+    # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, accuracies | EVALUATION_COLUMNS)
 
 
 def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
-    """word -> metric of each component named accuracy; of several sources "source/accuracy"."""
+    """word -> metric, for each reward component named accuracy; the word is "source/accuracy" if
+    there are several sources."""
     columns = {}
     for name in metrics:
         if name.endswith(("accuracy_reward", "accuracy_reward_mean")):
@@ -1672,7 +1674,7 @@ def accuracy_columns(metrics: dict[str, float]) -> dict[str, str]:
 
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
-    """Write args.json and the first record; say what the run will do."""
+    """Write args.json and the first record, and print what the run will do."""
     log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
     if args.run.eval_only:
         log.line(f"{len(rows.held_out)} held-out rows; output: {log.out}")
@@ -1699,12 +1701,12 @@ def report(
     checkpoints: checkpoint.Checkpoints,
     args: Args,
 ) -> None:
-    """Record a step: metrics, a line on the console, the progress bar, warnings and, with some
-    step, samples."""
+    """Log a step: metrics, a line on the console, the progress bar, warnings and, after some steps,
+    samples."""
     step, metrics = state.step, state.metrics
     records: list[dict] = []
     if log.shows_samples(step, args.optim.steps):
-        # images of different prompts
+        # the first sample of each prompt
         picks = list(range(0, len(batch), args.rollout.samples_per_prompt))[: args.run.log_samples]
         if distributed.is_main():
             records = rewards.sample_records(batch, actor.processor)
@@ -1719,8 +1721,8 @@ def report(
     flat = metrics["rollout/groups_without_spread"]
     prompts = metrics["rollout/rollouts"] * args.prompts_per_rollout
     text = (
-        f"step {step}: the samples of {flat} of {prompts} prompts earned the same, on average "
-        f"{metrics['rollout/reward']:.3f}: nothing tells better answers from worse; see "
+        f"step {step}: {flat} of {prompts} prompts have samples that all earned the same (mean "
+        f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples"
     )
     log.warn("spread", flat > 0.9 * prompts, text)
@@ -1730,12 +1732,8 @@ def check_sampler(
     log: logging.RunLogger, state: TrainState, actor: Policy, begun: int, args: Args
 ) -> None:
     """Compare the sampler's log-probs with those of training. A gap beyond rounding raises a
-    UserError on every rank alike after the first update of this process, and is only warned of
-    later.
-
-    Args:
-        begun: the step at which this process began.
-    """
+    UserError on every rank after the first update of this process, which began at step ``begun``;
+    later it is only a warning."""
     limit = args.update.sampler_gap_limit
     if limit < 0:
         limit = logprobs.gap_limit(actor.model.compute.dtype)
@@ -1780,29 +1778,30 @@ def performance(
 # -------------------------------------------------------------------------------------------------
 
 
-# batch sizes of CUDA graphs; the number of slots is one too
+# batch sizes that get a CUDA graph, besides the number of slots
 GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 @dataclass
 class Sample:
-    """A sample in its slot, as the host knows it."""
+    """What the host knows about the sample in a slot."""
 
     key: tuple[int, int]  # (index of the prompt, sample number)
     stored: int  # upper bound of its cached tokens
     begun: int = 0  # response tokens before this turn
-    searched: int = 0  # response tokens that were searched for stop strings
+    searched: int = 0  # response tokens already searched for stop strings
     waits: bool = False  # for its environment
 
 
 class RolloutEngine:
     """Continuous batching over KV slots, with the model's own layers.
 
-    A prompt is prefilled once and its keys and values are stored into the slots of all its samples.
-    Slots 0..B-1 decode together; a finished slot is refilled at once. All sampling state lives on
-    the device; the host looks at it every few steps. A token is a function of (seed, stream, draw,
-    sample number, position) and the logits alone, so it does not depend on slots, batch composition
-    or ranks.
+    A prompt is prefilled once; its keys and values go into the slots of all its samples
+    (`attention.PackedAttention`). Slots 0..B-1 then decode together, and each step adds the key and
+    value of one token (`attention.DecodeAttention`). A finished slot is refilled at once. The state
+    of sampling lives on the device, and the host looks at it every few steps. A token depends only
+    on the logits and (seed, stream, draw, sample number, position): not on slots, ranks, or what
+    else is in the batch.
     """
 
     def __init__(
@@ -1837,7 +1836,7 @@ class RolloutEngine:
         if envs is not None and self.cache.linear is not None:
             self.cache.linear.done = self.done
             if sampling.stop_strings:
-                self.poll = 1  # no state can be wound back to where a string has ended
+                self.poll = 1  # the states cannot be rewound to the end of a stop string
         self.graphs: graphs.StepGraphs | None = None
         if device.type == "cuda" and sampling.cuda_graphs != "off":
             eager = GRAPH_PAYS if sampling.cuda_graphs == "auto" else 1
@@ -1847,7 +1846,7 @@ class RolloutEngine:
         """The state of each slot, on the device and on the host."""
         device, longest = self.compute.device, self.sampling.max_new_tokens
         self.slots: list[Sample | None] = [None] * slots  # None: free
-        self.rows = torch.arange(slots, device=device)
+        self.slot_ids = torch.arange(slots, device=device)
         self.counters = torch.zeros(3, slots, dtype=torch.int64, device=device)
         # cached tokens, next position, response tokens
         self.length, self.rope, self.response_tokens = self.counters
@@ -1855,15 +1854,15 @@ class RolloutEngine:
         # noise key of the sequence
         self.keys = torch.zeros(slots, dtype=torch.int64, device=device)
         self.done = torch.ones(slots, dtype=torch.bool, device=device)
-        # One spare column: a finished slot keeps computing, and writes past its end.
+        # One spare column: a finished slot keeps computing, and writes there.
         self.out_tokens = torch.zeros(slots, longest + 1, dtype=torch.int64, device=device)
         self.out_logprobs = torch.zeros(slots, longest + 1, device=device)
         names = ("length", "rope", "response_tokens", "last", "keys", "done")
         self.state = {name: getattr(self, name) for name in (*names, "out_tokens", "out_logprobs")}
 
     def slot_count(self, capacity: int, wanted: int) -> int:
-        """--slots, or as many, up to `attention.MOST_SLOTS`, as fit into what a prefill and a margin
-        leave free."""
+        """--slots, or else as many as fit into memory beside a prefill and a margin, at most
+        `attention.MOST_SLOTS`."""
         wanted = min(wanted, self.sampling.slots or attention.MOST_SLOTS)
         if self.sampling.slots or self.compute.device.type != "cuda":
             return wanted
@@ -1872,8 +1871,8 @@ class RolloutEngine:
         return memory.fitting_slots(self.actor, capacity, wanted, free)
 
     def generate(self) -> dict[tuple[int, int], dialogue.Response]:
-        """All samples, by (index of the prompt, sample number)."""
-        # (prompt, sample numbers): at most as many as there are slots
+        """Sample all responses; returns them by (index of the prompt, sample number)."""
+        # (prompt, sample numbers), each with at most as many samples as there are slots
         waiting: deque[tuple[int, range]] = deque()
         for index in self.indices:
             for first in range(0, self.count, self.cache.slots):
@@ -1899,11 +1898,11 @@ class RolloutEngine:
         return self.results
 
     def speaking(self) -> list[int]:
-        """The slots whose samples are not waiting for their environments."""
+        """The busy slots whose samples are not waiting for an environment."""
         return [slot for slot, sample in enumerate(self.slots) if sample and not sample.waits]
 
     def admit(self, waiting: deque) -> None:
-        """Prefill as many waiting prompts as there are free slots for their samples."""
+        """Prefill waiting prompts while there are free slots for all their samples."""
         free = deque(slot for slot, sample in enumerate(self.slots) if sample is None)
         # (prompt, [(slot, sample number), ...])
         members: list[tuple[int, list[tuple[int, int]]]] = []
@@ -1915,8 +1914,8 @@ class RolloutEngine:
             self.prefill(part)
 
     def prefill(self, members: list[tuple[int, list[tuple[int, int]]]]) -> None:
-        """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack and sample
-        every sample's first token."""
+        """Run the prompts of (prompt, [(slot, sample number), ...]) in one pack, and sample the
+        first token of every response."""
         model, batch, sampling = self.actor.model, self.batch, self.sampling
         started, parts = [], []
         for index, samples in members:
@@ -1943,15 +1942,16 @@ class RolloutEngine:
     def begin(
         self, hidden: Tensor, slots: Tensor, length: Tensor, following: Tensor, spoken: Tensor
     ) -> None:
-        """Let slots (b,) sample their next token from hidden states (b, H), after ``spoken`` tokens of
-        their own and ``length`` cached ones, at the ``following`` position."""
+        """Start a turn in slots (b,): sample its first token from hidden states (b, H). A slot has
+        ``length`` cached tokens and ``spoken`` response tokens; ``following`` is the next rotary
+        position."""
         self.length[slots], self.rope[slots], self.response_tokens[slots] = length, following, spoken
         self.done[slots] = False
         self.sample(hidden, slots)
 
     def decode(self, size: int) -> None:
-        """One token for each of the slots 0..size-1. Finished slots compute too, but what they
-        have sampled does not change."""
+        """One token for each of the slots 0..size-1. Finished slots compute too, but their samples
+        do not change."""
         capacity = self.cache.capacity
         busy = [sample for sample in self.slots[:size] if sample]
         longest = min(max(sample.stored for sample in busy) + 1, capacity)
@@ -1962,13 +1962,13 @@ class RolloutEngine:
             return
         slots = self.cache.slots
         size = min(next((s for s in GRAPH_SIZES if s >= size), slots), slots)
-        if self.compute.backend == "sdpa":  # which reads all that its mask covers
+        if self.compute.backend == "sdpa":  # it reads everything under its mask, so keep that short
             capacity = min(1 << (longest - 1).bit_length(), capacity)
         self.graphs.run(self.step, size, capacity)
 
     def step(self, size: int, longest: int) -> None:
-        """The device's part of `decode`; the host reads nothing back. ``longest`` bounds the
-        cached tokens, the new one included."""
+        """The device's part of `decode`; the host reads nothing back. No slot has more than
+        ``longest`` cached tokens, the new one included."""
         pack = Pack(
             input_ids=self.last[None, :size],
             positions=self.rope[:size].expand(3, 1, -1),
@@ -1994,18 +1994,18 @@ class RolloutEngine:
         else:
             candidates = logprobs.truncate(logits, sampling.top_k, sampling.top_p)
             ids = logprobs.gumbel_race(candidates, logprobs.token_keys(self.keys[slots], step))
-        place = self.rows[slots], step
+        place = self.slot_ids[slots], step
         self.out_tokens[place] = ids
-        # under the full distribution, before top-k and top-p, as in training
+        # under the full distribution, without top-k and top-p, as in training
         self.out_logprobs[place] = logits.log_softmax(dim=-1).gather(1, ids[:, None])[:, 0]
         self.last[slots] = ids
-        # not torch.isin: from ten ids on it sorts, which a graph cannot capture
+        # not torch.isin, which sorts ten or more ids: a graph cannot capture that
         stopped = (ids[:, None] == sampling.stop_ids).any(dim=1)
         self.done[slots] = self.done[slots] | stopped | (step + 1 >= sampling.max_new_tokens)
         self.response_tokens[slots] += live
 
     def harvest(self) -> None:
-        """Take finished sequences out of their slots. The one place where the host waits for the
+        """Take finished responses out of their slots. Only here does the host wait for the
         device."""
         speaking = self.speaking()
         done = self.done.tolist() if speaking else []
@@ -2026,7 +2026,7 @@ class RolloutEngine:
             self.end_turn(slot, response, by_string=end is not None)
 
     def end_turn(self, slot: int, response: dialogue.Response, by_string: bool) -> None:
-        """Free a slot, unless its sample goes on once its environment has answered."""
+        """Free a slot, unless its environment is going to answer."""
         sample = self.slots[slot]
         self.done[slot] = True
         if self.envs is not None:
@@ -2042,8 +2042,8 @@ class RolloutEngine:
         self.length[slot] = 0
 
     def collect_replies(self) -> None:
-        """Go on with the samples whose environments have answered, and take those out of their
-        slots whose conversations have ended. If all samples wait, so does this."""
+        """Continue the samples whose environments have answered, and release those whose
+        conversations are over. If all samples are waiting, wait for the first answer."""
         waiting = sum(sample.waits for sample in self.slots if sample)
         all_wait = waiting > 0 and not self.speaking()
         self.bar.set_postfix_str(f"{waiting} wait for environments", refresh=all_wait)
@@ -2061,7 +2061,7 @@ class RolloutEngine:
         self.read_replies(going_on)
 
     def read_replies(self, slots: list[int]) -> None:
-        """Continue samples that have something to read, as many at once as a pack holds."""
+        """Prefill the replies that have not been read, as many at once as fit into a pack."""
         episodes = [(slot, self.envs.episodes[self.slots[slot].key]) for slot in slots]
         unread = [(slot, episode) for slot, episode in episodes if episode.reply is not None]
         sizes = [1 + len(episode.reply.input_ids) for _, episode in unread]
@@ -2069,15 +2069,15 @@ class RolloutEngine:
             self.resume(part)
 
     def resume(self, episodes: list[tuple[int, dialogue.Episode]]) -> None:
-        """Prefill the replies to the episodes of some slots after what these have cached, and sample
-        the first token of their next turns."""
+        """Prefill replies after the cached tokens of their slots, and sample the first token of the
+        next turns."""
         features = self.envs.reply_features([episode for _, episode in episodes])
         parts, state = [], []
         for slot, episode in episodes:
-            group, _ = episode.key
-            following = self.following(group)
+            index, _ = episode.key
+            following = self.following(index)
             ids, positions = episode.read_reply()
-            length = self.batch.prompt_lengths[group] + episode.length
+            length = self.batch.prompt_lengths[index] + episode.length
             parts.append(vlm.Prefill([slot], length - len(ids), ids, following + positions))
             self.slots[slot] = Sample(episode.key, length, episode.own_tokens, episode.own_tokens)
             state.append((slot, length, following + episode.position, episode.own_tokens))
@@ -2086,15 +2086,15 @@ class RolloutEngine:
         self.begin(hidden, *torch.tensor(state, device=hidden.device).T)
 
     def stop_string_end(self, sample: Sample, tokens: Tensor) -> int | None:
-        """Number of tokens up to the one that completes a stop string, but at least
-        --min_new_tokens; None without a stop string."""
+        """Number of tokens up to and with the one that completes a stop string, but at least
+        --min_new_tokens; None if there is no stop string."""
         strings, shortest = self.sampling.stop_strings, self.sampling.min_new_tokens
         if not strings or len(tokens) < shortest:
             return None
-        # tokens that surely hold a stop string: each holds at least one byte
+        # enough tokens for any stop string, as a token has at least one byte
         window = 8 + 2 * max(len(stop.encode()) for stop in strings)
         first = max(sample.begun, sample.searched + 1 - window)
-        recent = tokens[first:].tolist()  # not all of them at every look
+        recent = tokens[first:].tolist()
         if self.shows_stop_string(recent):
             for n in range(sample.searched + 1, len(tokens) + 1):
                 if self.shows_stop_string(recent[max(0, n - window - first) : n - first]):
@@ -2110,8 +2110,8 @@ class RolloutEngine:
         return any(stop in text for stop in self.sampling.stop_strings)
 
     def compact(self) -> None:
-        """Move busy slots to the front, if an eighth of those that decode is free. Once no prompt
-        waits, the tail of a rollout decodes in small batches."""
+        """Move busy slots to the front if an eighth of those that decode is free: when no prompt
+        is waiting any more, the last responses decode in small batches."""
         busy = [slot for slot, sample in enumerate(self.slots) if sample]
         if len(busy) > 0.875 * (max(busy, default=-1) + 1):
             return

@@ -37,7 +37,7 @@ def start_text(*where, more: tuple[str, ...] = ()):
     """Temperature and banned tokens are set: text that nobody sampled does not feel them."""
     checkpoint, data, rows = where
     env = start(checkpoint, data, *ptx(rows), "--advantage grpo --temperature 0.7 --min_new_tokens 2", *more)
-    env.text = ppo.load_text(env.args, env.processor)
+    env.text = ppo.load_ptx(env.args, env.processor)
     return env
 
 
@@ -107,7 +107,7 @@ def test_text_labels_are_all_text(env):
 def test_the_update_is_the_sum_of_both_gradients(qwen25, picture_rows, rows):
     """One optimizer step; a skipped minibatch has no ptx_loss; --target_kl stops before the text is seen."""
     env = fresh(qwen25, picture_rows, *ptx(rows), "--epochs 1 --minibatches 1 --target_kl 1e9")
-    env.text = ppo.load_text(env.args, env.processor)
+    env.text = ppo.load_ptx(env.args, env.processor)
     policy, _ = gradient(env.args, env.actor, env.batch)
     loss, text = text_gradient(env, env.args, [4, 3, 2, 1, 0])                              # one pass, in any order
     for applied in (True, False):

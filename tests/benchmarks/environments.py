@@ -62,7 +62,7 @@ def give_turns(table: torch.Tensor) -> None:
         sample(engine, hidden, slots)
         ended = ~done & (step[:, None] + 1 == engine.ends[slots]).any(dim=1)
         ids = torch.where(ended, engine.sampling.stop_ids[0], engine.last[slots])
-        engine.out_tokens[engine.rows[slots], step] = engine.last[slots] = ids
+        engine.out_tokens[engine.slot_ids[slots], step] = engine.last[slots] = ids
         engine.done[slots] = done | ended
 
     ppo.RolloutEngine.prefill, ppo.RolloutEngine.sample = prefill_with_ends, sample_to_end
