@@ -1,17 +1,17 @@
 """Every formula of the two scripts, as pure functions of tensors: nothing here communicates or
 knows a model.
 
-    advantages    (S,) rewards, (N,) KL and values -> (N,) advantages and returns; the shaping of
-                  rewards; the weight of the KL
-    losses        (N,) terms per token, and the weight of each token in the one sum of an update
+    advantages    (S,) rewards, (N,) KL and values -> (N,) advantages and returns; reward shaping;
+                  the adaptive weight of the KL
+    losses        a term for each token (`ppo` and others: here the ratio is clipped), and the
+                  weight of each token (`token_weights`)
 
-Shape legend: S sequences, N response tokens of all sequences, one after the other, G prompts, E
-experts. A gap inside a response (tool output) is left out of the N tokens: every sum
-skips it as if it took no time.
+Shapes: S sequences; N response tokens of all sequences, one sequence after the other; T of them in
+a pack of L tokens; G prompts; E experts. A gap inside a response (a tool's output) is not among the
+N tokens: sums and discounts skip it as if it took no time.
 
-A loss is ``sum_t weight_t * term_t`` with weights from the counts of the whole optimizer step, over
-all ranks and packs (`token_weights`). Nothing here takes a mean over the tokens it happens to
-be given.
+A loss is ``sum_t weight_t * term_t``. The weights come from token counts of the whole optimizer
+step, over all ranks and packs; nothing here takes a mean over just the tokens that it is given.
 """
 
 import functools
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, are taken for none
+ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, count as zero
 
 # -------------------------------------------------------------------------------------------------
 # Advantages: an estimator maps `AdvantageInputs` to (N,) advantages before whitening, and (N,) returns
@@ -30,27 +30,27 @@ ROUNDING = 1e-6  # smaller differences of rewards, and smaller advantages, are t
 
 @dataclass
 class AdvantageInputs:
-    """What the samples of a step earned: all that an estimator may look at."""
+    """What an estimator knows about the samples of a step."""
 
     rewards: Tensor  # (S,) shaped
     kl: Tensor  # (N,) KL to the reference; zeros without one
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
     prompt_index: Tensor  # (S,) int64, the prompt of a sample
-    # (N,) the part of the rewards that was earned at the end of a turn, where it was
+    # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
     turn_rewards: Tensor | None = None
     values: Tensor | None = None  # (N,) the critic's
     # (S,) shaped reward of the greedy response to the same prompt
     greedy_rewards: Tensor | None = None
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    # of the advantages, where they have another one than the returns; (S,) or one for all
+    # lambda of the advantages, if not that of the returns: (S,), or one for all
     gae_lambda_policy: Tensor | float | None = None
 
     @functools.cached_property
     def token_rewards(self) -> Tensor:
-        """(N,) what each token earns: minus the weighted KL, plus the reward of its turn; the last
-        token of a sample earns what is left of the sample's reward."""
+        """(N,) reward of each token: minus its weighted KL, plus the reward of a turn at its last
+        token. The rest of the sample's reward falls on the sample's last token."""
         if self.turn_rewards is None:
             return token_rewards(self.rewards, self.kl, self.lengths, self.kl_coef)
         left = (self.rewards.double() - self.per_sample(self.turn_rewards)).to(self.rewards.dtype)
@@ -59,8 +59,7 @@ class AdvantageInputs:
 
     @property
     def rewards_after_kl(self) -> Tensor:
-        """(S,) rewards less the weighted KL of all tokens of the sample: what the sample earns in
-        total."""
+        """(S,) rewards minus the weighted KL, summed over the tokens of the sample."""
         return self.rewards - self.kl_coef * self.per_sample(self.kl)
 
     def per_sample(self, per_token: Tensor) -> Tensor:
@@ -69,7 +68,7 @@ class AdvantageInputs:
 
     @functools.cached_property
     def rewards_to_go(self) -> Tensor:
-        """(N,) the discounted sum of what is earned from each token on."""
+        """(N,) the discounted sum of the token rewards from each token on."""
         return rewards_to_go(self.token_rewards, self.lengths, self.gamma)
 
     def per_token(self, per_sample: Tensor) -> Tensor:
@@ -81,8 +80,8 @@ AdvantagesAndReturns = tuple[Tensor, Tensor]  # (N,) each
 
 
 def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """Generalised advantage estimation with a critic. Advantages may have a lambda of their own, while
-    the critic's targets keep theirs (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""
+    """Generalised advantage estimation with a critic. Advantages may use another lambda than the
+    critic's targets (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""
     advantages, returns = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
     if x.gae_lambda_policy is not None:
         advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda_policy)
@@ -90,9 +89,8 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """(S,) float64 ``1 - 1 / (alpha * length)``, so that the weights of a response's TD errors sum to
-    about alpha times its length (VAPO, Yue et al. 2025, alpha 0.05). 0 where a response of less than
-    1 / alpha tokens would make it negative."""
+    """(S,) float64 ``max(0, 1 - 1 / (alpha * length))``: the weights of a response's TD errors then
+    sum to about alpha times its length (VAPO, Yue et al. 2025, alpha 0.05)."""
     return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
 
 
@@ -102,56 +100,56 @@ def reinforce(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 
 def remax(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward to go less the undiscounted reward of the greedy response (Li et al. 2024)."""
+    """The reward to go minus the undiscounted reward of the greedy response (Li et al. 2024)."""
     return x.rewards_to_go - x.per_token(x.greedy_rewards), x.rewards_to_go
 
 
 def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward among those of its prompt, divided by their deviation (Shao et al. 2024)."""
+    """The reward standardized among the samples of its prompt (Shao et al. 2024)."""
     return _compare_then_subtract_kl(x, x.prompt_index)
 
 
 def cpgd(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward within the whole step, divided by its deviation (Liu et al. 2025)."""
+    """The reward standardized among all samples of the step (Liu et al. 2025)."""
     return _compare_then_subtract_kl(x, torch.zeros_like(x.prompt_index))
 
 
 def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward less the mean of its prompt (Liu et al. 2025). Whitened, it is reinforce_baseline
+    """The reward minus the mean of its prompt (Liu et al. 2025). Whitened, it is reinforce_baseline
     (Hu 2025)."""
-    return _same(x, centre(x.rewards_after_kl, x.prompt_index))
+    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index))
 
 
 def rloo(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward less the mean of the prompt's other samples (Ahmadian et al. 2024)."""
+    """The reward minus the mean of the prompt's other samples (Ahmadian et al. 2024)."""
     _, place, count = x.prompt_index.unique(return_inverse=True, return_counts=True)
     scale = (count / (count - 1))[place]  # (S,)
-    return _same(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
+    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
 def opo(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward less the mean of its prompt weighted by length (Hao et al. 2025)."""
-    return _same(x, centre(x.rewards_after_kl, x.prompt_index, weight=x.lengths.double()))
+    """The reward minus the length-weighted mean of its prompt (Hao et al. 2025)."""
+    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index, weight=x.lengths.double()))
 
 
 def gpg(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """The reward less the mean of its prompt, scaled up by the share of samples whose prompt has
-    spread (Chu et al. 2025), which is that of the rewards before the KL."""
+    """The reward minus the mean of its prompt, divided by the share of samples whose prompt's
+    rewards, before the KL, differ (Chu et al. 2025)."""
     alive = int(has_spread(x.rewards, x.prompt_index).sum())
     scale = len(x.rewards) / alive if alive else 0.0
-    return _same(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
+    return _for_all_tokens(x, centre(x.rewards_after_kl, x.prompt_index) * scale)
 
 
-def _same(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndReturns:
-    """(S,) advantages of samples as those of their tokens; returns are the same."""
+def _for_all_tokens(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndReturns:
+    """Gives every token the advantage (S,) of its sample; the returns are the same numbers."""
     advantages = x.per_token(per_sample.to(x.rewards.dtype))
     return advantages, advantages
 
 
 def _compare_then_subtract_kl(x: AdvantageInputs, compared: Tensor) -> AdvantagesAndReturns:
-    """Standardize the rewards alone, then subtract the KL to go, token by token and undiscounted.
+    """Standardize the rewards alone, then subtract from each token the undiscounted KL to go.
 
-    With the KL inside, equal rewards would yield the KL's noise over its own spread.
+    If the rewards included the KL, samples with equal rewards would be told apart by its noise.
     """
     standard = standardize(x.rewards, compared).to(x.rewards.dtype)  # (S,)
     per_sample = x.kl.split(x.lengths.tolist())
@@ -160,15 +158,15 @@ def _compare_then_subtract_kl(x: AdvantageInputs, compared: Tensor) -> Advantage
     return advantages, advantages
 
 
-# What follows compares the samples of equal number in ``compared`` (S,) int64.
+# Below, samples are compared if they have the same number in ``compared`` (S,) int64.
 
 
 def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> Tensor:
-    """(S,) float64 rewards less the mean of those compared, weighted if ``weight`` (S,) is given;
-    exactly 0 where these have no spread.
+    """(S,) float64 rewards minus the mean of those compared, weighted by ``weight`` (S,) if given;
+    exactly 0 where all compared rewards are equal.
 
     Raises:
-        ValueError: a sample that is compared with no other.
+        ValueError: a sample is compared with no other.
     """
     ids, place, count = compared.unique(return_inverse=True, return_counts=True)
     if count.min() < 2:
@@ -187,7 +185,7 @@ def centre(rewards: Tensor, compared: Tensor, weight: Tensor | None = None) -> T
 
 
 def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
-    """(S,) float64 rewards less the mean of those compared, over their unbiased standard
+    """(S,) float64 rewards minus the mean of those compared, divided by their unbiased standard
     deviation."""
     centred = centre(rewards, compared)
     ids, place, count = compared.unique(return_inverse=True, return_counts=True)
@@ -198,7 +196,7 @@ def standardize(rewards: Tensor, compared: Tensor) -> Tensor:
 
 
 def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
-    """(S,) bool: whether the rewards compared with a sample's differ, by more than rounding."""
+    """(S,) bool: whether the rewards that a sample is compared with differ by more than rounding."""
     ids, place = compared.unique(return_inverse=True)
     x = rewards.double()
     empty = torch.zeros(len(ids), dtype=torch.float64)  # (G,)
@@ -208,8 +206,8 @@ def has_spread(rewards: Tensor, compared: Tensor) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, lengths: Tensor, kl_coef: float) -> Tensor:
-    """(S,) rewards and (N,) KL -> (N,): ``-kl_coef * kl``, plus the reward on the last token of
-    each sequence."""
+    """(S,) rewards and (N,) KL -> (N,): ``-kl_coef * kl``, plus the reward at the last token of each
+    sequence."""
     last = lengths.cumsum(0)[lengths > 0] - 1
     return (-kl_coef * kl).index_add(0, last, rewards[lengths > 0])
 
@@ -242,12 +240,12 @@ def gae(
 
 
 def rewards_to_go(rewards: Tensor, lengths: Tensor, gamma: float) -> Tensor:
-    """(N,) discounted sum of the rewards from each token on: GAE with lambda 1 and no critic."""
+    """(N,) discounted sum of the rewards from each token on: GAE with lambda 1 and values of 0."""
     return gae(rewards, torch.zeros_like(rewards), lengths, gamma, 1.0)[0]
 
 
 def whiten(x: Tensor) -> Tensor:
-    """(N,) to mean 0 and unbiased variance 1. A single entry is only centred."""
+    """Scale (N,) to mean 0 and unbiased variance 1. A single number is only centred."""
     centred = x.double() - x.double().mean()
     if len(x) > 1:
         centred = centred / (centred.var() + 1e-8).sqrt()
@@ -255,8 +253,8 @@ def whiten(x: Tensor) -> Tensor:
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
-    """``1 - Var(returns - values) / Var(returns)`` over the tokens (N,), 0-d; 0 where the returns
-    do not vary."""
+    """``1 - Var(returns - values) / Var(returns)`` over the tokens (N,), 0-d; 0 if the returns do
+    not vary."""
     values, returns = values.double(), returns.double()
     if len(returns) < 2 or returns.var() == 0:
         return torch.zeros(())
@@ -269,15 +267,15 @@ def explained_variance(values: Tensor, returns: Tensor) -> Tensor:
 
 
 def overlong_penalty(lengths: Tensor, max_new_tokens: int, buffer: int, factor: float) -> Tensor:
-    """(S,) length penalty (DAPO, Yu et al. 2025, eq. 13): from 0, ``buffer`` tokens below the
-    limit, to -factor."""
+    """(S,) length penalty (DAPO, Yu et al. 2025, eq. 13): 0 up to ``buffer`` tokens below the limit,
+    then falling linearly to -factor at the limit."""
     return (-(lengths - (max_new_tokens - buffer)) / buffer * factor).clamp(max=0.0)
 
 
 @dataclass
 class RunningMoments:
-    """Mean and unbiased standard deviation of all values so far (Welford; batches merged after Chan
-    et al. 1979)."""
+    """Mean and unbiased standard deviation of all values so far (Welford's method; batches are
+    merged as in Chan et al. 1979)."""
 
     count: int = 0
     mean: float = 0.0
@@ -285,12 +283,12 @@ class RunningMoments:
 
     @property
     def std(self) -> float:
-        """1 where there is none to divide by: before two values, or where all were the same."""
+        """The standard deviation; 1 if there are fewer than two values, or all are equal."""
         std = math.sqrt(self.squares / max(1, self.count - 1))
         return std if std > 1e-6 else 1.0
 
     def normalize(self, rewards: Tensor) -> Tensor:
-        """(S,) rewards less the mean so far, over the standard deviation so far."""
+        """(S,) rewards minus the mean so far, divided by the standard deviation so far."""
         return (rewards - self.mean) / self.std
 
     def update(self, x: Tensor) -> None:
@@ -305,8 +303,8 @@ class RunningMoments:
 
 
 def adapt_kl_coef(coef: float, kl: float, target: float, samples: int, horizon: int) -> float:
-    """The weight of the KL after a rollout of so many samples with ``kl`` per token, both over all
-    ranks (Ziegler et al. 2019, section 2.2). It stays positive for fewer samples than 5 horizons."""
+    """The weight of the KL after a step with ``kl`` per token and so many samples, both over all
+    ranks (Ziegler et al. 2019, section 2.2). Positive as long as samples < 5 * horizon."""
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * samples / horizon)
 
@@ -320,8 +318,8 @@ def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
     """(S,) weight of each token of a sequence in the loss of an optimizer step.
 
     Args:
-        lengths: (S,) tokens that take part in this term, of every sequence of the optimizer step:
-            of all ranks and packs.
+        lengths: (S,) number of tokens that take part in the term, for every sequence of the
+            optimizer step, of all ranks and packs.
         max_new_tokens: the constant length of seq-mean-token-sum-norm (Dr.GRPO, Liu et al. 2025).
     """
     n_seqs = (lengths > 0).sum()
@@ -335,11 +333,8 @@ def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
 
 
 def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tensor:
-    """(N,) bool: the ``max(1, int(fraction * n))`` tokens of highest entropy in each sequence (Wang
-    et al. 2025).
-
-    ``entropy`` (N,) holds the sequences one after the other, ``lengths`` (S,) their tokens.
-    """
+    """(N,) bool: the ``max(1, int(fraction * n))`` tokens of highest entropy in each sequence of n
+    tokens (Wang et al. 2025), from ``entropy`` (N,) and ``lengths`` (S,)."""
     masks = []
     for part in entropy.split(lengths.tolist()):
         rank = part.argsort(descending=True, stable=True).argsort()
@@ -348,7 +343,7 @@ def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tens
 
 
 # -------------------------------------------------------------------------------------------------
-# Policy losses: a function of `PolicyLossInputs` and its clip range -> `PolicyLossOutput`
+# Policy losses: `PolicyLossInputs` and how far the ratio may go below and above 1 -> `PolicyLossOutput`
 # -------------------------------------------------------------------------------------------------
 
 
@@ -356,11 +351,11 @@ class PolicyLossInputs:
     """The tokens of a pack as a policy loss sees them.
 
     Args:
-        logp, old, adv: (T,) log-probs under the trained policy and at the start of the update;
-            advantages.
+        logp, old, adv: (T,) log-probs under the policy that is trained, log-probs under the policy
+            as it was before the update, and advantages.
         seq: (T,) int64 in [0, n_seq), the sequence of each token.
-        in_loss: (T,) bool, tokens that count in means over a sequence and in statistics; the others
-            get weight 0.
+        in_loss: (T,) bool, the tokens that take part in the loss, and so in means over a sequence
+            and in statistics; the others get weight 0.
     """
 
     def __init__(
@@ -376,12 +371,12 @@ class PolicyLossInputs:
         self.seq, self.n_seq, self.in_loss = seq, n_seq, in_loss
         self.delta = (logp - old).clamp(-20, 20)  # keeps exp and its gradient finite
         self.ratio = self.delta.exp()
-        # What clips are counted by. Whitening leaves rounding, of either sign, where the samples of a
-        # prompt earned the same.
+        # By these, clipped tokens are counted. Where the samples of a prompt earned the same,
+        # whitening leaves rounding errors of either sign.
         self.up, self.down = adv > ROUNDING, adv < -ROUNDING
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """(T,) mean of ``x`` over the kept tokens of each sequence, given to all its tokens."""
+        """(T,) mean of ``x`` over the `in_loss` tokens of a sequence, at each of its tokens."""
         total = x.new_zeros(self.n_seq).index_add(0, self.seq, x * self.in_loss)
         count = x.new_zeros(self.n_seq).index_add(0, self.seq, self.in_loss.to(x.dtype))
         return (total / count.clamp(min=1))[self.seq]
@@ -389,8 +384,8 @@ class PolicyLossInputs:
 
 @dataclass
 class PolicyLossOutput:
-    """(T,) terms of a policy-gradient loss, to be summed with `token_weights`, and where they were
-    clipped."""
+    """(T,) each: the terms of a policy-gradient loss, to be summed with `token_weights`, and where
+    they were clipped."""
 
     per_token: Tensor
     ratio: Tensor
@@ -400,8 +395,8 @@ class PolicyLossOutput:
 
 
 def ppo(x: PolicyLossInputs, low: float, high: float, dual_clip: float = 0.0) -> PolicyLossOutput:
-    """Ratio clipped to ``1 - low .. 1 + high`` (Schulman et al. 2017); where adv < 0, ``dual_clip``
-    c above 1 bounds the term by ``-c * adv`` (Ye et al. 2020; 0: off)."""
+    """Ratio clipped to ``1 - low .. 1 + high`` (Schulman et al. 2017). Where adv < 0, the term is at
+    most ``-dual_clip * adv`` (Ye et al. 2020; dual_clip is above 1, or 0 for off)."""
     out = _clipped(x, x.ratio, low, high)
     if dual_clip:
         out.dual = x.down & (x.ratio > dual_clip)
@@ -412,7 +407,7 @@ def ppo(x: PolicyLossInputs, low: float, high: float, dual_clip: float = 0.0) ->
 
 
 def gspo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """PPO with the ratio of the whole sequence, per-token form (Zheng et al. 2025)."""
+    """PPO with the ratio of the whole sequence, in its per-token form (Zheng et al. 2025)."""
     log_ratio = x.sequence_mean(x.delta.detach()) + (x.logp - x.logp.detach())
     return _clipped(x, log_ratio.clamp(max=10).exp(), low, high)
 
@@ -428,8 +423,8 @@ def _clipped(x: PolicyLossInputs, ratio: Tensor, low: float, high: float) -> Pol
 
 
 def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """The log-prob, clipped where the ratio would be, on the side that adv pushes to (Liu et al.
-    2025)."""
+    """The log-prob, clipped where PPO clips the ratio, in the direction in which adv pushes it (Liu
+    et al. 2025)."""
     upper = x.old + math.log1p(high)
     lower = x.old + (math.log1p(-low) if low < 1 else -math.inf)
     clipped = torch.where(x.adv > 0, torch.minimum(x.logp, upper), torch.maximum(x.logp, lower))
@@ -442,8 +437,8 @@ def cpgd_loss(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 
 
 def gmpo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """Geometric mean of ratios, clipped in log space on the side that adv pushes to (Zhao et al.
-    2025)."""
+    """Geometric mean of the ratios, which are clipped in log space, in the direction in which adv
+    pushes them (Zhao et al. 2025)."""
     adv = x.sequence_mean(x.adv)
     clipped = torch.where(adv > 0, x.delta.clamp(max=high), x.delta.clamp(min=-low))
     return PolicyLossOutput(
@@ -455,7 +450,7 @@ def gmpo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 
 
 def cispo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """The clipped ratio as a constant weight of the log-prob (MiniMax-M1 2025)."""
+    """The clipped ratio, without gradient, as the weight of the log-prob (MiniMax-M1 2025)."""
     clipped = x.ratio.detach().clamp(1 - low, 1 + high)
     return PolicyLossOutput(
         per_token=-clipped * x.adv * x.logp,
@@ -466,16 +461,15 @@ def cispo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
 
 
 def sapo(x: PolicyLossInputs, low: float, high: float) -> PolicyLossOutput:
-    """A soft gate in place of the clip (Gao et al. 2025); it decays faster where the policy is
-    pushed down."""
+    """A soft gate instead of a clip (Gao et al. 2025); it decays faster for negative advantages."""
     tau = torch.where(x.adv > 0, 1.0, 1.05)
     terms = -x.adv * 4 / tau * torch.sigmoid(tau * (x.ratio - 1))
     return PolicyLossOutput(terms, x.ratio)
 
 
 def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
-    """Sums over the kept tokens, 0-d and detached: clipped tokens, the ratio, and KL(old | policy)
-    by k3, not clamped, so that a policy that has run away shows."""
+    """Sums over the `in_loss` tokens, 0-d and detached: the ratio, KL(old | policy) estimated by k3,
+    and clipped tokens. The KL is not clamped, so that a policy that has run away is noticed."""
     log_ratio = (x.logp.detach() - x.old).double()
     moved = torch.expm1(log_ratio) - log_ratio
     sums = {"ratio": (out.ratio.detach() * x.in_loss).sum(), "approx_kl": (moved * x.in_loss).sum()}
@@ -489,7 +483,7 @@ def ratio_sums(x: PolicyLossInputs, out: PolicyLossOutput) -> dict[str, Tensor]:
 
 
 def largest_ratio(x: PolicyLossInputs, out: PolicyLossOutput) -> Tensor:
-    """0-d, over the kept tokens; 0 without any."""
+    """0-d, over the `in_loss` tokens; 0 if there are none."""
     ratio = out.ratio.detach() * x.in_loss
     return torch.cat([ratio, ratio.new_zeros(1)]).max()
 
@@ -500,8 +494,8 @@ def largest_ratio(x: PolicyLossInputs, out: PolicyLossOutput) -> Tensor:
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> Tensor:
-    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, V_clip within ``clip`` of the old value; 0: no
-    clip."""
+    """(N,) ``max((V - R)^2, (V_clip - R)^2) / 2``, where V_clip is V kept within ``clip`` of the old
+    value; clip 0 is no clip."""
     error = (values - returns).square()
     if clip:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
@@ -511,12 +505,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 def kl_penalty(kind: str, logp: Tensor, ref: Tensor) -> Tensor:
     """(N,) estimates of KL(policy | reference) on samples of the policy (Schulman 2020,
-    "Approximating KL divergence").
+    "Approximating KL divergence"). ``kind``: k1, k2, k3 or abs; with a trailing ``+`` the value is
+    the same, but the gradient is that of k2, whose expectation is the gradient of the KL.
 
-    ``kind``: k1, k2, k3 or abs. A trailing ``+`` keeps the value and takes the gradient of k2,
-    whose expectation is the gradient of the KL. As a loss, k1 has an expected gradient of zero, so
-    it belongs in the reward. Only k1 does: there the estimate multiplies grad log p, so it must be
-    the log-ratio itself; the exact KL, which is the same for every draw, would cancel.
+    Only k1 belongs in the reward: there the estimate multiplies grad log p, which gives the gradient
+    of the KL if the estimate is the log-ratio itself. (The exact KL is the same for every draw and
+    would cancel.) As a loss, k1 has an expected gradient of zero.
     """
     if kind.endswith("+"):
         k2 = kl_penalty("k2", logp, ref)
@@ -536,20 +530,20 @@ def kl_penalty(kind: str, logp: Tensor, ref: Tensor) -> Tensor:
 
 
 def expert_load(logits: list[Tensor], weights: Tensor, top_k: int) -> Tensor:
-    """(E,) how often each expert is chosen: logits (L, E) of every layer, weights (L,) of the
-    tokens of a row."""
+    """(E,) how often each expert is chosen, from the logits (L, E) of every layer and the weights
+    (L,) of the tokens of a pack."""
     probs = torch.stack(logits).float().softmax(dim=-1)  # (layers, L, E)
     chosen = torch.zeros_like(probs).scatter(-1, probs.topk(top_k, dim=-1).indices, 1.0)
     return (chosen * weights[:, None]).sum(dim=(0, 1))
 
 
 def balance_loss(logits: list[Tensor], weights: Tensor, load: Tensor, top_k: int) -> Tensor:
-    """A row's share of E sum_e F_e P_e, which is ``top_k`` where all experts are used alike (Switch
-    Transformer, eq. 4).
+    """A pack's share of ``E sum_e F_e P_e``, which is ``top_k`` if all experts are used equally
+    (Switch Transformer, eq. 4).
 
-    F_e is the share of tokens, and P_e the mean probability, that expert e gets in a whole
-    minibatch on all ranks. F comes from ``load`` (E,), the sum of `expert_load` over its rows,
-    without gradient: given it, the loss is a sum over tokens.
+    F_e is the share of tokens that expert e gets, and P_e its mean probability, over the minibatch
+    on all ranks. F comes from ``load`` (E,), the sum of `expert_load` over its packs, and has no
+    gradient; so the loss is a sum over tokens.
     """
     total = load.sum() / top_k  # tokens x layers
     probs = torch.stack(logits).float().softmax(dim=-1)  # (layers, L, E)
