@@ -37,7 +37,7 @@ import time
 from collections import deque
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Iterator, NamedTuple
+from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
 import torch
 import torch.nn as nn
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.commit_if_written()
             with logging.timer("advantages"):
                 metrics |= compute_advantages(batch, state, args)
-            metrics |= update_models(trainables, models.reference, batch, step + 1, rows.ptx, args)
+            metrics |= update_models(trainables, models, batch, step + 1, rows.ptx, args)
             move_reference(step + 1, models, args)
             advance(state, batch, metrics, loader, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
@@ -876,16 +876,15 @@ class Policy(nn.Module):
         pack: Pack,
         sampling: Sampling | None = None,
         entropy: bool = False,
-        reference: tuple[Tensor, Tensor] | None = None,
+        references: Sequence[tuple[Tensor, Tensor]] = (),
         hidden_only: bool = False,
     ):
-        """Returns logp (T,) float32, entropy (T,) or None, and exact KL (T,) or None.
+        """Returns logp (T,) float32, entropy (T,) or None, and the exact KL (T,) to each reference.
 
         Args:
             sampling: how the tokens were drawn; None for text that was not sampled: temperature 1,
                 and no banned ids.
-            reference: for the exact KL, the reference's hidden states (T, H) and head (V, H), from
-                `reference_outputs`.
+            references: hidden states (T, H) and head (V, H) of each, from `reference_outputs`.
             hidden_only: return only the hidden states (T, H) that predict the response tokens. (A
                 flag, not a method: FSDP gathers weights only in `forward`.)
         """
@@ -899,11 +898,10 @@ class Policy(nn.Module):
         logp, entropies = logprobs.linear_logprobs(
             hidden, weight, pack.targets, entropy=entropy, **options
         )
-        kl = None
-        if reference is not None:
-            ref_hidden, ref_weight = reference
-            kl = logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options)
-        return logp, entropies, kl
+        kls = []
+        for ref_hidden, ref_weight in references:
+            kls.append(logprobs.full_kl(hidden, ref_hidden, weight, ref_weight, **options))
+        return logp, entropies, kls
 
 
 class Critic(nn.Module):
@@ -984,6 +982,7 @@ class Models(NamedTuple):
     actor: Policy
     critic: Critic | None  # with gae
     reference: Policy | None  # with a KL; with adapters it is the actor itself
+    teacher: Policy | None = None
 
 
 def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ranks) -> Models:
@@ -1182,8 +1181,7 @@ def compute_values(critic: Critic, batch: Batch) -> Tensor:
 @logging.timer("score")
 def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     """Fill old_logprobs and, if the flags need them, entropy, ref_logprobs, kl and values."""
-    actor, critic, reference = models
-    algorithm = args.algorithm
+    actor, reference, algorithm = models.actor, models.reference, args.algorithm
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
     if algorithm.importance_cap or algorithm.high_entropy_ratio < 1:
@@ -1195,18 +1193,19 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
     if reference is not None:
         with fsdp.onloaded(reference, args.update.offload):
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
-    if critic is not None:
-        batch.values = compute_values(critic, batch)
+    if models.critic is not None:
+        batch.values = compute_values(models.critic, batch)
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
     """Fill kl and, unless it is exact, ref_logprobs."""
     if estimator == "full":
-        batch.kl = fsdp.run_forward(
-            actor,
-            batch,
-            lambda pack: actor(pack, batch.sampling, reference=reference_outputs(reference, pack))[2],
-        )
+
+        def exact_kl(pack: Pack) -> Tensor:
+            references = [reference_outputs(reference, pack)]
+            return actor(pack, batch.sampling, references=references)[2][0]
+
+        batch.kl = fsdp.run_forward(actor, batch, exact_kl)
         fsdp.rest_after_scoring(reference)
         return
     with weights.without_adapters(reference.model):
@@ -1216,7 +1215,7 @@ def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator:
 
 @torch.no_grad()
 def reference_outputs(reference: Policy, pack: Pack) -> tuple[Tensor, Tensor]:
-    """The reference's hidden states (T, H) and LM head (V, H), which is still unsharded after the
+    """A frozen model's hidden states (T, H) and LM head (V, H), which is still unsharded after the
     forward."""
     with weights.without_adapters(reference.model):
         hidden = reference(pack, None, hidden_only=True)
@@ -1369,7 +1368,7 @@ def minibatch_weights(batch: Batch, indices, mask: Tensor, args: Args) -> Tensor
 
 def update_models(
     trainables: dict[str, fsdp.Trainable],
-    reference: Policy | None,
+    models: Models,
     batch: Batch,
     step: int,
     ptx: text_loss.TextLoss | None,
@@ -1383,7 +1382,7 @@ def update_models(
             metrics |= update_critic(trainables["critic"], batch, step, args)
     if step > args.update.critic_warmup_steps:
         with logging.timer("update_actor"):
-            metrics |= update_actor(trainables["actor"], reference, batch, step, ptx, args)
+            metrics |= update_actor(trainables["actor"], models, batch, step, ptx, args)
     return metrics
 
 
@@ -1420,7 +1419,7 @@ def critic_loss(
 
 def update_actor(
     trained: fsdp.Trainable,
-    reference: Policy | None,
+    models: Models,
     batch: Batch,
     step: int,
     ptx: text_loss.TextLoss | None,
@@ -1429,7 +1428,7 @@ def update_actor(
     """Policy-gradient updates in all epochs and minibatches of ``step`` (from 1), or until
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
-    kl_ref = reference if args.exact_kl_in_loss else None
+    kl_ref = models.reference if args.exact_kl_in_loss else None
     updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     offload = args.update.offload
@@ -1444,7 +1443,7 @@ def update_actor(
                 text_batch = ptx.start(scheduled)  # its images decode in the background
             stats = []
             for pack in vlm.packs(actor.model, batch, minibatch.indices):
-                loss, pack_stats = actor_loss(actor, kl_ref, pack, batch, minibatch, args)
+                loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 fsdp.backward(loss)
                 stats.append(pack_stats)
             if kl_ref is not None:
@@ -1468,18 +1467,20 @@ def update_actor(
 
 
 def actor_loss(
-    actor: Policy, kl_ref: Policy | None, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
+    actor: Policy, models: Models, pack: Pack, batch: Batch, minibatch: Minibatch, args: Args
 ) -> tuple[Tensor, dict[str, Any]]:
     """This pack's share of the minibatch's loss, and statistics, each logged as ``train/<name>``.
-    ``kl_ref`` is the reference if the loss contains the exact KL to it.
 
     A statistic is a `Mean` (a sum over the pack's tokens, and their number; for ratios only the
     tokens in the policy loss), a `Largest`, or a number that is the pack's share of a loss.
     """
     algorithm = args.algorithm
-    outputs = None if kl_ref is None else reference_outputs(kl_ref, pack)
+    references = []  # to which the loss has the exact KL
+    if args.exact_kl_in_loss:
+        references.append(reference_outputs(models.reference, pack))
     with vlm.router_logits(actor.model) as routed:
-        logp, entropy, kl = actor(pack, batch.sampling, entropy=True, reference=outputs)  # (T,) each
+        # (T,) each
+        logp, entropy, kls = actor(pack, batch.sampling, entropy=True, references=references)
     # (T,) each
     old, sampled, advantages = pack.pick(batch.old_logprobs, batch.logprobs, batch.advantages)
     weight, policy_weight, in_loss = pack.pick(
@@ -1504,7 +1505,9 @@ def actor_loss(
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
     if algorithm.kl_in == "loss" and batch.kl is not None:
-        if kl is None:
+        if kls:
+            (kl,) = kls
+        else:
             # (T,)
             kl = losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))
         kl_loss = (weight * kl).sum()

@@ -147,6 +147,7 @@ class Batch:
     # Scoring and advantages.
     old_logprobs: PerToken = None  # under the policy at the start of the update
     ref_logprobs: PerToken = None
+    teacher_logprobs: PerToken = None
     kl: PerToken = None  # to the reference, before the update
     kl_coef: float = 0.0  # weight of the KL in this step
     entropy: PerToken = None  # under the policy at the start of the update
@@ -464,6 +465,7 @@ class Pack:
     flat: Tensor | None = None  # (T,) index into the flat tensors of the batch, on the CPU
     sample: Tensor | None = None  # (T,) index of the sample in the batch
     step: Tensor | None = None  # (T,) 0-based place among the sample's response tokens
+    look: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
         """The pack's part (T,) of flat (N,) tensors of the batch, on the pack's device."""

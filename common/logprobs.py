@@ -12,6 +12,7 @@ import math
 from typing import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -49,14 +50,14 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row.
+        banned: (V,) bool, ids that are -inf in every row; it may be longer, for a model with more.
         row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
     """
     logits = _product(hidden, weight.t())
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
-        logits.masked_fill_(banned, -math.inf)
+        logits.masked_fill_(banned[: logits.shape[-1]], -math.inf)
     if row_banned is not None:
         chosen = logits[:, row_banned_ids]  # (n, k)
         logits[:, row_banned_ids] = chosen.masked_fill(row_banned[:, None], -math.inf)
@@ -110,7 +111,8 @@ def full_kl(
     **head,
 ) -> Tensor:
     """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and
-    weight (V, H).
+    weight (V, H). The reference may have another hidden size, and another vocabulary if the ids that
+    only one of the two has are banned.
 
     Args:
         chunk: as for `linear_logprobs`.
@@ -158,6 +160,8 @@ class _FullKL:
         are banned."""
         ref = _logits_of(self.ref_hidden, self.ref_weight, self.head, rows).log_softmax(-1)
         logp = logits.log_softmax(-1)
+        if ref.shape != logp.shape:  # pad or cut
+            ref = F.pad(ref, (0, logp.shape[1] - ref.shape[1]), value=-math.inf)
         return logp, (logp - ref).masked_fill_(logp == -math.inf, 0.0)
 
     def values(self, logits: Tensor, rows: slice) -> tuple[Tensor, ...]:

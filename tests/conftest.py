@@ -120,8 +120,7 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
-    models = ppo.build_models(args, rows.processor, ranks.device)
-    actor, critic, reference = ppo.load_models(args, models, ranks)
+    models = ppo.load_models(args, ppo.build_models(args, rows.processor, ranks.device), ranks)
     return SimpleNamespace(
         args=args,
         ranks=ranks,
@@ -129,9 +128,10 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
         processor=rows.processor,
         prompts=rows.train,
         sampling=ppo.Sampling.of(args, rows.processor, ranks.device),
-        actor=actor,
-        critic=critic,
-        reference=reference,
+        models=models,
+        actor=models.actor,
+        critic=models.critic,
+        reference=models.reference,
     )
 
 

@@ -260,12 +260,12 @@ def oracle_gradient(env, qwen25, name: str, clip: tuple[float, float], keep: lis
 CLIPS = dict(ppo=(0.2, 0.2), gspo=(3e-4, 4e-4), cpgd=(0.2, 0.2), gmpo=(0.4, 0.4), cispo=(1.0, 4.0), sapo=(0, 0))
 
 
-def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, reference=None) -> torch.Tensor:
+def head_gradient(env, args: ppo.Args, batch: Batch, kl_coef: float = 0.0, models=None) -> torch.Tensor:
     """For the head's weight, of a minibatch of all prompts as an update of the actor makes it."""
     batch = dataclasses.replace(batch, kl_coef=kl_coef)
     part, = ppo.minibatches_of(env.actor, batch, 1, args.update.epochs, args)
     for row in vlm.packs(env.actor.model, batch, part.indices):
-        fsdp.backward(ppo.actor_loss(env.actor, reference, row, batch, part, args)[0])
+        fsdp.backward(ppo.actor_loss(env.actor, models, row, batch, part, args)[0])
     grad = env.actor.model.lm_head.weight.grad.full_tensor()
     env.actor.zero_grad(set_to_none=True)
     return grad
@@ -392,7 +392,8 @@ def test_the_exact_kl(env, qwen25):
     args = with_flags(env.args, kl_estimator="full", kl_in="loss")
     samples = copied(env)
     samples.kl = None
-    ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, reference), args)
+    models = ppo.Models(env.actor, None, reference)
+    ppo.fill_logprobs_and_values(samples, models, args)
     loss, kls = torch.zeros(()), []
     for index, tokens in responses_of(samples):
         logp, logq = (logits_of(m, env.prompts[index], tokens, env.processor).log_softmax(-1).clamp(min=-1e9)
@@ -404,7 +405,7 @@ def test_the_exact_kl(env, qwen25):
     assert max(kls) > 0.01
     loss.backward()
     samples.advantages, samples.old_logprobs = torch.zeros(len(samples.tokens)), samples.logprobs
-    actual = head_gradient(env, args, samples, kl_coef=1.0, reference=reference)
+    actual = head_gradient(env, args, samples, kl_coef=1.0, models=models)
     fsdp.rest_after_scoring(reference)
     assert_close(actual, model.lm_head.weight.grad)
     assert not any(p.requires_grad for p in reference.parameters())

@@ -283,26 +283,54 @@ def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
 
 
 def packs(
-    model: nn.Module, batch: Batch, indices: Iterable[int] | None = None
+    model: nn.Module,
+    batch: Batch,
+    indices: Iterable[int] | None = None,
+    look: tuple[nn.Module, Batch] | None = None,
 ) -> Iterator[Pack]:
     """This rank's packs of the given prompts (all by default), on the device, one after
     the other.
 
     All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
     this is called, features move from the rank that decoded an image to those that hold its packs.
+
+    Args:
+        look: another model, and the same samples as it sees them: each pack has the pack of the
+            same blocks there as its ``look``.
     """
     compute = model.compute
     hidden_size = model.config.get_text_config().hidden_size
     # of a masked score, in tokens
     score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
-    blocks = make_blocks(batch, compute.max_tokens_per_pack, indices, score_cost)
+    sized = batch if look is None else with_longer_prompts(batch, look[1])
+    blocks = make_blocks(sized, compute.max_tokens_per_pack, indices, score_cost)
     assigned = assign_blocks(
-        batch, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
+        sized, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
     )
-    needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
-    features = exchange_features(local_images(model, batch), needed, compute.dtype)
+    features = pack_features(model, batch, assigned)
     mine = progress(assigned[dist.get_rank()], "packs")
-    return (make_pack(model, batch, blocks, features) for blocks in mine)
+    if look is None:
+        return (make_pack(model, batch, blocks, features) for blocks in mine)
+    others = pack_features(*look, assigned)
+    return (
+        replace(make_pack(model, batch, blocks, features), look=make_pack(*look, blocks, others))
+        for blocks in mine
+    )
+
+
+def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
+    """The batch with the longer prompt of the two at each index, by which blocks are sized."""
+    pairs = zip(batch.prompts, other.prompts)
+    return replace(batch, prompts=[max(pair, key=lambda p: len(p.input_ids)) for pair in pairs])
+
+
+def pack_features(
+    model: nn.Module, batch: Batch, assigned: list[list[list[Block]]]
+) -> dict[int, Tensor]:
+    """What this rank's packs hold of images, by `image_keys`: a collective. ``assigned``: the blocks
+    of each pack of each rank."""
+    needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
+    return exchange_features(local_images(model, batch), needed, model.compute.dtype)
 
 
 def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:

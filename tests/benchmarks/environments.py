@@ -85,7 +85,7 @@ def main() -> None:
                            "--slots", str(flags.samples), "--out", str(folder / "run")])
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     loaded = ppo.load_rows(args)
-    actor, _, _ = ppo.load_models(args, ppo.build_models(args, loaded.processor, ranks.device), ranks)
+    actor = ppo.load_models(args, ppo.build_models(args, loaded.processor, ranks.device), ranks).actor
     # banned: turns end by the table alone
     sampling = ppo.Sampling.of(args, loaded.processor, ranks.device)
     sampling.banned[list(loaded.processor.stop_ids)] = True

@@ -218,7 +218,7 @@ def update_table(args, budgets, response: int, peak: float) -> None:
     """One optimizer step on 8 prompts of 8 responses each, without vision tower: token ids and advantages are random."""
     ranks, rows = distributed.start(args.run.timeout, args.run.hsdp), ppo.load_rows(args)
     models = ppo.build_models(args, rows.processor, ranks.device)
-    actor, _, _ = ppo.load_models(args, models, ranks)
+    actor = ppo.load_models(args, models, ranks).actor
     trained = ppo.make_trainables(args, ppo.Models(actor, None, None))["actor"]
     ids, n = torch.randint(5, 100, (8, 2 * response)), 64 * response
     prompts = [dataclasses.replace(row, images=(), grids=(), input_ids=ids[i]) for i, row in enumerate(rows.train[:8])]

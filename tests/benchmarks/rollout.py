@@ -104,7 +104,7 @@ def main() -> None:
     loaded = ppo.load_rows(args)
     rows, processor = loaded.train, loaded.processor
     models = ppo.build_models(args, processor, ranks.device)
-    actor, _, _ = ppo.load_models(args, models, ranks)
+    actor = ppo.load_models(args, models, ranks).actor
     sampling = ppo.Sampling.of(args, processor, ranks.device)
     lengths = length_table(prompts)
     give_lengths(torch.from_numpy(lengths))

@@ -84,7 +84,7 @@ def start(folder: Path, kind: str, size: str, longest: int, pack: int):
 
 def load_actor(args, processor):
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
-    actor, _, _ = ppo.load_models(args, ppo.build_models(args, processor, ranks.device), ranks)
+    actor = ppo.load_models(args, ppo.build_models(args, processor, ranks.device), ranks).actor
     return actor.train()
 
 

@@ -629,10 +629,11 @@ def test_the_reference_of_an_exact_kl_is_not_balanced(family):
                     "--aux_loss_coef 0.5 --lora_rank 4 --advantage grpo --kl_coef 0.1 --kl_in loss --kl_estimator",
                     estimator)
         samples = without_advantage(env)
-        ppo.fill_logprobs_and_values(samples, ppo.Models(env.actor, None, env.reference), env.args)
+        models = ppo.Models(env.actor, None, env.reference)
+        ppo.fill_logprobs_and_values(samples, models, env.args)
         trained = fsdp.Trainable(env.actor, env.args.optim, 1e-3)
         samples.kl_coef = 0.1
-        found.append(ppo.update_actor(trained, env.reference, samples, 1, None, env.args)["train/aux_loss"])
+        found.append(ppo.update_actor(trained, models, samples, 1, None, env.args)["train/aux_loss"])
     assert found[0] == pytest.approx(found[1], rel=rounding(16))
     assert found[0] > 0.5
 

@@ -139,11 +139,12 @@ def test_the_reference_is_the_model_without_adapters(env, qwen25, picture_rows):
         if checkpointing:
             vlm_weights.recompute_layers(env.actor.model)
         for reference in (env.reference, other.reference):
-            ppo.fill_logprobs_and_values(batch, ppo.Models(env.actor, None, reference), args)
+            models = ppo.Models(env.actor, None, reference)
+            ppo.fill_logprobs_and_values(batch, models, args)
             env.actor.train()
             with computing(env.actor, max_tokens_per_pack=110):
                 for row in vlm.packs(env.actor.model, batch):
-                    loss, _ = ppo.actor_loss(env.actor, reference, row, batch, part, args)
+                    loss, _ = ppo.actor_loss(env.actor, models, row, batch, part, args)
                     loss.backward()
             assert env.actor.training
             fsdp.rest_after_scoring(reference)
