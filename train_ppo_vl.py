@@ -1504,21 +1504,29 @@ def actor_loss(
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
-    if algorithm.kl_in == "loss" and batch.kl is not None:
-        if kls:
-            (kl,) = kls
-        else:
-            # (T,)
-            kl = losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))
-        kl_loss = (weight * kl).sum()
-        loss = loss + batch.kl_coef * kl_loss
-        stats["kl_loss"] = kl_loss.detach()
+    for name, (coef, term) in added_terms(logp, kls, pack, batch, algorithm).items():
+        term = (weight * term).sum()
+        loss = loss + coef * term
+        stats[name] = term.detach()
     if minibatch.expert_load is not None:
         balance = experts.balance_loss(actor.model, pack, routed, minibatch.expert_load)
         balance = args.update.aux_loss_coef * balance
         loss = loss + balance
         stats["aux_loss"] = balance.detach()
     return loss, stats
+
+
+def added_terms(
+    logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, algorithm: AlgorithmArgs
+) -> dict[str, tuple[float, Tensor]]:
+    """Terms (T,) that the actor's loss adds to the policy loss, with their coefficients, by the name
+    of their metric. ``kls``: the exact ones."""
+    terms = {}
+    if algorithm.kl_in == "loss" and batch.kl is not None:
+        if not kls:
+            kls = [losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
+        terms["kl_loss"] = batch.kl_coef, kls[0]
+    return terms
 
 
 def sampler_stats(logp: Tensor, sampled: Tensor) -> dict[str, Any]:
