@@ -132,11 +132,6 @@ class JudgeArgs:
     )
     correct_template: str = flag("", "asks whether an answer is correct: {prompt}, {response}")
     score_template: str = flag("", "asks for the score of an answer: {prompt}, {response}")
-    verdict: str = flag(
-        "auto",
-        "which <answer> of a judgement is its verdict. auto: judge.json's, else the last",
-        choices=("auto", "last", "first"),
-    )
     orders: str = flag(
         "both",
         "orders in which pairs are shown, in training and evaluation",
@@ -294,7 +289,7 @@ def load_rows(args: Args) -> Rows:
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
         }
         settings = judgements.JudgeSettings.to_train(
-            processor, templates, args.judge.system_instruction, args.judge.verdict
+            processor, templates, args.judge.system_instruction
         )
         sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
         loaded, held_out = [
@@ -683,12 +678,11 @@ def verdicts_of(settings: judgements.JudgeSettings, kind: str) -> list[str]:
 
 def read_verdict(settings: judgements.JudgeSettings, example: Example, text: str) -> str | None:
     """The verdict of a judgement on an example; None if there is none."""
-    which = settings.which_answer
     # Also the right verdict: a judge that was not trained on scores knows none of them.
     words = [*verdicts_of(settings, example.kind), example.verdict or ""]
-    verdict = rules.parse_verdict(text, which, words)
+    verdict = rules.parse_verdict(text, words)
     if not verdict and example.kind == "response":  # any text may be its verdict
-        verdict = rules.parse_verdict(text, which, None)
+        verdict = rules.parse_verdict(text)
     return verdict
 
 

@@ -396,8 +396,6 @@ def test_other_rows():
     assert [judgements.read_judgement(row, judge, "both")[0]["verdict"] for row in ROWS[:2]] == ["yes", None]
     row = ROWS[7] | {"critique": "not <answer>no</answer>"}
     assert judgements.read_judgement(row, judge, "both")[0]["verdict"] == "yes"
-    with pytest.raises(ValueError, match="the critique has an <answer> of its own, and the first of a judgement is its verdict"):
-        judgements.read_judgement(row, replace(judge, which_answer="first"), "both")
 
 
 BAD_ROWS = table("""
@@ -405,8 +403,8 @@ BAD_ROWS = table("""
 {"prompt": "a", "output": "b"}             | the row has 'prompt', 'output'
 {"query": "a", "response": "b"}            | as response; the row has 'query', 'response'
 {"prompt": "a", "question": "a", "response": "b", "correct": true} | one prompt
-{"prompt": "a", "response": "b", "critique": "c"} | field 'critique' beside 'response'
-{"prompt": "a", "response": "b", "score": 1, "correct": true} | field 'correct' beside 'score'
+{"prompt": "a", "response": "b", "critique": "c"} | field critique beside response
+{"prompt": "a", "response": "b", "score": 1, "correct": true} | field correct beside score
 {"prompt": "a", "response": " "}           | a text that is not empty as response
 {"prompt": "a", "response": [0], "correct": true} | one prompt and a response, both texts
 {"prompt": "a", "images": ["0.png", "1.png"], "preferred": "C"} | A, B or tie
@@ -484,12 +482,11 @@ def test_a_pass_has_every_prompt_once(qwen25, task, tmp_path):
 
 # ------------------------------------------------------------------------------------------------ verdicts
 def test_verdicts():
-    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "last", PAIR) == "B"
-    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", "first", PAIR) == "A"
+    assert rules.parse_verdict("x <answer>A</answer> y <answer> b </answer>", PAIR) == "B"
     for text in ("A", "<answer>C</answer>", "<answer>A", "<answer></answer>", "", "<answer>A</answer> <answer>C</answer>"):
-        assert rules.parse_verdict(text, "last", PAIR) is None, text
-    assert rules.parse_verdict("<answer>4.0</answer>", "last", ["4", "5"]) == "4"
-    assert rules.parse_verdict("<answer>any\nthing</answer>", "last", None) == "any\nthing"
+        assert rules.parse_verdict(text, PAIR) is None, text
+    assert rules.parse_verdict("<answer>4.0</answer>", ["4", "5"]) == "4"
+    assert rules.parse_verdict("<answer>any\nthing</answer>") == "any\nthing"
 
 
 def test_a_response_says_the_verdict_however_it_is_spelled(env):
@@ -716,12 +713,10 @@ def test_export_is_a_judge_of_its_own(one_rank, qwen25, task, tmp_path):
 
 
 def test_templates_of_a_judge_stay_with_who_goes_on_from_it():
-    saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}, "which_answer": "first"}
+    saved = {"kinds": {"correct": {"template": "{prompt}{response}"}, "score": {"verdicts": ["1"]}}}
     judge = judge_settings(saved=saved)
     assert judge.kinds["correct"]["template"] == "{prompt}{response}"
     assert judge.kinds["score"]["verdicts"] == ["1"]
-    assert judge.which_answer == "first"
-    assert judge_settings(saved=saved, which="last").which_answer == "last"
 
 
 def test_a_judges_checkpoint_is_no_policys(one_rank, qwen25, picture_rows, tmp_path):

@@ -10,7 +10,7 @@ from collections import Counter
 from statistics import fmean
 from typing import Any
 
-from common.rewards.judge import JudgeSettings, SWAPPED
+from common.rewards.judge import JudgeSettings, in_order
 from common.rewards.rules import same_words
 
 SHORT_ANSWER = 16  # tokens; a longer response without a verdict is not compared word by word
@@ -50,7 +50,7 @@ def grades(graded: list[dict]) -> dict[str, float]:
     for first, second in zip(graded, graded[1:]):
         if second["order"] == "swapped":
             verdict, other = first["predicted_answer"], second["predicted_answer"]
-            consistent.append(verdict is not None and verdict == SWAPPED.get(other, other))
+            consistent.append(verdict is not None and verdict == in_order(other, "swapped"))
     if consistent:
         rates["position_consistency"] = fmean(consistent)
     likely = [record for record in graded if record["probabilities"]]

@@ -8,6 +8,7 @@
 judge.json holds what is needed to ask a judge in the words it was trained on.
 """
 
+import itertools
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,6 @@ class JudgeSettings:
     """What judge.json holds: how a judge is asked, what it answers, and how well it did."""
 
     system_instruction: str = ""
-    which_answer: str = "last"  # the <answer> of a judgement that is its verdict: first or last
     # kind -> its "template" and its "verdicts"
     kinds: dict[str, dict] = field(default_factory=dict)
     trained_on: list[str] = field(default_factory=list)  # kinds
@@ -107,21 +107,14 @@ class JudgeSettings:
         processor: Processor,
         templates: dict[str, str] = {},
         system_instruction: str = "",
-        which: str = "auto",
     ) -> "JudgeSettings":
         """Those of a judge that is to be trained: what is given, else what the judge.json of its
         checkpoint says, else built in. Exports will hold this object.
 
-        Args:
-            which: the <answer> that is the verdict, first or last; auto: as saved, or last.
-        Raises:
-            ValueError: a template that lacks what its kind needs.
+        Raises ValueError: a template that lacks what its kind needs.
         """
         saved = JudgeSettings.of(processor)
-        settings = JudgeSettings(
-            system_instruction or saved.system_instruction,
-            saved.which_answer if which == "auto" else which,
-        )
+        settings = JudgeSettings(system_instruction or saved.system_instruction)
         for kind, (template, verdicts) in JUDGEMENTS.items():
             merged = {"template": template, "verdicts": verdicts} | saved.kinds.get(kind, {})
             if templates.get(kind):
@@ -144,15 +137,23 @@ class JudgeSettings:
         if scores:
             self.kinds["score"]["verdicts"] = scores
 
-    def question(self, kind: str, prompt: str, responses: list[str]) -> str:
-        """The question of a kind about one response, or about two in this order."""
-        return format_template(
+    def ask(
+        self, kind: str, prompt: str, responses: list[str], images: list, order: str = "given"
+    ) -> dict:
+        """A question of a kind about one response, or about two sides in this order: kind, order,
+        prompt (for the system instruction), question and images."""
+        if order == "swapped":
+            responses = responses[::-1]
+            images = images[::-1] if kind == "pictures" else images
+        question = format_template(
             self.kinds[kind]["template"],
             prompt=prompt,
             response=responses[0],
             response_a=responses[0],
             response_b=responses[-1],
         )
+        ask = {"kind": kind, "order": order, "prompt": prompt}
+        return ask | {"question": question, "images": images}
 
     def question_to_ask(self, wanted: str) -> str:
         """The kind of question to ask: the wanted one or, for auto, the pointwise one that the
@@ -168,11 +169,6 @@ class JudgeSettings:
         return kind
 
 
-def with_verdict(verdict: str) -> str:
-    """How a judgement ends."""
-    return f"<answer>{verdict}</answer>"
-
-
 # --------------------------------------------------------------------------------------------------
 # Rows
 # --------------------------------------------------------------------------------------------------
@@ -181,7 +177,7 @@ class RowKind(NamedTuple):
     """A kind of rows."""
 
     name: str
-    fields: set[str]  # beside COMMON_FIELDS and the one that tells the kind
+    beside: set[str]  # fields of ROW_KINDS, and critique, that may be there too
     needs: str  # for messages
 
 
@@ -189,17 +185,17 @@ class RowKind(NamedTuple):
 ROW_KINDS = {
     "score": RowKind(
         "score",
-        {"question", "response", "critique", "videos"},
+        {"response", "critique"},
         "one prompt and a response, both texts, and a finite number as score",
     ),
     "correct": RowKind(
         "correct",
-        {"question", "response", "critique", "videos"},
+        {"response", "critique"},
         "one prompt and a response, both texts, and true or false as correct",
     ),
     "responses": RowKind(
         "answers",
-        {"preferred", "critique", "videos"},
+        {"preferred", "critique"},
         "a text as prompt, two texts as responses, and A, B or tie as preferred",
     ),
     "preferred": RowKind(
@@ -207,27 +203,47 @@ ROW_KINDS = {
         {"critique"},
         "a text as prompt, two images or two responses, and A, B or tie as preferred",
     ),
-    "response": RowKind(
-        "response", {"messages", "videos"}, "one prompt, and a text that is not empty as response"
-    ),
+    "response": RowKind("response", set(), "one prompt, and a text that is not empty as response"),
 }
-COMMON_FIELDS = {"prompt", "images", "source"}
-JUDGEMENT_COLUMNS = COMMON_FIELDS.union(ROW_KINDS, *(kind.fields for kind in ROW_KINDS.values()))
 PROMPT_FIELDS = ("prompt", "question", "messages")
+JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source"}
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
 
 
 def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict]:
-    """What a row asks and wants to hear, once per order: kind, order, prompt (for the system
-    instruction), question, images, text, verdict. Responses may be numbers in the file.
+    """What a row asks and wants to hear, once per order: the fields of `JudgeSettings.ask`, text and
+    verdict. Responses may be numbers in the file.
 
     Args:
         orders: both shows pairs as given and swapped; given does not.
     Raises:
         ValueError: a row that is not a judgement.
     """
+    kind, prompt, responses, images, target = _read_columns(row)
+    if kind == "response":
+        ask = {"kind": kind, "order": "given", "prompt": prompt, "images": images}
+        return [ask | {"question": prompt, "text": target, "verdict": parse_verdict(target)}]
+    if kind not in settings.kinds:
+        raise ValueError(f"a judgement row ({kind}), expected prompt and response")
+    # What is judged has no images, whatever it says.
+    responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
+    # Where the places do not fit the images, `make_prompt` says what is wrong.
+    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
+        prompt = user_text(message_turns(prompt), len(images))
+    asks, both = [], kind in PAIRS and orders == "both"
+    for order in ORDERS[: 1 + both]:
+        verdict = in_order(target, order)
+        ask = settings.ask(kind, prompt, responses, images, order)
+        text = judgement_text(row.get("critique") or "", verdict, ask, both)
+        asks.append(ask | {"text": text, "verdict": verdict})
+    return asks
+
+
+def _read_columns(row: dict) -> tuple[str, str | list, list[str], list, str]:
+    """Kind, prompt, responses and images of a row, and what is to be learned: the right verdict on
+    it as given, or the response. Raises ValueError: a row that is not a judgement."""
     mark = find_mark(row)
     kind, _, needs = ROW_KINDS[mark]
     prompts = [row[field] for field in PROMPT_FIELDS if field in row]
@@ -238,58 +254,37 @@ def read_judgement(row: dict, settings: JudgeSettings, orders: str) -> list[dict
     if kind != "response":
         texts += prompts  # of which a response may have messages
     are_texts = all(isinstance(text, str) for text in texts)
-    if len(prompts) != 1 or not are_texts or not _has_target(row, kind, responses, images):
+    target = _target(row, kind, responses, images) if are_texts else None
+    if len(prompts) != 1 or target is None:
         raise ValueError(f"a row with {mark!r} needs {needs}; {columns_of(row)}")
-    ask = {"kind": kind, "order": "given", "prompt": prompts[0], "images": images}
-    if kind == "response":
-        verdict = parse_verdict(responses[0], settings.which_answer, None)
-        return [ask | {"question": prompts[0], "text": responses[0], "verdict": verdict}]
-    if kind not in settings.kinds:
-        raise ValueError(f"a judgement row ({kind}), expected prompt and response")
-    return _in_orders(row, ask, responses, settings, orders)
+    return kind, prompts[0], responses, images, target
 
 
-def _in_orders(
-    row: dict, ask: dict, responses: list[str], settings: JudgeSettings, orders: str
-) -> list[dict]:
-    """Entries of a row with a verdict. Raises ValueError: see `check_critique`."""
-    kind, prompt, images = ask["kind"], ask["prompt"], ask["images"]
-    is_pair, critique = kind in PAIRS, row.get("critique") or ""
-    both = is_pair and orders == "both"
-    check_critique(critique, settings, both)
-    # Where the places do not fit the images, `make_prompt` says what is wrong.
-    if kind != "pictures" and sum(map(prompt.count, PLACES)) == len(images):
-        prompt = user_text(message_turns(prompt), len(images))
-    # What is judged has no images, whatever it says.
-    responses = [re.sub("|".join(PLACES), " ", text) for text in responses]
-    names, verdict = {"A": "A", "B": "B"} if is_pair else {}, _verdict(row, kind, settings)
-    asks, orders_asked = [], ORDERS if both else ORDERS[:1]
-    for order in orders_asked:
-        if order == "swapped":
-            responses.reverse()
-            names, verdict = SWAPPED, SWAPPED.get(verdict, verdict)
-            if kind == "pictures":
-                ask["images"] = images[::-1]
-        text = with_verdict(verdict)
-        if critique:
-            text = f"{format_template(critique, **names)}\n{text}"
-        question = settings.question(kind, prompt, responses)
-        asks.append(ask | {"order": order, "question": question, "text": text, "verdict": verdict})
-    return asks
+def in_order(verdict: str, order: str) -> str:
+    """A verdict on a pair as given, when it is shown in this order; and the other way round."""
+    return SWAPPED.get(verdict, verdict) if order == "swapped" else verdict
 
 
-def check_critique(critique: str, settings: JudgeSettings, both: bool) -> None:
-    """Raises ValueError: a critique that spoils the verdict behind it, or that names the sides of a
-    pair as one of ``both`` orders does."""
-    if settings.which_answer == "first" and "<answer>" in critique:
-        raise ValueError(
-            "the critique has an <answer> of its own, and the first of a judgement is its verdict"
-            f" (--verdict): {critique!r:.120}"
-        )
-    if both and FIXED_NAMES.search(critique):
-        raise ValueError(
-            f"write {{A}} and {{B}} for the names, which change in the other order: {critique!r:.120}"
-        )
+def judgement_text(critique: str, verdict: str, ask: dict, both: bool) -> str:
+    """A critique, in which {A} and {B} name the sides of a pair, and how a judgement ends. Raises
+    ValueError: it names them as one of ``both`` orders does."""
+    if not critique:
+        return with_verdict(verdict)
+    kind, order = ask["kind"], ask["order"]
+    if kind in PAIRS:
+        if both and FIXED_NAMES.search(critique):
+            raise ValueError(
+                "write {A} and {B} for the names, which change in the other order: "
+                f"{critique!r:.120}"
+            )
+        names = {side: in_order(side, order) for side in SWAPPED}
+        critique = format_template(critique, **names)
+    return f"{critique}\n{with_verdict(verdict)}"
+
+
+def with_verdict(verdict: str) -> str:
+    """How a judgement ends."""
+    return f"<answer>{verdict}</answer>"
 
 
 def find_mark(row: dict) -> str:
@@ -300,35 +295,25 @@ def find_mark(row: dict) -> str:
             "a row needs a target: one of the fields response, preferred, correct and score; "
             + columns_of(row)
         )
-    known = COMMON_FIELDS | ROW_KINDS[mark].fields
-    misplaced = sorted(row.keys() & JUDGEMENT_COLUMNS - known - {mark})
+    misplaced = row.keys() & {*ROW_KINDS, "critique"} - ROW_KINDS[mark].beside - {mark}
     if misplaced:
-        raise ValueError(
-            f"field {', '.join(map(repr, misplaced))} beside {mark!r}, which goes with "
-            f"{', '.join(sorted(known))}"
-        )
+        raise ValueError(f"field {', '.join(sorted(misplaced))} beside {mark}: one kind per row")
     return mark
 
 
-def _has_target(row: dict, kind: str, responses: list[str], images: list) -> bool:
-    """Whether a row says what is right."""
+def _target(row: dict, kind: str, responses: list[str], images: list) -> str | None:
+    """The right verdict on a row as given, or the response to learn; None: the row has none."""
     if kind == "response":
-        return bool(responses[0].strip())
+        return responses[0] if responses[0].strip() else None
     if kind == "correct":
-        return isinstance(row["correct"], bool)
+        words = {True: "yes", False: "no"}
+        return words[row["correct"]] if isinstance(row["correct"], bool) else None
     if kind == "score":  # an int may be beyond floats
-        return type(row["score"]) in (int, float) and abs(row["score"]) < 1e300
+        is_number = type(row["score"]) in (int, float) and abs(row["score"]) < 1e300
+        return f"{row['score']:g}" if is_number else None
     sides = images if kind == "pictures" else responses
-    return len(sides) == 2 and row.get("preferred") in ("A", "B", "tie")
-
-
-def _verdict(row: dict, kind: str, settings: JudgeSettings) -> str:
-    """The right verdict on a row, in the order given."""
-    if kind == "score":
-        return f"{row['score']:g}"
-    if kind == "correct":
-        return settings.kinds[kind]["verdicts"][0 if row["correct"] else 1]
-    return row["preferred"]
+    preferred = row.get("preferred")
+    return preferred if len(sides) == 2 and preferred in ("A", "B", "tie") else None
 
 
 def judge_prompt(
@@ -398,16 +383,14 @@ def load_judgements(
 def load_rl_rows(processor: Processor, args: DataArgs) -> tuple[list[list[Prompt]], list[Prompt]]:
     """Judgement rows for RL of a judge: training sets and held-out rows. Raises ValueError: bad
     rows."""
-    settings = JudgeSettings.to_train(processor, which="last")
-    train_sets, held_out = [], []
-    for path, _ in parse_datasets(args.data):
-        loaded = load_judgements(path, processor, settings, args)
-        train_sets.append([prompt for prompt, *_ in loaded])
-    for path, _ in parse_datasets(args.eval_data):
-        loaded = load_judgements(path, processor, settings, args)
-        held_out += [prompt for prompt, *_ in loaded]
+    settings = JudgeSettings.to_train(processor)
+    train_sets, eval_sets = [], []
+    for files, sets in ((args.data, train_sets), (args.eval_data, eval_sets)):
+        for path, _ in parse_datasets(files):
+            loaded = load_judgements(path, processor, settings, args)
+            sets.append([prompt for prompt, *_ in loaded])
     settings.note_training((row.label, row.reference) for rows in train_sets for row in rows)
-    return train_sets, held_out
+    return train_sets, list(itertools.chain(*eval_sets))
 
 
 def load_responses(

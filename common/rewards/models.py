@@ -230,18 +230,9 @@ class JudgeModel(RewardModel):
     def ask(self, batch: Batch, answers: list[Answer]) -> tuple[dict[str, Tensor], list[str]]:
         prompts, about = [], []
         with distributed.raise_on_all_ranks(f"--reward {self.spec}: "):
-            for index, sample, text in answers:
-                row = batch.prompts[index]
-                sizes = [] if sample is None else image_sizes(batch.conversations[sample])
-                grids = list(map(self.read_grid, row.images))
-                grids += [self.processor.family.grid(*size) for size in sizes]
-                for order in ORDERS[: len(self.worth)]:
-                    ask = self.question(row, text, order)
-                    if sizes:
-                        ask = place_replies(ask, row, len(sizes))
-                    options = {"grids": tuple(grids), "index": row.index, "source": row.source}
-                    prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
-                    about.append((index, sample))
+            for answer in answers:
+                prompts += self.prompts_about(batch, answer)
+                about += [answer[:2]] * len(self.worth)
         questions = self.with_images(batch, about, prompts)
         if self.args.grm_mode == "critique":
             chances, notes = self.read_critiques(questions)
@@ -257,16 +248,25 @@ class JudgeModel(RewardModel):
         parts = [notes[k : k + orders] for k in range(0, len(notes), orders)]
         return columns, list(map(" | ".join, parts))
 
-    def question(self, row: Prompt, response: str, order: str) -> dict:
-        """Prompt, question and images, as in an entry of `read_judgement`."""
+    def prompts_about(self, batch: Batch, answer: Answer) -> list[Prompt]:
+        """The questions about an answer, one in each order."""
+        row, sizes = batch.prompts[answer.prompt_index], []
+        if answer.sample is not None:
+            sizes = image_sizes(batch.conversations[answer.sample])
+        grids = list(map(self.read_grid, row.images))
+        grids += [self.processor.family.grid(*size) for size in sizes]
         prompt = user_text(row.messages, len(row.images), self.without_markup)
-        responses = [self.without_markup(response)]
+        responses = [self.without_markup(answer.text)]
         if self.kind == "answers":
             responses.append(self.without_markup(row.reference))
-        if order == "swapped":
-            responses.reverse()
-        question = self.settings.question(self.kind, prompt, responses)
-        return {"prompt": prompt, "question": question, "images": list(row.images)}
+        prompts = []
+        for order in ORDERS[: len(self.worth)]:
+            ask = self.settings.ask(self.kind, prompt, responses, list(row.images), order)
+            if sizes:
+                ask = place_replies(ask, row, len(sizes))
+            options = {"grids": tuple(grids), "index": row.index, "source": row.source}
+            prompts.append(judge_prompt(self.processor, self.settings, ask, **options))
+        return prompts
 
     def read_critiques(self, questions: Batch) -> tuple[Tensor, list[str]]:
         """(questions, verdicts) 1 where a critique ends in the verdict, and the critiques."""
@@ -275,7 +275,7 @@ class JudgeModel(RewardModel):
         critiques = self.processor.decode(written.split(written.tokens))
         chances = []
         for text in critiques:
-            verdict = parse_verdict(text, self.settings.which_answer, self.verdicts)
+            verdict = parse_verdict(text, self.verdicts)
             chances.append([float(verdict == other) for other in self.verdicts])
         return torch.tensor(chances, dtype=torch.float64), critiques
 

@@ -127,8 +127,8 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
         right = same_words(response, reference)
         return {"reward": right, "accuracy": right}
     if rule == "verdict":
-        right = parse_verdict(response, "last", [reference]) is not None
-        formed = parse_verdict(response, "last", None) is not None
+        right = parse_verdict(response, [reference]) is not None
+        formed = parse_verdict(response) is not None
         return {"reward": right, "accuracy": right, "format": formed}
     answer = extract_answer(response, rule)
     right = answers_equal(answer or "", reference)
@@ -138,11 +138,10 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     return {"reward": reward, "accuracy": right, "format": formed, "parsed": parsed}
 
 
-def parse_verdict(text: str, which: str, verdicts: list[str] | None) -> str | None:
-    """The verdict of a judgement: one of ``verdicts`` (None: any text), numbers by their value;
-    None if there is none."""
-    answers = ANSWER.findall(text)
-    word = answers[0 if which == "first" else -1].strip() if answers else ""
+def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
+    """The verdict of a judgement, its last answer: one of ``verdicts`` (None: any text), numbers by
+    their value; None if there is none."""
+    word = extract_answer(text, "answer") or ""
     if verdicts is None:
         return word or None
     return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(word))

@@ -41,7 +41,7 @@ def load(args: RewardArgs) -> "RewardMix":
         recipe = read_recipe(args.reward_recipe)
     specs = list(dict.fromkeys(spec for weights in recipe.values() for spec in weights))
     if not specs:
-        raise UserError("--reward is empty: no source of rewards")
+        raise UserError("--reward or --reward_recipe is empty: no source of rewards")
     if len(specs) > 1 and not args.reward_recipe and not args.reward_combiner:
         raise UserError(
             f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
@@ -57,13 +57,11 @@ def load(args: RewardArgs) -> "RewardMix":
 
 def name_apart(sources: list[Source]) -> None:
     """Number sources of the same name: two judges become grm and grm2."""
-    names: set[str] = set()
-    for source in sources:
-        wanted, count = source.name, 1
-        while source.name in names:
-            count += 1
-            source.name = f"{wanted}{count}"
-        names.add(source.name)
+    names = [source.name for source in sources]
+    for k, source in enumerate(sources):
+        earlier = names[:k].count(source.name)
+        if earlier:
+            source.name += str(earlier + 1)
 
 
 def split_specs(text: str) -> list[str]:
@@ -77,12 +75,9 @@ def read_recipe(text: str) -> dict[str, dict[str, float]]:
     try:
         content = json.loads(Path(text).read_text("utf-8") if os.path.isfile(text) else text)
         for label, parts in content.items():
-            weights = {spec: float(weight) for spec, weight in parts}
-            if not 0 < len(weights) == len(parts) or not math.isfinite(sum(weights.values())):
+            recipe[label] = {spec: float(weight) for spec, weight in parts}
+            if not 0 < len(recipe[label]) == len(parts):
                 raise ValueError(f"{label!r} has the sources {parts}")
-            recipe[label] = weights
-        if not recipe:
-            raise ValueError("no label")
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"--reward_recipe {text}: expected {{label: [[source, weight], ...]}} as JSON or a file"
@@ -123,42 +118,44 @@ class RewardMix:
             if row.label not in self.recipe and "*" not in self.recipe:
                 known = ", ".join(self.recipe)
                 bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {known}")
-            elif row.reference is None:
-                weights = self.weights(row.label)
-                names = [source.name for source in comparing if source.spec in weights]
-                if names:
-                    bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
+                continue
+            names = [source.name for source in comparing if source.spec in self.weights(row.label)]
+            if names and row.reference is None:
+                bad.append(f"{row.source}: no reference answer, which {names[0]} compares with")
         if bad:
             problem = f"{len(bad)} of {len(rows)} rows cannot be scored"
             raise UserError("\n  ".join([problem, *bad[:5]]))
 
-    def weights_of(self, batch: Batch) -> list[dict[str, float]]:
-        """(S,) the weights of each sample."""
-        indices = batch.prompt_index.tolist()
-        return [self.weights(batch.prompts[index].label) for index in indices]
+    def share_of(self, source: Source, batch: Batch) -> Tensor:
+        """(S,) float64, the weight of a source in each sample; NaN where it does not score it."""
+        shares = [self.weights(prompt.label).get(source.spec, math.nan) for prompt in batch.prompts]
+        return torch.tensor(shares, dtype=torch.float64)[batch.prompt_index]
+
+    def samples_of(self, source: Source, batch: Batch) -> list[int]:
+        """The samples that a source scores."""
+        return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
 
     def begin(self, batch: Batch, processor: Processor) -> Call:
         """Start what functions, rules and servers compute for this rank's samples, in a thread;
         `score` waits for it."""
-        weights, rank = self.weights_of(batch), dist.get_rank()
-        owners = [batch.owners[index] for index in batch.prompt_index.tolist()]
-        waiting = []  # (source, places among the samples that it scores, samples)
+        rank, waiting = dist.get_rank(), []  # (source, which samples it scores, what it gets)
         for source in self.sources:
-            used = [i for i, chosen in enumerate(weights) if source.spec in chosen]
-            places = [k for k, i in enumerate(used) if owners[i] == rank]
-            if source.function is not None and places:  # a rank may have no samples
-                samples = read_samples(batch, [used[k] for k in places], processor)
-                waiting.append((source, places, samples))
+            own = []
+            for i in self.samples_of(source, batch):
+                if batch.owners[batch.prompt_index[i]] == rank:
+                    own.append(i)
+            if source.function is not None and own:  # a rank may have no samples
+                waiting.append((source, own, read_samples(batch, own, processor)))
         worker = Workers(1)
         call = worker.submit(self.call_functions, waiting)
         worker.close()
         return call
 
     def call_functions(self, waiting: list[tuple[Source, list[int], Samples]]) -> dict[str, tuple]:
-        """By source, the places of samples and their columns."""
+        """By source, which samples it has scored and their columns."""
         return {
-            source.name: (places, score_samples(source, samples, self.args))
-            for source, places, samples in waiting
+            source.name: (own, score_samples(source, samples, self.args))
+            for source, own, samples in waiting
         }
 
     def gather_functions(
@@ -182,29 +179,22 @@ class RewardMix:
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        size = len(batch)
-        weights = self.weights_of(batch)
         by_rank = self.gather_functions(batch, processor, begun)
-        total = torch.zeros(size, dtype=torch.float64)  # (S,)
-        by_source = {source.name: unscored(size) for source in self.sources}
+        total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
+        by_source: dict[str, Tensor] = {}
         components: dict[str, Tensor] = {}
-        judgements = [""] * size
+        judgements = [""] * len(batch)
         for source in self.sources:
-            shares = [chosen.get(source.spec, 0.0) for chosen in weights]
-            share = torch.tensor(shares, dtype=torch.float64)  # (S,)
+            share, used = self.share_of(source, batch), self.samples_of(source, batch)
             # a function that combines rewards does not say which part of them belongs to a turn
             if source.kind == "env" and self.combiner is None:
-                batch.turn_rewards = share.repeat_interleave(batch.lengths) * rewards_at_turns(batch)
-            used = [i for i, chosen in enumerate(weights) if source.spec in chosen]  # n samples
-            if not used:
-                continue
+                shares = share.nan_to_num().repeat_interleave(batch.lengths)
+                batch.turn_rewards = shares * rewards_at_turns(batch)
             columns, notes = self.ask(source, batch, processor, used, by_rank)
-            by_source[source.name][used] = columns["reward"]  # (n,)
-            total[used] += share[used] * columns.pop("reward")
+            by_source[source.name] = columns.pop("reward")
+            total[used] += (share * by_source[source.name])[used]
             for name, values in columns.items():
-                full = f"{source.name}/{name}" if len(self.sources) > 1 else name
-                components[full] = unscored(size)
-                components[full][used] = values
+                components[f"{source.name}/{name}" if len(self.sources) > 1 else name] = values
             for i, note in zip(used, notes):
                 judgements[i] += f"{source.name}: {note}\n"
         if self.combiner is not None:
@@ -218,16 +208,19 @@ class RewardMix:
     def ask(
         self, source: Source, batch: Batch, processor: Processor, used: list[int], by_rank: list[dict]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Columns (n,) float64 of the n samples ``used``: "reward" and components; and what a judge
-        says of each. Models see whole conversations, functions the last turn as the response; what
-        these said is in ``by_rank``."""
+        """Columns (S,) float64, NaN but for the n samples ``used``: "reward" and components; and what
+        a judge says of each of the n. Models see whole conversations, functions the last turn as the
+        response; what these said is in ``by_rank``."""
+        parts, notes = [], []
         if source.function is not None:
             parts = [part[source.name] for part in by_rank if source.name in part]
-            return join_columns(parts, len(used)), []
-        if source.ask is not None:
-            return source.ask(batch, used, whole_texts(batch, used, processor))
-        rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
-        return {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)}, []
+        elif source.ask is not None and used:
+            columns, notes = source.ask(batch, used, whole_texts(batch, used, processor))
+            parts = [(used, columns)]
+        elif source.kind == "env":
+            rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
+            parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
+        return join_columns(parts, len(batch)), notes
 
     def combine(self, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises
@@ -246,12 +239,13 @@ class RewardMix:
 
 
 def join_columns(parts: list[tuple[list[int], dict]], size: int) -> dict[str, Tensor]:
-    """Columns (size,) of what each rank's samples got, with their places; NaN elsewhere."""
-    joined: dict[str, Tensor] = {}
-    for places, columns in parts:
+    """Columns (S,) of what samples got, each part with its samples; NaN elsewhere."""
+    nothing = torch.full((size,), math.nan, dtype=torch.float64)
+    joined = {"reward": nothing.clone()}
+    for used, columns in parts:
         for name, values in columns.items():
-            column = joined.setdefault(name, unscored(size))
-            column[places] = torch.tensor(values, dtype=torch.float64)
+            column = joined.setdefault(name, nothing.clone())
+            column[used] = torch.as_tensor(values, dtype=torch.float64)
     return joined
 
 
@@ -272,11 +266,6 @@ def read_samples(batch: Batch, picks: list[int], processor: Processor) -> Sample
         images=[list(prompt.images) for prompt in prompts],
         rows=rows,
     )
-
-
-def unscored(size: int) -> Tensor:
-    """(S,) no reward for any sample."""
-    return torch.full((size,), math.nan, dtype=torch.float64)
 
 
 def rewards_at_turns(batch: Batch) -> Tensor:

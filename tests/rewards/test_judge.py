@@ -343,7 +343,6 @@ BAD_RECIPES = """\
 {"a": []}
 {"a": [["exact"]]}
 {"a": [["exact", "x"]]}
-{"a": [["exact", NaN]]}
 {"a": "exact"}
 {
 no.json
@@ -358,7 +357,7 @@ def test_bad_recipes_are_refused(tmp_path):
             rewards_of("--reward_recipe", recipe)
     with user_error("2 sources need a --reward_recipe with their weights, or a --reward_combiner"):
         rewards_of("--reward exact,boxed")
-    with user_error("--reward is empty"):
+    with user_error("--reward or --reward_recipe is empty"):
         rewards_of("--reward", "")
     with user_error("--reward and --reward_recipe: choose one"):
         rewards_of("--reward exact", "--reward_recipe", '{"*": [["exact", 1]]}')
