@@ -284,7 +284,8 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        processor = data.Processor(weights.resolve_folder(args.model.model), args.data)
+        folder = weights.resolve_folder(args.model.model, weights=False)
+        processor = data.Processor(folder, args.data)
         templates = {
             kind: getattr(args.judge, f"{kind}_template") for kind in judgements.JUDGEMENTS
         }

@@ -661,7 +661,7 @@ def load_rows(args: Args) -> Rows:
         UserError: on every rank; bad checkpoint files, or bad rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
-        folder = weights.resolve_folder(args.model.model)
+        folder = weights.resolve_folder(args.model.model, weights=False)
         processor = data.Processor(folder, args.data)
         # a judge's recorded accuracy does not hold for weights that are trained further
         processor.files["judge"].pop("held_out", None)

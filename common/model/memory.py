@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from common import distributed
-from common.model.attention import MOST_SLOTS, head_dim, slot_bytes
+from common.model.attention import head_dim, slot_bytes
 from common.model.forward import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
@@ -79,11 +79,6 @@ def peak() -> dict[str, float]:
 # -------------------------------------------------------------------------------------------------
 
 
-def itemsize(module: nn.Module) -> int:
-    """Bytes of a number in the compute type."""
-    return module.model.compute.dtype.itemsize
-
-
 def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
@@ -92,32 +87,24 @@ def count_trained(parameters: Iterable[nn.Parameter]) -> int:
     return count(parameter for parameter in parameters if parameter.requires_grad)
 
 
-def resident_bytes(module: nn.Module, ranks: int) -> dict[str, int]:
-    """What a role keeps on a GPU between stages: shards, cut along the first dimension into
-    ``ranks`` as FSDP2 cuts them, on the rank with the largest, in float32 but for what adapters
-    freeze; Adam's two moments of trained ones; and, whole, the frozen vision tower."""
-    tower = {id(p) for p in tower_parameters(module.model) if not p.requires_grad}
-    trained = frozen = replicated = 0
+def resident_bytes(module: nn.Module, shards: int) -> dict[str, int]:
+    """What a role keeps on a GPU between stages: its weights, cut along the first dimension into
+    ``shards`` as FSDP2 cuts them, on the rank with the largest, with the frozen vision tower, which
+    is whole; and Adam's two moments of what is trained."""
+    whole = {p for p in tower_parameters(module.model) if not p.requires_grad}
+    weights = trained = 0
     for p in module.parameters():
-        share = -(-p.shape[0] // ranks) * (p.numel() // p.shape[0])
-        if id(p) in tower:
-            replicated += p.numel()
-        elif p.requires_grad:
-            trained += share
-        else:
-            frozen += share
-    width = itemsize(module) if hasattr(module.model, "adapter") else 4
-    return {
-        "weights": 4 * trained + width * frozen,
-        "Adam": 8 * trained,
-        "tower": itemsize(module) * replicated,
-    }
+        rows = len(p) if p in whole else -(-len(p) // shards)
+        share = rows * (p.numel() // len(p))
+        weights += share * p.itemsize
+        trained += share * p.requires_grad
+    return {"weights": weights, "Adam": 8 * trained}
 
 
 def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     """Gathered weights of the root group (embeddings, head, norm), of the largest layer, and of all
     layers."""
-    width = itemsize(module)
+    width = module.model.compute.dtype.itemsize
     layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
     root = count(module.parameters()) - count(tower_parameters(module.model)) - sum(layers)
     return width * root, width * max(layers), width * sum(layers)
@@ -132,7 +119,7 @@ def layer_activations(module: nn.Module) -> int:
     """
     text = module.model.config.get_text_config()
     layer = decoder(module.model).layers[-1]
-    width = itemsize(module)
+    width = module.model.compute.dtype.itemsize
     # one scale for all heads
     repeats = {"q_norm": text.num_attention_heads, "k_norm": text.num_key_value_heads}
     norms = 0
@@ -158,54 +145,50 @@ def logits_of_chunk(module: nn.Module) -> int:
 
 def scoring_work(module: nn.Module) -> int:
     """Bytes that scoring needs besides gathered weights: of a layer, or at the head."""
-    row = module.model.compute.max_tokens_per_pack * layer_activations(module)
-    return max(row, 12 * logits_of_chunk(module))
+    pack = module.model.compute.max_tokens_per_pack * layer_activations(module)
+    return max(pack, 12 * logits_of_chunk(module))
 
 
 def rollout_work(policy: nn.Module, slots: int) -> int:
     """Bytes that a rollout needs besides weights and cache: for a layer of a prefill, or the logits
-    of all slots (0: as many as there may be)."""
-    row = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
-    return max(row, 16 * (slots or MOST_SLOTS) * policy.model.config.get_text_config().vocab_size)
+    of all slots."""
+    pack = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
+    return max(pack, 16 * slots * policy.model.config.get_text_config().vocab_size)
 
 
 def slot_cache(module: nn.Module, length: int) -> int:
     """Bytes of the cache of one sequence of up to ``length`` tokens."""
-    return slot_bytes(module.model.config.get_text_config(), length, itemsize(module))
+    width = module.model.compute.dtype.itemsize
+    return slot_bytes(module.model.config.get_text_config(), length, width)
 
 
 def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int:
     """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
     ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
     NCCL's buffers and CUDA graphs."""
-    margin = max(0.1 * free, MARGIN)
-    room = free - margin - rollout_work(policy, slots=0)
+    room = free - max(0.1 * free, MARGIN) - rollout_work(policy, most)
     return max(1, min(most, int(room // slot_cache(policy, length))))
 
 
-def backward_bytes(module: nn.Module, tokens: int, checkpointing: bool) -> dict[str, int]:
-    """Of an update by a row of so many tokens, without gathered weights and gradient shards: what
-    the forward keeps, and the largest of what the backward adds to it: at the head, chunks of
-    logits and the weight's gradient in float32; in a layer, the activations computed again,
-    gradients of them, and those of two layers' weights before they are reduced, in the compute type
-    and in float32; at the end, when nothing is kept any more, those of the root group's.
+def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str, int]:
+    """Of an update by a pack of so many tokens, without gathered weights and gradient shards: what
+    the forward keeps, and the larger of what the backward adds to it: at the head, chunks of logits
+    and the weight's gradient in float32; in a layer, the activations computed again, gradients of
+    them, and those of two layers' weights before they are reduced, in the compute type and in
+    float32.
     """
     model = module.model
     layers = decoder(model).layers
-    width = itemsize(module)
+    width = model.compute.dtype.itemsize
     activations = tokens * layer_activations(module)
     hidden = tokens * model.config.get_text_config().hidden_size
     saved = hidden * (4 + 4 * width)  # embeddings, with pictures, and the last norm
-    saved += len(layers) * (width * hidden if checkpointing else activations)
+    saved += len(layers) * (width * hidden if recompute else activations)
 
     head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
-    logits = logits_of_chunk(module)
-    at_head = max(12 * logits + 4 * head, (4 + width) * logits + 8 * head)
+    at_head = 12 * logits_of_chunk(module) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
     in_layer = activations // 3 + 2 * largest * (4 + width) + width * head
-    if checkpointing:
+    if recompute:
         in_layer += activations
-    root = count_trained(module.parameters()) - count_trained(layers.parameters())
-    root -= count_trained(tower_parameters(model))
-    at_end = root * (4 + width) - saved
-    return {"activations": saved, "backward": max(at_head, in_layer, at_end)}
+    return {"activations": saved, "backward": max(at_head, in_layer)}

@@ -189,7 +189,8 @@ class Builder:
 
     def __init__(self, args: ModelArgs, device: torch.device, longest: int):
         self.args, self.longest = args, longest
-        self.folder = resolve_folder(args.model)
+        self.planned = device.type == "meta"  # which needs no weights
+        self.folder = resolve_folder(args.model, weights=not self.planned)
         self.compute = choose_compute(args, device)
 
     def actor(self) -> nn.Module:
@@ -206,7 +207,7 @@ class Builder:
         """
         folder = self.folder
         if name:
-            folder = resolve_folder(name)
+            folder = resolve_folder(name, weights=not self.planned)
             self.check_role(folder)
         return self.build(folder, self.args.train_vision, head, frozen)
 
@@ -243,7 +244,8 @@ class Builder:
             return model.requires_grad_(False)
         if args.lora_rank:
             add_adapters(model, args.model, args.lora_rank, args.lora_alpha)
-        if args.gradient_checkpointing == "on":
+        by_default = args.gradient_checkpointing == "auto" and self.compute.device.type == "cuda"
+        if by_default or args.gradient_checkpointing == "on":
             recompute_layers(model)
         if args.compile == "layers":
             compile_layers(model)

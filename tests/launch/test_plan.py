@@ -53,9 +53,8 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
         module = getattr(real, role)
         found = memory.resident_bytes(dry.models[role], 1)
         tower = {id(p) for p in vlm.tower_parameters(module.model)}
-        assert found["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
-        assert found["tower"] == local_bytes(p for p in module.parameters() if id(p) in tower)
-        assert (found["tower"] > 0) == (role == "actor")
+        assert bool(tower) == (role == "actor")
+        assert found["weights"] == local_bytes(module.parameters())
         assert (found["Adam"] > 0) == (role != "reference")
         if role != "reference":
             optimizer = fsdp.Trainable(module, real.args.optim, 1e-3).optimizer
@@ -76,16 +75,16 @@ def test_bytes_of_shards_and_optimizer(qwen25, picture_rows):
 
 
 def test_what_is_offloaded_is_planned_where_it_is_needed(qwen25, picture_rows):
-    always = {"actor weights", "actor tower", "critic weights"}
+    always = {"actor weights", "critic weights"}
     needed = {
         "rollout": set(),
-        "score": {"reference weights"},
+        "reference scores": {"reference weights"},
         "update critic": {"critic Adam"},
         "update actor": {"actor Adam", "actor average"},
     }
     for offload in ("none", "all"):
         dry = planned(qwen25, picture_rows, "--kl_coef 0.1 --ema_beta 0.9 --offload", offload)
-        phases = dry.needed.phases(budget.Choice(False, 16384), 80 * GIB)
+        phases = dry.needed.phases(16384, recompute=False)
         held = {
             phase: {part for part in parts if part.split()[0] in ROLES}
             for phase, parts in phases.items()
@@ -103,20 +102,13 @@ def test_bytes_of_what_adapters_freeze(qwen25, picture_rows):
     real, dry = (make(qwen25, picture_rows, flags) for make in (start, planned))
     for role in ("actor", "critic"):
         module, found = getattr(real, role), memory.resident_bytes(dry.models[role], 1)
-        tower = {id(p) for p in vlm.tower_parameters(module.model)}
-        assert found["weights"] == local_bytes(p for p in module.parameters() if id(p) not in tower)
+        assert found["weights"] == local_bytes(module.parameters())
         assert found["Adam"] == 2 * local_bytes(p for p in module.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize("script", ["ppo", "grm"])
-def test_copies_must_fit(script):
-    """--hsdp divides the ranks, or in a plan those that it is for."""
-    with user_error("--hsdp 3 must divide the number of ranks, 8"):
-        plan.main(words(script, "-- --model m --data d.jsonl --hsdp 3"))
+def test_copies_must_fit():
     with user_error("--hsdp 3 must divide the number of ranks, 1"):
         distributed.start(60.0, 3)
-    with user_error("it needs --data"):
-        plan.main(words(script, "-- --model m --eval_only --eval_data e.jsonl"))
 
 
 def test_bytes_of_the_cache(checkpoint):
@@ -270,20 +262,21 @@ def test_seven_billion_on_eight_gpus(seven_b, picture_rows, tmp_path, capsys):
     text = capsys.readouterr().out
     language = 8292166656 - 676550144
     table = cells(text)
-    assert table["actor weights"] == pytest.approx([4 * language / 8 / GIB] * 4, abs=0.006)
+    weights = 4 * language / 8 + 2 * 676550144  # a frozen tower is whole, in bfloat16
+    assert table["actor weights"] == pytest.approx([weights / GIB] * 4, abs=0.006)
     assert table["critic Adam"] == pytest.approx(
         [8 * (language - 152064 * 3584 + 3584) / 8 / GIB] * 4, abs=0.006
     )
-    assert table["actor tower"] == pytest.approx([2 * 676550144 / GIB] * 4, abs=0.006)
     rows = planned(seven_b, picture_rows, "--advantage grpo").prompts
     longest = max(len(row.input_ids) for row in rows)
-    cache = 2 * 28 * 512 * 2 * (longest + 512) * 4  # one prompt per GPU, four samples of it
+    cache = 2 * 28 * 512 * 2 * (longest + 512)  # of one sample
     assert table["KV cache"] == pytest.approx([cache / GIB], abs=0.006)
     peak = max(table["total"])
     assert table["total"][3] == peak
     assert 35 < peak < 60
     assert f"memory per GPU: {peak:.1f} of 80.0 GiB, in update actor\n" in text
     assert re.search(r"fastest with 8% to spare: --gradient_checkpointing off --max_tokens_per_pack \d{4}\n", text)
+    assert "room for 256 samples that decode together\n" in text
     assert not (tmp_path / "out").exists()
     with user_error("does not fit; fastest with 8% to spare: --gradient_checkpointing off"):
         table_of(8, "--gradient_checkpointing off")

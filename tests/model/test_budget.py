@@ -19,7 +19,7 @@ from test_plan import planned, seven_b  # noqa: F401  (a fixture)
 
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import budget, memory
+from common.model import budget, memory, weights
 from common.model import attention
 
 GIB = 2**30
@@ -32,25 +32,25 @@ class Stairs:
     def __init__(self, least_pack: int):
         self.least_pack = least_pack
 
-    def phases(self, choice: budget.Choice, room: float) -> dict[str, budget.Parts]:
-        activations = choice.tokens * 1e6 * (1 if choice.checkpointing else 3)
+    def phases(self, tokens: int, recompute: bool) -> dict[str, budget.Parts]:
+        activations = tokens * 1e6 * (1 if recompute else 3)
         return {"rollout": {"a": GIB}, "update": {"resident": 4 * GIB, "activations": activations}}
 
 
-def peak(choice: budget.Choice) -> float:
+def peak(tokens: int, recompute: bool) -> float:
     """By hand."""
-    return 4 + choice.tokens * 1e6 * (1 if choice.checkpointing else 3) / GIB
+    return 4 + tokens * 1e6 * (1 if recompute else 3) / GIB
 
 
-@pytest.mark.parametrize("gib, checkpointing, least", [(60.0, False, 1024), (30.0, False, 1024), (10.0, True, 2048)])
-def test_the_fastest_setting_leaves_some_memory_free(gib, checkpointing, least):
+@pytest.mark.parametrize("gib, flag, least", [(60.0, "off", 1024), (30.0, "off", 1024), (10.0, "on", 2048)])
+def test_the_fastest_setting_leaves_some_memory_free(gib, flag, least):
     """The largest pack, of all multiples of 256 tokens, without recomputation where any fits so."""
     stairs = Stairs(least - 20)
-    assert budget.peak_of(stairs, budget.Choice(True, 2048), gib) == (pytest.approx(peak(budget.Choice(True, 2048))), "update")
-    fitting = [n for n in range(least, 16385, 256) if peak(budget.Choice(checkpointing, n)) <= 0.92 * gib]
-    assert budget.fastest(stairs, 16384, gib) == budget.Choice(checkpointing, max(fitting))
-    assert budget.fastest(stairs, 16384, 4.0) is None
-    assert "no pack is small enough" in budget.advise(stairs, 16384, 4.0)
+    assert budget.peak_of(stairs, 2048, True) == (pytest.approx(peak(2048, True)), "update")
+    fitting = [n for n in range(least, 16385, 256) if peak(n, flag == "on") <= 0.92 * gib]
+    best = f"--gradient_checkpointing {flag} --max_tokens_per_pack {max(fitting)}"
+    assert budget.fastest(stairs, 16384, gib) == f"fastest with 8% to spare: {best}"
+    assert "no pack is small enough" in budget.fastest(stairs, 16384, 4.0)
 
 
 def reported(monkeypatch, gib: float) -> list[int]:
@@ -64,12 +64,10 @@ def reported(monkeypatch, gib: float) -> list[int]:
 LINE = "--kl_coef 0.01 --dtype bfloat16"
 
 
-def fit(dry, checkpointing: str) -> bool:
-    """Whether a start lets the actor recompute its layers."""
+def fit(dry, checkpointing: str) -> None:
     model = replace(dry.args.model, gradient_checkpointing=checkpointing)
     dry.needed.args = replace(dry.args, model=model)
     budget.fit(dry.needed, GRAPHICS)
-    return dry.models["actor"].model.model.language_model.layers[0].gradient_checkpointing
 
 
 @pytest.mark.slow
@@ -77,7 +75,7 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
     """7B on eight GPUs: it fits into 79 GiB recomputed, and not otherwise; into 30 not at all."""
     dry = planned(seven_b, picture_rows, *words(LINE))
     sizes = reported(monkeypatch, 79.0)
-    assert fit(dry, "auto")
+    fit(dry, "auto")
     assert sizes == [memory.gathered_bytes(dry.models["actor"])[1]]
     assert re.fullmatch(r"memory per GPU: \d\d\.\d of 79.0 GiB, in [a-z ]+\n", capsys.readouterr().out)
     with user_error(r"in update actor, does not fit; fastest with 8% to spare: "
@@ -88,21 +86,20 @@ def test_a_start_says_the_peak_before_it_reads_weights(seven_b, picture_rows, mo
         fit(dry, "auto")
 
 
-@pytest.mark.parametrize("flag, recomputed", [("auto", False), ("on", True)])
-def test_on_a_cpu_nothing_is_checked(flag, recomputed, qwen25, picture_rows):
-    dry = planned(qwen25, picture_rows, "--gradient_checkpointing", flag)
+def test_on_a_cpu_nothing_is_checked(qwen25, picture_rows, monkeypatch):
+    sizes = reported(monkeypatch, 0.0)
+    dry = planned(qwen25, picture_rows)
     budget.fit(dry.needed, SimpleNamespace(device=torch.device("cpu"), world=1))
-    for role in ("actor", "critic"):
-        assert dry.models[role].model.model.language_model.layers[0].gradient_checkpointing == recomputed
+    assert not sizes
 
 
-@pytest.mark.parametrize("flag", ["auto", "off"])
-def test_on_a_gpu_both_trained_models_recompute_their_layers(flag, qwen25, picture_rows, monkeypatch):
-    dry = planned(qwen25, picture_rows, "--gradient_checkpointing", flag)
-    reported(monkeypatch, 79.0)
-    budget.fit(dry.needed, GRAPHICS)
-    for role in ("actor", "critic"):
-        assert dry.models[role].model.model.language_model.layers[0].gradient_checkpointing == (flag == "auto")
+@pytest.mark.parametrize("flag, device, recomputed", [
+    ("auto", "cpu", False), ("on", "cpu", True), ("auto", "cuda", True), ("off", "cuda", False)])
+def test_gpus_recompute_layers_unless_they_are_told_not_to(flag, device, recomputed, qwen25):
+    args = ppo.parse_args(words("--model", qwen25, "--data d.jsonl --attention sdpa --gradient_checkpointing", flag))
+    builder = weights.Builder(args.model, torch.device(device), 100)
+    for model in (builder.actor(), builder.role("", head=False)):
+        assert model.model.language_model.layers[0].gradient_checkpointing == recomputed
 
 
 def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypatch):  # noqa: F811
@@ -110,15 +107,19 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     many = "--samples_per_prompt 64 --prompts_per_step 64 --advantage grpo --max_new_tokens 2048"
     dry = planned(seven_b, picture_rows, *words(many))
     actor = dry.models["actor"]
-    parts = dry.needed.phases(budget.Choice(True, 16384), 60.0 * GIB)["rollout"]
-    capacity = dry.needed.longest + 2048
-    slots = parts["KV cache"] / (capacity * attention.cache_bytes(actor.model.config.get_text_config(), 2))
+    parts = dry.needed.phases(16384, recompute=True)["rollout"]
+    capacity = max(len(row.input_ids) for row in dry.prompts) + 2048
+    assert parts["KV cache"] == capacity * attention.cache_bytes(actor.model.config.get_text_config(), 2)
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
     free = int(60.0 * GIB - taken)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, 80 * GIB))
     engine = SimpleNamespace(actor=actor, sampling=SimpleNamespace(slots=0),
                              compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16))
-    assert ppo.RolloutEngine.slot_count(engine, capacity, 512) == slots < 256
+    slots = ppo.RolloutEngine.slot_count(engine, capacity, 512)
+    assert dry.needed.slots(60.0) == slots < 256
+    assert dry.needed.slots(40.0) < slots
+    # they fill what is free, which says nothing about the pack that fits
+    assert "--max_tokens_per_pack" in budget.fastest(dry.needed, 16384, 60.0)
 
 
 def test_a_rollout_leaves_no_cache_behind(qwen25, picture_rows, monkeypatch):
