@@ -7,17 +7,22 @@ GenAI-Bench (TIGER-AI-Lab/GenAI-Bench inference.py).
 """
 
 import json
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import benchmarks
 import convert
+import judge_filter
+import judge_table
 import pytest
-from conftest import judge_settings, read_rows, words
+from conftest import ROOT, judge_settings, read_rows, words
 from test_convert import base64_of, encode, noise
 
 from common.data.processor import Processor
 from common.flags import DataArgs
-from common.rewards.judge import load_judgements
+from common.rewards.judge import answer_frame, encode_target, load_judgements, with_verdict
 
 # ---- Benchmarks
 
@@ -171,3 +176,259 @@ def test_a_file_of_another_benchmark(tmp_path, published, capsys, benchmark, row
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+# ---- The table
+
+VERDICTS = {"A": "A", "B": "B", "t": "tie", "-": None}
+MIRRORED = {"A": "B", "B": "A", "tie": "tie"}
+
+
+def judged(folder, rows: list[tuple]) -> Path:
+    """A run that judged rows (group, right, verdicts in the order given, swapped, further fields), a letter for a sample."""
+    records = []
+    for number, (group, right, given, swapped, *further) in enumerate(rows):
+        for order, reference, letters in (("given", right, given), ("swapped", MIRRORED[right], swapped)):
+            for sample, letter in enumerate(letters):
+                record = {"source": f"held.jsonl:{number + 1}", "sample": sample, "order": order, "group": group, "pair": None,
+                          "verdict": VERDICTS[letter], "reference": reference, "lengths": None, "row": {}}
+                records.append(record | dict(*further))
+    (folder / "samples").mkdir(parents=True)
+    lines = [json.dumps(record) for record in records[::-1]]  # in any order
+    (folder / "samples" / "eval-000000.jsonl").write_text('{"prompt": "of an older evaluation"}\n')
+    (folder / "samples" / "eval-000040.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def table_of(folder, rows: list[tuple]) -> dict[str, dict[str, str]]:
+    return judge_table.make_table(judge_table.read_units(judged(folder, rows)))
+
+
+def vl_row(name: str, *judgements, **further) -> tuple:
+    row = {"benchmark": "vl_rewardbench", "id": name}
+    return benchmarks.vl_group(name), *judgements, {"row": row} | further
+
+
+# A judge at random. The swapped order is as it was shown: there the right answer is the other one.
+AT_RANDOM = [
+    vl_row("RLAIF-V-1", "A", "AAB", "BAB", lengths=[10, 5]),
+    vl_row("hallucination_pair-2", "B", "B-B", "AB-", lengths=[3, 3]),
+    vl_row("mathverse_3", "A", "BBB", "BBA", lengths=[1, 9]),
+    vl_row("mmmu_pro_test_Art_4", "B", "BAB", "AAB"),
+    vl_row("wildvision-battle-5", "A", "---", "BBB"),
+    vl_row("svit-complex_reasoning-6", "B", "AAA", "BAB"),
+]
+
+
+def test_a_judge_at_random(tmp_path):
+    """Counted by hand: 36 judgements, of which 17 are right and 5 could not be read."""
+    table = table_of(tmp_path, AT_RANDOM)
+    overall = dict(table["overall"])
+    overall.pop("its 95 % interval")
+    assert overall == {
+        "rows": "6",
+        "accuracy, unread is wrong": "0.472",  # 17 / 36
+        "accuracy, unread left out": "0.548",  # 17 / 31
+        "accuracy, unread is one half": "0.542",  # 19.5 / 36
+        "could not be read": "0.139",
+        "both orders right": "0.167",  # 3 of 18: the first samples of rows 1, 2 and 4
+        "both orders alike": "0.333",  # 6 of 18: these, one of row 3 and two of row 6
+        "says A": "0.387",  # 12 of 31
+        "says the longer answer": "0.667",  # of rows 1 and 3 4 each, of 6
+        "the longer answer is right": "0.500",
+        "votes@1": "0.667",  # 8 of 12 questions
+        "votes@3": "0.625",  # 7 and a tie, of row 2 swapped
+        "votes@3 of both orders": "0.667",  # rows 1, 2, 4 and 5
+        "all that count together right": "0.472",
+    }
+    accuracies = {name: cells["accuracy, unread is wrong"] for name, cells in table.items()}
+    assert accuracies == {
+        "general": "0.333", "hallucination": "0.583", "reasoning": "0.500", "overall": "0.472", "macro": "0.472",
+        "macro of R1-Reward": "0.481",  # general 8 of 18, hallucination 3 of 6, reasoning 6 of 12
+        "macro of UnifiedReward": "0.519",  # general 7 of 18, hallucination 4 of 6, reasoning 6 of 12
+    }
+    assert table["macro of R1-Reward"]["rows"] == "3/1/2"
+    assert table["macro"]["accuracy, unread left out"] == "0.548"  # of 4/9, 7/10 and 6/12
+
+
+def cal_py(questions: list[tuple[str, str, list]]) -> tuple[float, float]:
+    """VL-RewardBench's own overall and macro accuracy of (group, right, verdicts): a question with a verdict that cannot be
+    read is left out; one that most verdicts get right counts, and so does one that most get wrong."""
+    agree, decided = Counter(), Counter()
+    for group, right, verdicts in questions:
+        if None not in verdicts:
+            hits = verdicts.count(right)
+            agree[group] += hits > len(verdicts) / 2
+            decided[group] += hits != len(verdicts) / 2
+    return sum(agree.values()) / sum(decided.values()), sum(agree[name] / decided[name] for name in decided) / 3
+
+
+def test_as_vl_rewardbench_counts(tmp_path):
+    """A draw of each order, and three where all can be read: as its script has it."""
+    single = [row[:2] + (row[2][0], row[3][0]) + row[4:] for row in AT_RANDOM]
+    readable = [row[:2] + (row[2].replace("-", "A"), row[3].replace("-", "A")) + row[4:] for row in AT_RANDOM]
+    for name, rows, line, expected in (("one", single, "accuracy, unread left out", ("0.727", "0.694")),  # 8/11; 1/3, 4/4, 3/4
+                                       ("three", readable, "votes@3", ("0.750", "0.750"))):
+        questions = []
+        for group, right, given, swapped, _ in rows:
+            questions.append((group, right, [VERDICTS[letter] for letter in given]))
+            questions.append((group, MIRRORED[right], [VERDICTS[letter] for letter in swapped]))
+        table = table_of(tmp_path / name, rows)
+        assert (table["overall"][line], table["macro"][line]) == expected
+        assert tuple(f"{value:.3f}" for value in cal_py(questions)) == expected
+
+
+def test_a_judge_that_always_says_a(tmp_path):
+    """R1-Reward's scripts show the chosen answer first, and it scores 1 there."""
+    rows = [vl_row(name, right, "AAA", "AAA") for name, right in zip(VL_IDS, "ABABABABABA")]
+    table = table_of(tmp_path, rows)
+    for name in ("general", "hallucination", "reasoning", "overall", "macro", "macro of R1-Reward"):
+        cells = table[name]
+        assert cells["accuracy, unread is wrong"] == cells["accuracy, unread left out"] == "0.500"
+        assert cells["votes@1"] == cells["votes@3"] == cells["votes@3 of both orders"] == "0.500"
+        assert cells["both orders right"] == cells["both orders alike"] == "0.000"
+        assert cells["says A"] == "1.000"
+    records = [json.loads(line) for line in open(tmp_path / "samples/eval-000040.jsonl")]
+    chosen_first = [record["verdict"] == "A" for record in records if record["reference"] == "A"]
+    assert sum(chosen_first) / len(chosen_first) == 1
+
+
+def test_a_judge_that_is_right(tmp_path):
+    rows = [vl_row(name, right, right * 5, MIRRORED[right] * 5) for name, right in zip(VL_IDS, "ABABABABABA")]
+    for name, cells in table_of(tmp_path, rows).items():
+        cells = dict(cells)
+        assert cells.pop("could not be read") == "0.000"
+        assert 0.45 < float(cells.pop("says A")) < 0.55 or name != "overall"
+        assert cells.pop("its 95 % interval") == "1.000-1.000"
+        cells.pop("rows")
+        assert set(cells.values()) == {"1.000"}
+        assert {"votes@1", "votes@3", "votes@5", "votes@5 of both orders"} < cells.keys()
+
+
+def test_rows_that_count_together(tmp_path):
+    """ACC and ACC+ of MM-RLHF-RewardBench: of three ids one has all its pairs right, of eight pairs five; by folder."""
+    rights = {("mcq", "x"): [1, 1, 0], ("mcq", "y"): [1, 1], ("long", "z"): [1, 0, 0]}
+    rows = []
+    for (group, name), pairs in rights.items():
+        for is_right in pairs:
+            letters = ("A", "B") if is_right else ("B", "A")
+            rows.append((group, "A", *letters, {"pair": name}))
+    table = table_of(tmp_path, rows)
+    line = "all that count together right"
+    found = {name: (cells["accuracy, unread is wrong"], cells[line]) for name, cells in table.items()}
+    assert found == {"long": ("0.333", "0.000"), "mcq": ("0.800", "0.500"), "overall": ("0.625", "0.333"),
+                     "macro": ("0.567", "0.250")}
+    assert table["overall"]["rows"] == "8"
+
+
+def test_ties_of_genai_bench(tmp_path):
+    """Accuracy with ties, as its own script, and without the rows that are ties, as most papers."""
+    rows = [("image_generation", right, given, swapped) for right, given, swapped in
+            (("A", "A", "B"), ("B", "t", "t"), ("tie", "t", "t"), ("tie", "A", "t"))]
+    table = table_of(tmp_path, rows)
+    assert table["overall"]["accuracy, unread is wrong"] == "0.625"  # 2 + 0 + 2 + 1 of 8
+    assert table["without ties"]["accuracy, unread is wrong"] == "0.500"
+    assert table["without ties"]["rows"] == "2"
+
+
+def test_interval(tmp_path):
+    """Of 400 pairs half of which are right in both orders: that of 400 coins, or of 100 where four count together."""
+    for name, size, width in (("alone", 1, 2 * 1.96 * 0.5 / 400**0.5), ("together", 4, 2 * 1.96 * 0.5 / 100**0.5)):
+        rows = []
+        for k in range(400):
+            letters = ("A", "B") if k // size % 2 else ("B", "A")
+            rows.append(("g", "A", *letters, {"pair": f"p{k // size}"}))
+        low, high = table_of(tmp_path / name, rows)["overall"]["its 95 % interval"].split("-")
+        assert float(high) - float(low) == pytest.approx(width, rel=0.08)
+        assert (float(low) + float(high)) / 2 == pytest.approx(0.5, abs=0.01)
+
+
+def test_the_table_is_printed(tmp_path, capsys):
+    folder = judged(tmp_path, AT_RANDOM)
+    judge_table.main([str(folder)])
+    text = capsys.readouterr().out.splitlines()
+    judge_table.main([str(folder), "--markdown"])
+    markdown = capsys.readouterr().out.splitlines()
+    assert len(set(map(len, text))) == len(set(map(len, markdown))) == 1
+    assert set(markdown.pop(1)) == {"|", "-", " "}
+    assert [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in markdown][2][0] == "accuracy, unread is wrong"
+    assert [line.replace("|", "").split() for line in markdown] == [line.split() for line in text]
+
+
+def test_a_run_without_judgements(tmp_path, capsys):
+    empty, prompts = tmp_path / "empty", tmp_path / "prompts"
+    (prompts / "samples").mkdir(parents=True)
+    (prompts / "samples" / "eval-000001.jsonl").write_text('{"sample": 0, "response": "red"}\n')
+    for program in (judge_table.main, judge_filter.main):
+        for run in (empty, prompts):
+            with pytest.raises(SystemExit) as stop:
+                program([str(run), "--right", str(tmp_path / "a"), "--wrong", str(tmp_path / "b")])
+            assert stop.value.code == 2
+            assert capsys.readouterr().err.startswith(f"error: {run} has no judgements: make them by train_ppo_vl.py --eval_only")
+
+
+def test_the_table_needs_no_torch():
+    code = "import sys; sys.path.insert(0, 'launch'); import judge_table; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
+# ---- The filter
+
+
+def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25, capsys):
+    """What is imitated are the tokens of the judgement, behind the question as it was asked."""
+    folder, rows = tmp_path / "data", []
+    folder.mkdir()
+    for name in "abc":
+        (folder / f"{name}.png").write_bytes(encode(noise(ord(name))))
+    rows.append({"prompt": "a cat", "images": ["a.png", "b.png"], "preferred": "A", "source": "g", "pair": 7})
+    rows.append({"prompt": "<image>what?", "images": ["c.png"], "responses": ["x", "y"], "preferred": "B"})
+    rows.append({"question": "what?", "images": ["c.png"], "response": "x", "correct": True})
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    processor = Processor(str(qwen25))
+    frame = answer_frame(processor)
+    questions = load_judgements(str(folder / "train.jsonl"), processor, judge_settings(), DataArgs(), "both", frame)
+
+    # The answer is "It is so." and a verdict, by sample: right is r, wrong w, unreadable -.
+    records, said = [], {}
+    for (prompt, _, ask), letters in zip(questions, ("wr", "rr", "rr", "rr", "-w")):
+        for sample, letter in enumerate(letters):
+            verdict = {"r": ask["verdict"], "w": "tie", "-": None}[letter]
+            response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
+            said.setdefault(prompt.index, {})[letter] = response
+            records.append({"source": prompt.source, "group": "g", "pair": None, "sample": sample, "order": ask["order"],
+                            "verdict": verdict, "reference": ask["verdict"], "response": response, "truncated": False,
+                            "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
+    (tmp_path / "run" / "samples").mkdir(parents=True)
+    (tmp_path / "run/samples/eval-000000.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    right, wrong = tmp_path / "elsewhere" / "sft.jsonl", tmp_path / "elsewhere" / "rl.jsonl"
+    right.parent.mkdir()
+    capsys.readouterr()
+    judge_filter.main(words(tmp_path / "run", "--right", right, "--wrong", wrong))
+    assert capsys.readouterr().out == "4 right judgements, 2 rows with a wrong one\n"
+
+    again = load_judgements(str(right), processor, judge_settings(), DataArgs(), "both", frame)
+    assert len(again) == 4
+    for (prompt, target, ask), (copy, label, imitated) in zip(questions, again):
+        assert copy.input_ids.tolist() == prompt.input_ids.tolist()
+        assert copy.images == prompt.images
+        assert label.tolist() == encode_target(processor, frame, said[prompt.index, "r"]).tolist()
+        assert imitated["kind"] == "response"
+    images = [str(folder / f"{name}.png") for name in "abc"]
+    assert read_rows(wrong) == [rows[0] | {"images": images[:2]}, rows[2] | {"images": images[2:]}]
+    asked = load_judgements(str(wrong), processor, judge_settings(), DataArgs())
+    assert [prompt.input_ids.tolist() for prompt, *_ in asked] == [
+        questions[k][0].input_ids.tolist() for k in (0, 1, 4)]
+
+
+@pytest.mark.parametrize("letters, counts", [("AA", "2 right judgements, 0 rows"), ("BB", "0 right judgements, 1 rows")])
+def test_a_filter_that_leaves_nothing(tmp_path, capsys, letters, counts):
+    further = {"truncated": False, "images": [], "messages": [], "response": "x"}
+    run = judged(tmp_path / "run", [("g", "A", letters, letters.translate({65: 66, 66: 65}), further)])
+    with pytest.raises(SystemExit) as stop:
+        judge_filter.main(words(run, "--right", tmp_path / "a", "--wrong", tmp_path / "b"))
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out.startswith(counts)
+    assert printed.err == "error: nothing is left to train on in one of both\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]

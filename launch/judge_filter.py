@@ -1,0 +1,62 @@
+"""Judgements as rows to train on, between a cold start and RL.
+
+    python launch/judge_filter.py RUN --right sft.jsonl --wrong rl.jsonl
+
+RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K` over training rows (its --eval_data).
+Of every question, a row in one order, the first right judgement becomes a row of prompt and response: what the judge was
+asked, and what it wrote. A row with a wrong judgement, in either order, goes to RL as it is. Paths become absolute.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from judge_table import read_judgements
+
+
+def filter_rows(rows: list[dict[str, list[dict]]]) -> tuple[list[dict], list[dict]]:
+    """Rows to imitate, and rows for RL."""
+    right, wrong = [], []
+    for orders in rows:
+        misses = 0
+        for records in orders.values():
+            hits = [record for record in records if record["verdict"] == record["reference"]]
+            misses += len(records) - len(hits)
+            whole = [record for record in hits if not record["truncated"]]
+            for record in whole[:1]:
+                right.append({"messages": record["messages"], "response": record["response"]} | media_of(record))
+        if misses:
+            given = orders["given"][0]
+            wrong.append(given["row"] | media_of(given))
+    return right, wrong
+
+
+def media_of(record: dict) -> dict[str, list]:
+    """The columns of images and of videos, which are lists."""
+    columns = {"images": [], "videos": []}
+    for item in record["images"]:
+        columns["images" if isinstance(item, str) else "videos"].append(item)
+    return {name: items for name, items in columns.items() if items}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--right", type=Path, required=True, help="file to write: judgements to imitate")
+    parser.add_argument("--wrong", type=Path, required=True, help="file to write: rows for RL")
+    args = parser.parse_args(argv)
+    try:
+        right, wrong = filter_rows(read_judgements(args.run))
+        print(f"{len(right)} right judgements, {len(wrong)} rows with a wrong one", flush=True)
+        if not right or not wrong:
+            raise ValueError("nothing is left to train on in one of both")
+        for path, rows in ((args.right, right), (args.wrong, wrong)):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The table of a judge, by every convention in which published tables differ.
+
+    python launch/judge_table.py RUN [--markdown]
+
+RUN is the folder of `train_ppo_vl.py --eval_only --row_kind judgements --eval_samples K`, in which every pair was judged K
+times in each order. "votes@k" is the majority of the first k verdicts of an order that could be read, of which a tie
+counts one half; all other lines are of single judgements. "macro" is the mean over groups. The interval is of the first
+accuracy: a bootstrap over pairs, in which rows that count together stay together.
+"""
+
+import json
+import sys
+from collections import Counter, defaultdict
+from operator import itemgetter
+from pathlib import Path
+from statistics import fmean
+from typing import Collection
+
+import numpy as np
+
+from benchmarks import VL_ELSEWHERE, vl_group
+
+MIRRORED = {"A": "B", "B": "A"}
+ACCURACY = "accuracy, unread is wrong"
+BOOTSTRAPS = 1000
+
+# ---- Judgements
+
+
+def read_judgements(run: Path) -> list[dict[str, list[dict]]]:
+    """Of every row of a run's newest evaluation: order -> records, by sample. Raises ValueError: it judged nothing."""
+    records = []
+    for path in sorted(run.glob("samples/eval-*.jsonl"))[-1:]:
+        records = list(map(json.loads, open(path, encoding="utf-8")))
+    if not records or "verdict" not in records[0]:
+        raise ValueError(f"{run} has no judgements: make them by train_ppo_vl.py --eval_only --row_kind judgements")
+    rows: dict = defaultdict(lambda: defaultdict(list))
+    for record in sorted(records, key=itemgetter("sample")):
+        rows[record["group"], record["source"]][record["order"]].append(record)
+    return list(rows.values())
+
+
+class Unit:
+    """Rows that count together, mostly one: for each line of the table what counts, and out of how much."""
+
+    def __init__(self, first: dict):
+        self.first = first  # of its records
+        self.parts: Counter = Counter()
+        self.wholes: Counter = Counter()
+        self.hits: list[list[bool]] = []  # of each row: which judgements are right
+
+    def add(self, orders: dict[str, list[dict]]) -> None:
+        """Count the judgements on a row, all as if its answers stood in the order given."""
+        first = orders["given"][0]
+        right, (size_a, size_b) = first["reference"], first["lengths"] or (0, 0)
+        given = [record["verdict"] for record in orders["given"]]
+        swapped = [MIRRORED.get(record["verdict"], record["verdict"]) for record in orders["swapped"]]
+        verdicts, both = given + swapped, list(zip(given, swapped))
+        total, hits, unread = len(verdicts), verdicts.count(right), verdicts.count(None)
+        sides = verdicts.count("A") + verdicts.count("B")
+        lines = {
+            ACCURACY: (hits, total),
+            "accuracy, unread left out": (hits, total - unread),
+            "accuracy, unread is one half": (hits + unread / 2, total),
+            "could not be read": (unread, total),
+            "both orders right": (both.count((right, right)), len(both)),
+            "both orders alike": (sum(one is not None and one == other for one, other in both), len(both)),
+            "says A": (given.count("A") + swapped.count("B"), sides),
+        }
+        if size_a != size_b:
+            longer = "A" if size_a > size_b else "B"
+            lines["says the longer answer"] = verdicts.count(longer), sides
+            lines["the longer answer is right"] = right == longer, right in MIRRORED
+        for k in range(1, len(both) + 1, 2):
+            lines[f"votes@{k}"] = vote(given[:k], right) + vote(swapped[:k], right), 2
+        lines[f"votes@{len(both)} of both orders"] = vote(verdicts, right), 1
+        self.count(lines)
+        self.hits.append([verdict == right for verdict in verdicts])
+
+    def count(self, lines: dict[str, tuple[float, float]]) -> None:
+        for line, (part, whole) in lines.items():
+            self.parts[line] += part
+            self.wholes[line] += whole
+
+    def close(self) -> "Unit":
+        """Count ACC+, or best of 4."""
+        self.count({"all that count together right": (sum(map(all, zip(*self.hits))), len(self.hits[0]))})
+        return self
+
+
+def vote(verdicts: list[str | None], right: str) -> float:
+    """What the majority of those that could be read is worth."""
+    votes = Counter(verdict for verdict in verdicts if verdict)
+    most = max(votes.values(), default=1)
+    if votes[right] < most:
+        return 0.0
+    return 1.0 if list(votes.values()).count(most) == 1 else 0.5
+
+
+def read_units(run: Path) -> list[Unit]:
+    """Raises ValueError: there are none."""
+    units: dict[tuple, Unit] = {}
+    for orders in read_judgements(run):
+        first = orders["given"][0]
+        if "swapped" in orders:
+            units.setdefault((first["group"], first["pair"] or first["source"]), Unit(first)).add(orders)
+    if not units:
+        raise ValueError(f"{run}: nothing was judged in two orders")
+    return [unit.close() for unit in units.values()]
+
+
+# ---- Table
+
+
+def make_table(units: list[Unit]) -> dict[str, dict[str, str]]:
+    """Column -> line -> cell: of each group, of all, and of means over groups."""
+    groups = by_group(units)
+    table = {group: column([members]) for group, members in groups.items()}
+    table["overall"] = column([units])
+    decided = [unit for unit in units if unit.first["reference"] != "tie"]
+    if 0 < len(decided) < len(units):
+        table["without ties"] = column([decided])
+    table["macro"] = column(groups.values())
+    if units[0].first["row"].get("benchmark") == "vl_rewardbench":
+        for script in VL_ELSEWHERE:
+            table[f"macro of {script}"] = column(by_group(units, script).values())
+    return table
+
+
+def by_group(units: list[Unit], script: str = "") -> dict[str, list[Unit]]:
+    """By the groups of the rows, or by those of another script for VL-RewardBench."""
+    groups = defaultdict(list)
+    for unit in units:
+        groups[vl_group(unit.first["row"]["id"], script) if script else unit.first["group"]].append(unit)
+    return dict(sorted(groups.items()))
+
+
+def column(groups: Collection[list[Unit]]) -> dict[str, str]:
+    """Of every line the mean over groups."""
+    shares, sizes, bootstrap, rng = defaultdict(list), [], 0, np.random.default_rng(0)
+    for units in groups:
+        parts, wholes = Counter(), Counter()
+        for unit in units:
+            parts.update(unit.parts)
+            wholes.update(unit.wholes)
+        for line in filter(wholes.get, wholes):
+            shares[line].append(parts[line] / wholes[line])
+        sizes.append(str(sum(len(unit.hits) for unit in units)))
+        counts = np.array([(unit.parts[ACCURACY], unit.wholes[ACCURACY]) for unit in units])
+        hits, totals = counts[rng.integers(len(units), size=(BOOTSTRAPS, len(units)))].sum(axis=1).T
+        bootstrap += hits / totals / len(groups)
+    low, high = np.percentile(bootstrap, (2.5, 97.5))
+    cells = {"rows": "/".join(sizes), ACCURACY: "", "its 95 % interval": f"{low:.3f}-{high:.3f}"}
+    return cells | {line: f"{fmean(values):.3f}" for line, values in shares.items()}
+
+
+def print_table(table: dict[str, dict[str, str]], markdown: bool) -> None:
+    lines = [["", *table]]
+    for name in table["overall"]:
+        lines.append([name, *(cells.get(name, "") for cells in table.values())])
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
+    if markdown:
+        lines.insert(1, ["-" * width for width in widths])
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line, widths)]
+        print(f"| {' | '.join(cells)} |" if markdown else "  ".join(cells))
+
+
+def main(argv: list[str]) -> None:
+    if not argv:
+        sys.exit(__doc__)
+    try:
+        print_table(make_table(read_units(Path(argv[0]))), "--markdown" in argv)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
