@@ -395,7 +395,7 @@ def test_right_judgements_are_imitated_and_wrong_rows_go_to_rl(tmp_path, qwen25,
         for sample, letter in enumerate(letters):
             verdict = {"r": ask["verdict"], "w": "tie", "-": None}[letter]
             response = f"It is {sample}. {with_verdict(verdict) if verdict else ''}"
-            said.setdefault(prompt.index, {})[letter] = response
+            said.setdefault((prompt.index, letter), response)
             records.append({"source": prompt.source, "group": "g", "pair": None, "sample": sample, "order": ask["order"],
                             "verdict": verdict, "reference": ask["verdict"], "response": response, "truncated": False,
                             "images": list(prompt.images), "row": prompt.row, "messages": prompt.messages, "lengths": None})
