@@ -163,6 +163,7 @@ ESTIMATORS = {
     "reinforce_baseline": Estimator(losses.dr_grpo, compares="prompt", whiten=True),
     "grpo": Estimator(losses.grpo, compares="prompt"),
     "group_norm": Estimator(losses.grpo, compares="prompt"),
+    "gdpo": Estimator(losses.gdpo, compares="prompt"),
     "dr_grpo": Estimator(losses.dr_grpo, compares="prompt"),
     "rloo": Estimator(losses.rloo, compares="prompt"),
     "remax": Estimator(losses.remax),
@@ -279,8 +280,10 @@ class AlgorithmArgs:
 
     advantage: str = flag(
         "gae",
-        "advantage estimator. gae trains a critic; grpo (alias group_norm), dr_grpo, rloo, opo, gpg "
-        "and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy one",
+        "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
+        "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
+        "one. gdpo compares each source of rewards apart, or, of a single source, each of the "
+        "components that it returns beside its reward",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -584,16 +587,15 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
         and values.samples_per_prompt * values.prompts_per_step < 2,
         f"--advantage {values.advantage} compares the samples of a step: it needs at least 2",
     )
+    if values.advantage == "gdpo":
+        for name in ("reward_combiner", "reward_norm", "reward_clip", "overlong_buffer"):
+            why = "--advantage gdpo compares the sources of rewards apart, before they are one number"
+            refuse(getattr(values, name), f"--{name}: {why}")
     if values.dynamic_sampling:
         refuse.exceeds("rollouts_per_step", "dynamic_sampling")
-    refuse(
-        -1 < values.clip_low < 0 or -1 < values.clip_high < 0,
-        "--clip_low and --clip_high must be at least 0, or -1 for the loss's own",
-    )
-    refuse(
-        -1 < values.gae_lambda_policy < 0,
-        f"--gae_lambda_policy {values.gae_lambda_policy} must be at least 0, or -1 for --gae_lambda",
-    )
+    for name in ("clip_low", "clip_high", "gae_lambda_policy"):
+        value = getattr(values, name)
+        refuse(-1 < value < 0, f"--{name} {value} must be at least 0, or -1 for its default")
     refuse(
         values.gae_lambda_policy != -1 and values.gae_alpha,
         "--gae_lambda_policy and --gae_alpha: choose one of them",
@@ -1248,15 +1250,15 @@ def advantage_inputs(batch: Batch, state: TrainState, args: Args) -> losses.Adva
         kl_coef=state.kl_coef if algorithm.kl_in == "reward" else 0.0,
         lengths=batch.lengths,
         prompt_index=batch.prompt_index,
+        components=batch.components,
+        weights=batch.weights,
         turn_rewards=batch.turn_rewards,
         values=batch.values,
         gamma=algorithm.gamma,
         gae_lambda=algorithm.gae_lambda,
+        gae_lambda_policy=algorithm.gae_lambda_policy,
+        gae_alpha=algorithm.gae_alpha,
     )
-    if algorithm.gae_lambda_policy != -1:
-        inputs.gae_lambda_policy = algorithm.gae_lambda_policy
-    if algorithm.gae_alpha:
-        inputs.gae_lambda_policy = losses.length_adaptive_lambda(batch.lengths, algorithm.gae_alpha)
     if batch.turn_rewards is not None and algorithm.reward_norm:
         inputs.turn_rewards = batch.turn_rewards / state.moments.std
     if batch.greedy_rewards is not None:

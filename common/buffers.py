@@ -140,12 +140,15 @@ class Batch:
     turn_rewards: PerToken = None
     greedy_rewards: PerSample = None  # of the prompt's greedy response (remax)
     greedy_lengths: PerSample = None  # and its number of tokens
-    # (S,) each; NaN: the sample has none
+    # (S,) each; NaN: the sample has none. Several sources of rewards are the first components
     components: dict[str, Tensor] = field(default_factory=dict)
+    weights: PerSample = None  # (S, K) float64, of these sources; NaN as the component
     judgements: list[str] = field(default_factory=list)  # (S,) what judges said of each sample
 
     # Scoring and advantages.
     old_logprobs: PerToken = None  # under the policy at the start of the update
+    # the same with masked images; NaN: the sample has no images
+    masked_logprobs: PerToken = None
     ref_logprobs: PerToken = None
     teacher_logprobs: PerToken = None
     kl: PerToken = None  # to the reference, before the update
@@ -295,15 +298,13 @@ class Batch:
         for name in BY_PROMPT:
             joined[name] = dict(ChainMap(*(getattr(part, name) for part in shifted)))
         joined["components"] = {
-            name: torch.cat([each.component(name) for each in parts])
+            name: torch.cat(
+                [each.components.get(name, torch.full((len(each),), math.nan)) for each in parts]
+            )
             for part in parts
             for name in part.components
         }
         return Batch(**joined)
-
-    def component(self, name: str) -> Tensor:
-        """(S,) of a reward component; NaN where the batch does not have it."""
-        return self.components.get(name, torch.full((len(self),), math.nan))
 
 
 PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]

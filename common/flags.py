@@ -306,7 +306,8 @@ FOREIGN_NAMES = {
     "clip_ratio_high",
     "dual_clip": "clip_ratio_c delta",
     "value_clip": "cliprange_value",
-    "advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo",
+    "advantage": "adv_estimator advantage_estimator scale_rewards norm_adv_by_std_in_grpo "
+    "multi_objective_aggregation",
     "reward_norm": "whiten_rewards normalize_reward",
     "gae_lambda": "lam lambd",
     "loss_aggregation": "loss_type loss_agg_mode",

@@ -16,7 +16,7 @@ step, over all ranks and packs; nothing here takes a mean over just the tokens t
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ class AdvantageInputs:
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
     prompt_index: Tensor  # (S,) int64, the prompt of a sample
+    # (S,) each, not shaped; NaN: the sample has none. Several sources of rewards come first
+    components: dict[str, Tensor] = field(default_factory=dict)
+    weights: Tensor | None = None  # (S, K) of these sources
     # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
     turn_rewards: Tensor | None = None
     values: Tensor | None = None  # (N,) the critic's
@@ -44,8 +47,9 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    # lambda of the advantages, if not that of the returns: (S,), or one for all
-    gae_lambda_policy: Tensor | float | None = None
+    # of the advantages alone: fixed, -1: gae_lambda; or above 0 `length_adaptive_lambda`
+    gae_lambda_policy: float = -1.0
+    gae_alpha: float = 0.0
 
     @functools.cached_property
     def token_rewards(self) -> Tensor:
@@ -83,8 +87,11 @@ def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     """Generalised advantage estimation with a critic. Advantages may use another lambda than the
     critic's targets (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""
     advantages, returns = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda)
-    if x.gae_lambda_policy is not None:
-        advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, x.gae_lambda_policy)
+    lam: Tensor | float = x.gae_lambda_policy
+    if x.gae_alpha:
+        lam = length_adaptive_lambda(x.lengths, x.gae_alpha)
+    if x.gae_alpha or x.gae_lambda_policy != -1:
+        advantages, _ = gae(x.token_rewards, x.values, x.lengths, x.gamma, lam)
     return advantages, returns
 
 
@@ -106,12 +113,32 @@ def remax(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward standardized among the samples of its prompt (Shao et al. 2024)."""
-    return _compare_then_subtract_kl(x, x.prompt_index)
+    return _subtract_kl(x, standardize(x.rewards, x.prompt_index))
+
+
+def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """Each source of rewards, or each component of a single one, standardized among the samples of
+    its prompt; their weighted sum over its deviation in the step (Liu et al. 2026, arXiv 2601.05242).
+
+    That deviation is one over samples, as in the paper and the authors' version of TRL; in theirs of
+    verl it is one over tokens. The sum has mean 0 as it is. What has no spread among the samples
+    of a prompt, or is NaN, counts 0.
+    """
+    columns = list(x.components.values()) or [x.rewards]
+    weights = torch.ones(len(x.rewards), len(columns)) if x.weights is None else x.weights
+    total = torch.zeros_like(x.rewards, dtype=torch.float64)  # (S,)
+    for values, weight in zip(columns, weights.T):
+        (places,) = torch.where(~values.isnan())
+        places = places[has_spread(values[places], x.prompt_index[places])]
+        if len(places):
+            standard = standardize(values[places], x.prompt_index[places])
+            total[places] += weight[places] * standard
+    return _subtract_kl(x, total / (total.std() + 1e-6))
 
 
 def cpgd(x: AdvantageInputs) -> AdvantagesAndReturns:
     """The reward standardized among all samples of the step (Liu et al. 2025)."""
-    return _compare_then_subtract_kl(x, torch.zeros_like(x.prompt_index))
+    return _subtract_kl(x, standardize(x.rewards, torch.zeros_like(x.prompt_index)))
 
 
 def dr_grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
@@ -146,15 +173,14 @@ def _for_all_tokens(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndRetu
     return advantages, advantages
 
 
-def _compare_then_subtract_kl(x: AdvantageInputs, compared: Tensor) -> AdvantagesAndReturns:
-    """Standardize the rewards alone, then subtract from each token the undiscounted KL to go.
+def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
+    """(S,) rewards, standardized alone, less the undiscounted KL to go of each token.
 
-    If the rewards included the KL, samples with equal rewards would be told apart by its noise.
+    If the rewards had included the KL, samples with equal rewards would be told apart by its noise.
     """
-    standard = standardize(x.rewards, compared).to(x.rewards.dtype)  # (S,)
     per_sample = x.kl.split(x.lengths.tolist())
     kl_to_go = torch.cat([part.flip(0).cumsum(0).flip(0) for part in per_sample])  # (N,)
-    advantages = x.per_token(standard) - x.kl_coef * kl_to_go
+    advantages = x.per_token(standard.to(x.rewards.dtype)) - x.kl_coef * kl_to_go
     return advantages, advantages
 
 

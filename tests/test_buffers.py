@@ -42,7 +42,8 @@ def random_batch(rng: np.random.Generator, prompts: int = 6, most: int = 5, long
         number=torch.from_numpy(np.concatenate([np.arange(n) for n in counts])), lengths=torch.from_numpy(lengths),
         truncated=noise(samples) > 0, tokens=torch.from_numpy(rng.integers(4, 1000, tokens)), rewards=noise(samples),
         greedy_rewards=noise(samples), greedy_lengths=torch.from_numpy(lengths),
-        judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)})
+        judgements=[str(i) for i in range(samples)], components={"accuracy": noise(samples)},
+        weights=noise(2 * samples).reshape(-1, 2))
     for name in PER_TOKEN[1:]:                                               # all but the tokens themselves
         setattr(batch, name, noise(tokens))
     return batch

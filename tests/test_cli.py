@@ -152,6 +152,9 @@ stray                                         | unrecognized arguments: stray
 --advantage grpo --critic_lr 1e-5             | --advantage grpo has no critic: leave out --critic_lr
 --advantage reinforce++ --value_clip 0.1 --gae_lambda 0.9 | has no critic: leave out --gae_lambda, --value_clip
 --advantage grpo --gae_lambda_policy 0.9 --gae_alpha 0.1 | has no critic: leave out --gae_alpha, --gae_lambda_policy
+--advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
+--advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --reward_combiner: --advantage gdpo compares the sources
+--advantage gdpo --reward_norm --overlong_buffer 5 | --overlong_buffer: --advantage gdpo compares the sources
 --gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0, or -1
 --gae_lambda_policy 0 --gae_alpha 0.05        | --gae_lambda_policy and --gae_alpha: choose one
 --advantage grpo --critic_warmup_steps 2      | --critic_warmup_steps

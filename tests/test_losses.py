@@ -1,5 +1,6 @@
 """Formulas against golden values (computed by hand or by a python loop), oracles and statistics."""
 
+import dataclasses
 import math
 
 import pytest
@@ -72,13 +73,10 @@ def test_gae_with_another_lambda_for_advantages_golden():
     tokens and would be negative for two; returns by lambda 1."""
     earned = losses.AdvantageInputs(rewards=torch.tensor([1.0, 2.0]), kl=torch.full((5,), 0.5), kl_coef=0.1, lengths=LENGTHS,
                                     prompt_index=torch.zeros(2, dtype=torch.int64), values=VALUES, gamma=0.9, gae_lambda=1.0)
-    adaptive = losses.length_adaptive_lambda(LENGTHS, 0.4)
-    close(adaptive, [1 / 6, 0])
     close(losses.length_adaptive_lambda(torch.tensor([0, 1, 20, 40]), 0.05), [0, 0, 0, 0.5])
-    for policy, expected in ((None, [.5745, .305, .75, 1.405, 1.85]), (0.4, [.264, -.1, .75, .406, 1.85]),
-                             (adaptive, [.261375, -.2575, .75, -.26, 1.85])):
-        earned.gae_lambda_policy = policy
-        advantages, returns = losses.gae_estimate(earned)
+    for changes, expected in (({}, [.5745, .305, .75, 1.405, 1.85]), ({"gae_lambda_policy": 0.4}, [.264, -.1, .75, .406, 1.85]),
+                              ({"gae_alpha": 0.4}, [.261375, -.2575, .75, -.26, 1.85])):
+        advantages, returns = losses.gae_estimate(dataclasses.replace(earned, **changes))
         close(advantages, expected)
         close(returns, [.6745, .805, .95, 1.705, 1.95])
         assert advantages.dtype == returns.dtype == torch.float32
@@ -108,14 +106,55 @@ def test_group_scores_golden(names):
         close(estimate(name, scores[shuffle], group[shuffle] * 5 + 2, lengths), expected[shuffle], 3e-6)
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
+NAN = math.nan
+# Of the samples of two prompts; golden values by a loop in float64 with the module statistics.
+COMPONENTS = {"a": [1, 0, 0, 1, 0, 0, 0, 1], "b": [0, 10, 20, NAN, 5, 5, 5, 5], "c": [NAN] * 4 + [3, NAN, NAN, NAN]}
+BY_PROMPT = [[2.0] * 4 + [1.0] * 4, [.5] * 8, [1.0] * 8]
+GDPO_GOLDEN = {
+    "none": ([], [-.166435, -1.07584, .166435, 1.07584, -.621136, -.621136, -.621136, 1.863408]),
+    "by prompt": (BY_PROMPT,
+                  [.939589, -1.320901, -.939589, 1.320901, -.381311, -.381311, -.381311, 1.143933]),
+}
+
+
+@pytest.mark.parametrize("name", GDPO_GOLDEN)
+def test_gdpo_golden(name):
+    """NaN, a component without spread and one that a single sample has count 0; the KL to go comes last, as for grpo."""
+    weights, expected = GDPO_GOLDEN[name]
+    components = {key: torch.tensor(values, dtype=torch.float32) for key, values in COMPONENTS.items()}
+    _, group = TWO_GROUPS
+    earned = losses.AdvantageInputs(
+        rewards=torch.full((8,), 7.0), kl=torch.arange(16) / 10, kl_coef=0.1, lengths=torch.full((8,), 2), prompt_index=group,
+        components=components, weights=torch.tensor(weights).T if weights else None)
+    advantages, returns = losses.gdpo(earned)
+    to_go = [[.1 * (4 * i + 1) / 10, .1 * (2 * i + 1) / 10] for i in range(8)]
+    close(advantages, [value - kl for value, pair in zip(expected, to_go) for kl in pair], 2e-6)
+    assert torch.equal(advantages, returns)
+    assert advantages.dtype == torch.float32
+
+
+def test_gdpo_keeps_apart_what_a_sum_confuses():
+    """Of two rewards of one prompt, 0 or 1 each: by their sums (0, 1, 1, 2) the second and the third sample are alike for
+    grpo whatever the rewards' spreads. And of a reward without components gdpo is grpo over its deviation."""
+    group, ones = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    one, two = torch.tensor([0.0, 1, 0, 1]), torch.tensor([0.0, 0, 2, 2])
+    earned = losses.AdvantageInputs(one + two, torch.zeros(4), 0.0, ones, group, components={"one": one, "two": two})
+    close(losses.gdpo(earned)[0], [-math.sqrt(1.5), 0, 0, math.sqrt(1.5)], 2e-6)
+    earned.weights = torch.tensor([[3.0, 1.0]] * 4)
+    assert losses.gdpo(earned)[0][1:3].tolist() == pytest.approx([math.sqrt(.3), -math.sqrt(.3)], abs=1e-5)
+    alone = estimate("gdpo", one + two, group, ones)
+    grpo = estimate("grpo", one + two, group, ones)
+    close(alone, grpo / grpo.std(), 2e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo", "dr_grpo", "rloo", "reinforce_baseline", "opo", "gpg", "cpgd"])
 def test_equal_scores_give_exactly_zero(estimator):
     """With an epsilon of 1e-9 on the standard deviation, eight equal scores of 0.1 came out as -0.83 in float32."""
     one_group = torch.zeros(8, dtype=torch.int64)
     for lengths in (torch.arange(8), torch.zeros(8, dtype=torch.int64)):
         result = estimate(estimator, torch.full((8,), 0.1), one_group, lengths)
         assert result.tolist() == [0.0] * int(lengths.sum())
-    if estimator != "cpgd":
+    if estimator not in ("gdpo", "cpgd"):
         with pytest.raises(ValueError, match="prompt 4 has only one"):
             estimate(estimator, torch.ones(3), torch.tensor([4, 7, 7]), torch.ones(3, dtype=torch.int64))
 

@@ -171,7 +171,8 @@ class RewardMix:
     def score(self, batch: Batch, processor: Processor, begun: Call | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
-        component of one is named SOURCE/COMPONENT, and its reward is the component SOURCE.
+        component of one is named SOURCE/COMPONENT, its reward is the component SOURCE, and the
+        sources' weights are filled too.
 
         Args:
             begun: what `begin` returned, if it was called before.
@@ -183,9 +184,11 @@ class RewardMix:
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source: dict[str, Tensor] = {}
         components: dict[str, Tensor] = {}
+        weights: list[Tensor] = []  # (S,) each, by source
         judgements = [""] * len(batch)
         for source in self.sources:
             share, used = self.share_of(source, batch), self.samples_of(source, batch)
+            weights.append(share)
             # a function that combines rewards does not say which part of them belongs to a turn
             if source.kind == "env" and self.combiner is None:
                 shares = share.nan_to_num().repeat_interleave(batch.lengths)
@@ -200,7 +203,8 @@ class RewardMix:
         if self.combiner is not None:
             total = self.combine(by_source)
         if len(self.sources) > 1:
-            components |= by_source
+            components = by_source | components
+            batch.weights = torch.stack(weights, dim=1)
         batch.rewards = check_finite(total.float(), by_source)
         batch.components = {name: values.float() for name, values in components.items()}
         batch.judgements = [text.strip() for text in judgements]

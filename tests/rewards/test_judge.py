@@ -282,6 +282,8 @@ def test_a_recipe_weighs_sources_by_label(qwen25, picture_rows, judges, tmp_path
     nan = scored.components["grm"].isnan().tolist()
     assert nan == [True] * 3 + [False] * 3
     assert scored.components["length"].isnan().tolist() == [False] * 3 + [True] * 3
+    assert list(scored.components)[:3] == ["exact", "length", "grm"]
+    assert scored.weights.nan_to_num(0).tolist() == [[2.0, 0.5, 0.0]] * 3 + [[0.0, 0.0, 1.0]] * 3
     assert scored.components["exact/accuracy"].nan_to_num(9).tolist() == [0, 1, 0, 0, 0, 0]
     records = sample_records(scored, env.processor)
     assert records[0]["components"].keys() == {"exact", "exact/accuracy", "length", "length/chars"}
