@@ -1,18 +1,18 @@
-"""The samples of a step, and the packs that they are trained in.
+"""The samples of a step, and the packs in which they are trained.
 
-    Batch     prompts and their responses, flat and ragged, in prompt order: every rank holds the
+    Batch     prompts and their responses, flat and ragged, in prompt order; every rank holds the
               same copy of the text
-    Block     one prompt and some of its responses: the unit that is balanced over ranks and packed
+    Block     one prompt and some of its responses: what is assigned to ranks and packed as a whole
     Pack      blocks side by side, as tensors: [prompt | r1 | r2 | prompt | r1 ...]
 
-Shape legend: G prompts, S samples, N response tokens of all samples, L tokens of a pack, T
-response tokens of a pack, I images, M image tokens, P prompt tokens. Pictures and their features
-stay on the rank that decoded them; they move only in `exchange_features`. Nothing here knows about
-losses or models.
+Shapes: G prompts, S samples, N response tokens of all samples, L tokens of a pack, T response
+tokens of a pack, I images, M image tokens, P prompt tokens. Images and their features stay on the
+rank that decoded them, until `forward.exchange_features` sends them where they are trained. Nothing
+here knows about losses or models.
 
-With an environment, a response is a stream: the policy's own tokens, with the environment's replies
-between them, R tokens of all samples. All tensors (N,) are about own tokens alone; only the layout
-of packs sees the replies.
+With an environment, a sample is a stream: the policy's own tokens, and between them the
+environment's replies; the streams of all samples have R tokens. Tensors (N,) contain only own
+tokens; replies matter only for the layout of packs.
 """
 
 import functools
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from common import distributed
 
-ROLES = ("user", "tool")  # in whose name an environment may speak
-# How a sample ends: by its environment, after --max_turns, by --max_new_tokens or
-# --max_reply_tokens, by an environment that failed.
+ROLES = ("user", "tool")  # the roles in which an environment may speak
+# What ended a sample: its environment, --max_turns, --max_new_tokens or --max_reply_tokens, an
+# error of the environment.
 ENDINGS = ("answered", "turn_limit", "token_limit", "error")
 # Parts of a message: {"type": "text", "text": ...}, {"type": "image", "width": w, "height": h}
 Content = list[dict]
@@ -41,7 +41,7 @@ Content = list[dict]
 
 @dataclass
 class Conversation:
-    """One sample's conversation. Own tokens are those of the policy, counted over all turns."""
+    """One sample's conversation. Own tokens are those of the policy, counted across turns."""
 
     role: str = "user"
     label: str | None = None  # of the row
@@ -50,19 +50,19 @@ class Conversation:
     tokens_before: list[int] = field(default_factory=list)  # own tokens before each reply
     ends: list[int] = field(default_factory=list)  # own tokens up to the end of each finished turn
     rewards: list[float] = field(default_factory=list)  # of each finished turn
-    accuracy: float | None = None  # as the environment said it last; None: it did not
+    accuracy: float | None = None  # the last one that the environment reported, if any
     ended: str = ""  # one of ENDINGS
-    error: str = ""  # what went wrong with the environment
-    seconds: float = 0.0  # that its environment took
-    # of the images that stand between the policy's tokens; not of those in the prompt
+    error: str = ""  # what went wrong in the environment
+    seconds: float = 0.0  # time that its environment took
+    # of the images in replies; not of those in the prompt
     grids: list[tuple] = field(default_factory=list)
     # Only on the rank that ran the environment:
     images: list = field(default_factory=list)  # Pillow's, those of the opening first
-    # (K, M, H) of `grids`, on the CPU; for a model that trains its vision tower (1, patches, size)
+    # (K, M, H) for `grids`, on the CPU; for a model that trains its vision tower (1, patches, size)
     features: Tensor | None = None
 
     def add_images(self, grids: tuple, features: Tensor) -> None:
-        """Images of a reply."""
+        """Add the images of a reply."""
         self.grids += grids
         parts = [features] if self.features is None else [self.features, features]
         self.features = torch.cat(parts, dim=1)
@@ -74,7 +74,8 @@ class Conversation:
 
 
 def gather_conversations(mine: list[Conversation]) -> list[Conversation]:
-    """The conversations of all ranks, rank after rank; this rank's keep what only it has."""
+    """The conversations of all ranks, in the order of ranks. Only this rank's have their images and
+    features."""
     shared = [replace(conversation, images=[], features=None) for conversation in mine]
     by_rank = distributed.gather_objects(shared)
     by_rank[dist.get_rank()] = mine
@@ -105,15 +106,15 @@ class Batch:
     own fields.
     """
 
-    # Prompts. Each rank decodes, and computes features for, the pictures of its own prompts only.
+    # Prompts. Each rank decodes the images of its own prompts, and computes their features.
     prompts: list  # (G,) rows of the data
-    prompt_ids: list[int]  # (G,) number of the draw in the run; keys the sampling noise
-    owners: list[int]  # (G,) rank that rolls the prompt out
-    # prompts without samples: a picture does not decode
+    prompt_ids: list[int]  # (G,) number of the draw in the run: a key of the sampling noise
+    owners: list[int]  # (G,) rank that samples the responses
+    # indices of prompts without samples, as an image does not decode
     dropped: list[int] = field(default_factory=list)
-    # own pictures, until their features exist
+    # images of own prompts, until their features exist
     patches: dict[int, tuple] = field(default_factory=dict)
-    features: dict[int, Tensor] = field(default_factory=dict)  # own features, (K, M, H) on the CPU
+    features: dict[int, Tensor] = field(default_factory=dict)  # of own prompts, (K, M, H), on the CPU
     # (3, P) rotary positions, cached at first use
     positions: dict[int, Tensor] = field(default_factory=dict)
 
@@ -122,28 +123,29 @@ class Batch:
     number: PerSample = field(default_factory=_integers)  # which of its prompt's samples this is
     # response tokens, a sampled end token included
     lengths: PerSample = field(default_factory=_integers)
-    truncated: PerSample = None  # bool: ended by a limit, of tokens or of turns
+    truncated: PerSample = None  # bool: cut off by a limit, of tokens or of turns
     tokens: PerToken = field(default_factory=_integers)
     logprobs: PerToken = None  # as recorded when the tokens were sampled
     sampling: Any = None  # how they were drawn; training uses the same
 
-    # Conversations with environments, where there are any.
+    # Conversations, if there is an environment.
     spans: PerSample = None  # tokens of a sample's stream
-    stream: Tensor | None = None  # (R,) the streams, one after the other
+    stream: Tensor | None = None  # (R,) token ids of the streams, one after the other
     is_own: Tensor | None = None  # (R,) bool: a token of the policy
     places: Tensor | None = None  # (R, 3) rotary positions, counted from the prompt's end
     conversations: list[Conversation] = field(default_factory=list)  # (S,)
 
     # Rewards.
     rewards: PerSample = None  # before KL and shaping
-    # the part of the rewards that an environment gave, at the last own token of each turn
+    # the part of the rewards that an environment gave: at the last own token of each turn
     turn_rewards: PerToken = None
     greedy_rewards: PerSample = None  # of the prompt's greedy response (remax)
-    greedy_lengths: PerSample = None  # and its number of tokens
-    # (S,) each; NaN: the sample has none. Several sources of rewards are the first components
+    greedy_lengths: PerSample = None  # tokens of that response
+    # (S,) each; NaN where a sample does not have it. If there are several sources of rewards, the
+    # first components are their rewards
     components: dict[str, Tensor] = field(default_factory=dict)
-    weights: PerSample = None  # (S, K) float64, of these sources; NaN as the component
-    judgements: list[str] = field(default_factory=list)  # (S,) what judges said of each sample
+    weights: PerSample = None  # (S, K) float64, of these sources; NaN where the component is
+    judgements: list[str] = field(default_factory=list)  # (S,) what judges wrote about each sample
 
     # Scoring and advantages.
     old_logprobs: PerToken = None  # under the policy at the start of the update
@@ -174,11 +176,11 @@ class Batch:
         return self.lengths if self.spans is None else self.spans
 
     def flat_index(self, order: Tensor) -> Tensor:
-        """Where the tokens of the samples ``order`` stand in the flat tensors."""
+        """Indices of the tokens of the samples ``order`` in the flat tensors."""
         return ragged_index(self.offsets[order], self.lengths[order])
 
     def stream_index(self, order: Tensor) -> Tensor:
-        """Where their streams stand in `stream`."""
+        """Indices of the streams of the samples ``order`` in `stream`."""
         starts = self.spans.cumsum(0) - self.spans  # (S,)
         return ragged_index(starts[order], self.spans[order])
 
@@ -200,17 +202,17 @@ class Batch:
 
     @property
     def total_tokens(self) -> int:
-        """Tokens of the samples and, once each, of their prompts."""
+        """Number of tokens of all samples and their prompts, each prompt counted once."""
         prompts = torch.tensor(self.prompt_lengths)[self.prompt_index.unique()]
         return int(self.sizes.sum() + prompts.sum())
 
     def own_prompts(self) -> list[int]:
-        """The prompts that this rank answers."""
+        """Indices of the prompts that this rank samples responses to."""
         rank = dist.get_rank()
         return [g for g, owner in enumerate(self.owners) if owner == rank and g not in self.dropped]
 
     def minibatches(self, count: int, seed: tuple[int, ...]) -> list[np.ndarray]:
-        """The prompts, shuffled by ``seed``, in ``count`` minibatches of equal size."""
+        """The indices of all prompts, shuffled by ``seed``, in ``count`` minibatches of equal size."""
         return np.split(np.random.default_rng(seed).permutation(len(self.prompts)), count)
 
     def split(self, flat: Tensor) -> list[Tensor]:
@@ -222,8 +224,8 @@ class Batch:
         return torch.stack([part.sum() for part in self.split(flat)])
 
     def with_targets(self, targets: list[list[Tensor]]) -> "Batch":
-        """The same prompts with other samples: for each prompt the token ids (n,) of each of its
-        responses. Dropped prompts get none."""
+        """The same prompts with other samples: ``targets`` has, for each prompt, the token ids (n,) of
+        its responses. Dropped prompts get none."""
         targets = [[] if g in self.dropped else part for g, part in enumerate(targets)]
         counts = torch.tensor([len(part) for part in targets], dtype=torch.int64)  # (G,)
         responses = list(itertools.chain(*targets))
@@ -237,8 +239,8 @@ class Batch:
         )
 
     def gathered(self) -> "Batch":
-        """The samples of all ranks, not yet scored, by (prompt, sample number): the same at any
-        number of ranks."""
+        """The batch with the samples of all ranks, which have no rewards yet, in the order of (prompt,
+        sample number). It is the same at any number of ranks."""
         ranks = distributed.gather_objects(tensor_fields(self))
         samples = {name: torch.cat([part[name] for part in ranks]) for name in ranks[0]}
         joined = replace(self, **samples)
@@ -248,7 +250,7 @@ class Batch:
         return joined.select(torch.from_numpy(order))
 
     def select(self, order: Tensor) -> "Batch":
-        """The samples ``order`` (k,), in that order, with all prompts."""
+        """The batch with only the samples ``order`` (k,), in that order, but all prompts."""
         picks = dict.fromkeys(PER_TOKEN, self.flat_index(order))
         if self.spans is not None:
             picks |= dict.fromkeys(PER_STREAM_TOKEN, self.stream_index(order))
@@ -262,7 +264,7 @@ class Batch:
         return replace(self, **chosen, components=components)
 
     def select_prompts(self, indices: list[int]) -> "Batch":
-        """The prompts ``indices``, ascending, with their samples."""
+        """The batch with only the prompts ``indices``, which must ascend, and their samples."""
         place = {index: k for k, index in enumerate(indices)}
         chosen = torch.isin(self.prompt_index, torch.tensor(indices, dtype=torch.int64))
         part = self.select(chosen.nonzero()[:, 0])._renumbered(place)
@@ -270,8 +272,8 @@ class Batch:
         return replace(part, **prompts)
 
     def _renumbered(self, place: dict[int, int]) -> "Batch":
-        """The batch with other indices of its prompts, without what is known of prompts that get
-        none."""
+        """The batch with its prompts renumbered by ``place``; what belongs to other prompts is left
+        out."""
         indices = [place[index] for index in self.prompt_index.tolist()]
         changes = {
             "prompt_index": torch.tensor(indices, dtype=torch.int64),
@@ -284,7 +286,7 @@ class Batch:
 
     @staticmethod
     def concatenate(parts: list["Batch"]) -> "Batch":
-        """One batch of several, one after the other; a component that a part lacks is NaN there."""
+        """Joins batches, one after the other. A reward component that a part lacks is NaN there."""
         shifted, start = [], 0
         for part in parts:
             end = start + len(part.prompts)
@@ -311,7 +313,7 @@ PER_TOKEN = [part.name for part in fields(Batch) if part.type == PerToken]
 PER_STREAM_TOKEN = ("stream", "is_own", "places")
 LISTS = ("judgements", "conversations")  # (S,)
 PER_PROMPT = ("prompts", "prompt_ids", "owners")  # (G,)
-BY_PROMPT = ("patches", "features", "positions")  # of some prompts, by index
+BY_PROMPT = ("patches", "features", "positions")  # dicts from the index of a prompt
 
 
 def tensor_fields(record) -> dict[str, Tensor]:
@@ -329,17 +331,18 @@ def ragged_index(starts: Tensor, lengths: Tensor) -> Tensor:
 
 
 def of_sample(i: int) -> int:
-    """The key of the images that an environment showed in sample i; a prompt's is its index."""
+    """The key of the images in an environment's replies to sample i. (The key of a prompt's images
+    is the prompt's index.)"""
     return -1 - i
 
 
 def image_keys(blocks: list["Block"]) -> list[int]:
-    """The keys of what may have images in a pack, in its order."""
+    """The keys of everything in a pack that may have images, in the order of the pack."""
     return [key for index, members in blocks for key in (index, *map(of_sample, members))]
 
 
 # -------------------------------------------------------------------------------------------------
-# Minibatches, blocks, packs: every rank computes the same answer from lengths alone
+# From samples to packs: every rank computes the same assignment, from lengths alone
 # -------------------------------------------------------------------------------------------------
 
 
@@ -348,14 +351,14 @@ def make_blocks(
 ) -> list[Block]:
     """Blocks of the given prompts (all by default), each at most ``max_tokens`` long.
 
-    The responses of a prompt share one copy of it where that is cheaper. Where they do not fit into
-    one block, the prompt is repeated.
+    The responses of a prompt share one copy of it if that is cheaper. If they do not fit into one
+    block, the prompt is repeated.
 
     Args:
-        score_cost: cost of one attention score, in tokens, if a response after a shared prompt is
-            computed with the masked half of its scores (`PackedAttention` on sdpa); 0 for kernels
-            that skip what is masked. A response alone with its prompt never pays for that half, so
-            long responses to short prompts are kept apart.
+        score_cost: cost of one attention score, in units of tokens, for kernels that also compute
+            the masked half of the scores of a response behind a shared prompt (`PackedAttention` on
+            sdpa); 0 for kernels that skip it. A response that is alone with its prompt never pays
+            for that half, so long responses to short prompts are better kept apart.
     """
     lengths = batch.sizes.tolist()
     members: dict[int, list[int]] = {}
@@ -367,7 +370,7 @@ def make_blocks(
         samples = members.get(index, [])
         prompt = batch.prompt_lengths[index]
         saved = (len(samples) - 1) * (prompt + score_cost * prompt**2 / 2)  # copies of the prompt
-        spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # masked halves of the responses
+        spent = score_cost * sum(lengths[i] ** 2 for i in samples) / 2  # the responses' masked halves
         longest = max_tokens if saved > spent else 0  # 0: each response alone
         sizes = [lengths[i] for i in samples]
         blocks += [(index, part) for part in fill_packs(samples, sizes, longest - prompt)]
@@ -375,7 +378,7 @@ def make_blocks(
 
 
 def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
-    """The items in order, as many together as have at most so many tokens; one may have more."""
+    """The items in order, in lists whose sizes sum to at most ``most``; a larger item is alone."""
     part, total = [], 0
     for item, size in zip(items, sizes):
         if part and total + size > most:
@@ -388,8 +391,8 @@ def fill_packs(items: list, sizes: list[int], most: int) -> Iterator[list]:
 
 
 def balanced_partition(items: Iterable[int], costs: list[float], bins: int) -> list[list[int]]:
-    """The ``items``, indices of ``costs``, in ``bins`` lists of nearly equal cost: longest processing
-    time first (Graham 1969)."""
+    """Distribute ``items``, indices of ``costs``, over ``bins`` lists of nearly equal cost, by longest
+    processing time first (Graham 1969)."""
     heap = [(0.0, b, []) for b in range(bins)]  # load, number, indices
     for i in sorted(items, key=lambda i: -costs[i]):
         load, b, part = heap[0]  # the lightest
@@ -401,13 +404,13 @@ def balanced_partition(items: Iterable[int], costs: list[float], bins: int) -> l
 def assign_blocks(
     batch: Batch, blocks: list[Block], world: int, max_tokens: int, hidden_size: int
 ) -> list[list[list[Block]]]:
-    """Partition blocks over ranks, and each rank's share into packs of at most ``max_tokens``
-    tokens (or of one block).
+    """Distribute blocks over ranks, and each rank's share over packs of at most ``max_tokens`` tokens
+    (or of one block).
 
     Returns:
-        packs[rank][k] = list of blocks; all ranks have the same number of packs, some may be empty,
-        because every pack is one collective forward and backward. Packs of the same k cost
-        about the same on all ranks, which wait for each other in every layer.
+        packs[rank][k], a list of blocks. All ranks have the same number of packs, some of them
+        perhaps empty, because a forward or backward pass of a pack is collective. The k-th packs of
+        all ranks cost about the same, because ranks wait for each other in every layer.
     """
     sizes, costs = _sizes_and_costs(batch, blocks, hidden_size)
     shares = balanced_partition(range(len(blocks)), costs, world)
@@ -419,7 +422,7 @@ def assign_blocks(
         several = [pack for rank_packs in packs for pack in rank_packs if len(pack) > 1]
         if all(sum(sizes[i] for i in pack) <= max_tokens for pack in several):
             break
-        # in growing strides: one by one takes minutes with thousands of packs
+        # in growing strides: with thousands of packs, steps of one would take minutes
         count = min(count + 1 + count // 32, max(map(len, shares)))
     for rank_packs in packs:
         rank_packs.sort(key=lambda pack: -sum(costs[i] for i in pack))
@@ -429,8 +432,8 @@ def assign_blocks(
 def _sizes_and_costs(
     batch: Batch, blocks: list[Block], hidden_size: int
 ) -> tuple[list[int], list[float]]:
-    """Tokens of each block, and its cost in tokens: attention is weighed against the 24 H^2
-    operations of one token in one layer."""
+    """Tokens of each block, and its cost in units of tokens, that is, of the 24 H^2 operations that
+    one token takes in one layer besides attention."""
     lengths = batch.sizes.tolist()
     sizes, costs = [], []
     for index, members in blocks:
@@ -450,17 +453,18 @@ def _sizes_and_costs(
 
 @dataclass
 class Pack:
-    """What the language model computes at once. Targets are response tokens; target t is predicted
-    by the hidden state at place ``predict[t]``. Prefill and decoding use packs without targets."""
+    """The tokens of one forward pass of the language model. Targets are response tokens; target t is
+    predicted by the hidden state at place ``predict[t]``. Packs of prefill and decoding have no
+    targets."""
 
     input_ids: Tensor  # (1, L)
     positions: Tensor  # (3, 1, L) rotary positions
     image_index: Tensor | None = None  # (M,) places of image tokens
-    # (K, M, H), or None without images; with grids: (1, patches, size)
+    # (K, M, H), or None without images; with grids: pixels (1, patches, size)
     features: Tensor | None = None
-    grids: Tensor | None = None  # (I, 3) of its pictures, for a model that trains its vision tower
+    grids: Tensor | None = None  # (I, 3) of its images, for a model that trains its vision tower
     segments: list[Segment] = field(default_factory=list)
-    attention: Any = None  # how its tokens see each other
+    attention: Any = None  # which tokens see which: `PackedAttention` or `DecodeAttention`
     predict: Tensor | None = None  # (T,) int64
     targets: Tensor | None = None  # (T,) int64
     flat: Tensor | None = None  # (T,) index into the flat tensors of the batch, on the CPU
@@ -469,18 +473,19 @@ class Pack:
     look: "Pack | None" = None  # of the same targets in the same order, after other prompts and images
 
     def pick(self, *flat: Tensor) -> tuple[Tensor, ...]:
-        """The pack's part (T,) of flat (N,) tensors of the batch, on the pack's device."""
+        """The pack's entries (T,) of flat (N,) tensors of the batch, on the pack's device."""
         return tuple(
             values[self.flat].to(self.targets.device, non_blocking=True) for values in flat
         )
 
     @property
     def copies(self) -> Tensor:
-        """(L,) number of samples that contain each token: a shared prompt counts once for each of
-        its responses."""
+        """(L,) number of samples that contain each token: a token of a shared prompt is in all the
+        samples of that prompt."""
         counts = torch.zeros(self.input_ids.shape[1])
         for start, end, p_start, p_end in self.segments:
-            # A shared prompt predicts by its last token alone, a sample with its prompt never by it.
+            # Only the last token of a shared prompt predicts a target. In a segment that contains a
+            # prompt and its response, the last token predicts none.
             inside = (self.predict >= start) & (self.predict < end - 1)  # (T,)
             if p_end > p_start or inside.any():
                 counts[start:end] += 1
@@ -488,9 +493,9 @@ class Pack:
         return counts
 
     def label_text(self, skipped: Tensor) -> "Pack":
-        """The pack with every token as a target, except the first of each sample, which nothing
-        predicts, and the ids ``skipped`` (V,) bool. Each sample must be alone with its prompt. Of
-        the fields per target only ``predict`` and ``targets`` are valid then."""
+        """The pack with all tokens as targets, except the ids ``skipped`` (V,) bool and the first token
+        of each sample, which nothing predicts. Each sample must be alone with its prompt. Of the
+        fields (T,), only ``predict`` and ``targets`` of the result are valid."""
         ids = self.input_ids[0]  # (L,)
         labelled = ~skipped[ids]
         labelled[[start for start, *_ in self.segments]] = False
@@ -498,7 +503,7 @@ class Pack:
         return replace(self, predict=places - 1, targets=ids[places])
 
     def to(self, device: torch.device) -> "Pack":
-        """The pack on ``device``, but for ``flat``, which indexes CPU tensors."""
+        """The pack on ``device``, except ``flat``, which indexes CPU tensors."""
         moved = {}
         for name, value in tensor_fields(self).items():
             if name != "flat":
@@ -514,13 +519,13 @@ def build_pack(
     features: dict[int, Tensor],
     image_token_ids: Tensor,
 ) -> Pack:
-    """Lay out blocks as [prompt | r1 | r2 | ...]; response positions start at ``max(prompt
-    positions) + 1``.
+    """Lay out blocks as [prompt | r1 | r2 | ...]; the positions of a response start at ``max(prompt
+    positions) + 1``. ``features`` are those of the images, by `image_keys`.
 
-    The first token of a response is predicted by the token before it, the prompt's last one unless an
-    environment spoke first; so a response's last token predicts nothing. An environment's replies are
-    input alone. An empty pack becomes one token that predicts nothing: its rank takes part in the
-    collectives, with gradient 0.
+    The first token of a response is predicted by the last token of its prompt (or of a reply, if an
+    environment speaks first), and the last token of a response predicts nothing. Replies of an
+    environment are input, never targets. An empty pack becomes one token that predicts nothing, so
+    that its rank takes part in the collectives, with a gradient of 0.
     """
     order = torch.tensor([i for _, members in blocks for i in members], dtype=torch.int64)
     counts, lengths = batch.sizes[order], batch.lengths[order]  # (k,) with replies, without
@@ -541,7 +546,7 @@ def build_pack(
     positions[:, places] = following.repeat_interleave(counts) + offsets.T
 
     is_image = torch.isin(input_ids, image_token_ids)  # (L,)
-    is_image[places[is_own]] = False  # whatever the policy says
+    is_image[places[is_own]] = False  # an image token drawn by the policy is no image
     pieces = [features[key] for key in image_keys(blocks) if key in features]
     flat = batch.flat_index(order)  # (T,)
     return Pack(
@@ -561,8 +566,8 @@ def build_pack(
 def _lay_out(
     batch: Batch, blocks: list[Block], prompt_positions: dict[int, Tensor]
 ) -> tuple[list[Segment], list[tuple[int, int, int]], int]:
-    """Segments of a pack; for every sample (first place, end of its prompt, first position); and
-    the pack's length."""
+    """The segments of a pack; (first place, end of its prompt, first position) of every sample; and
+    the length of the pack."""
     segments, samples, size = [], [], 0
     for index, members in blocks:
         start, end = size, size + batch.prompt_lengths[index]

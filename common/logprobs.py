@@ -1,10 +1,10 @@
 """The distribution of the next token: one definition for sampling and training.
 
     log-probs       (N, H) hidden states -> log-probs, entropy or KL; (N, V) logits never exist
-    sampling        (B, V) logits -> one id per row, by noise that is a pure function of (B,) keys
+    sampling        (B, V) logits -> (B,) ids, by noise that is a pure function of (B,) keys
 
-Shapes: B sequences, N response tokens of all sequences, one after the other, n tokens of a chunk of
-them, H hidden size, V vocabulary.
+Shapes: B sequences that are sampled together; N response tokens, n of them in a chunk; H hidden
+size, V vocabulary.
 """
 
 import functools
@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# ids whose rows of the weight's gradient are added at a time
+# the gradient of the weight is added up for this many ids at a time
 VOCABULARY_SLICE = 16384
 
 
 def gap_limit(dtype: torch.dtype) -> float:
-    """The largest mean difference, in nats, between log-probs of the same tokens on two ways
-    through a model that rounding to ``dtype`` can explain.
+    """The mean difference, in nats, above which log-probs of the same tokens, computed in two ways,
+    differ by more than rounding to ``dtype``.
 
-    Between sampling and training it is 1e-7 to 1e-5 in float32 and 0.01 to 0.03 in bfloat16; a
-    kernel that reads one wrong key moves it to 0.5 and more.
+    Between sampling and training it is 1e-7 to 1e-5 in float32 and 0.01 to 0.03 in bfloat16. If a
+    kernel reads one wrong key, it is 0.5 or more.
     """
     return 1e-3 if dtype == torch.float32 else 0.1
 
@@ -43,9 +43,8 @@ def logits_fp32(
     row_banned: Tensor | None = None,
     row_banned_ids: Tensor | None = None,
 ) -> Tensor:
-    """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained.
-
-    They are float32: rounding to bf16 would move log-probs by up to 0.1 nats.
+    """(n, H) hidden states -> (n, V) logits of the distribution that is sampled from and trained, in
+    float32: rounding them to bf16 would change log-probs by up to 0.1 nats.
 
     Args:
         weight: (V, H) of the language-model head.
@@ -67,7 +66,7 @@ def logits_fp32(
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b`` as float32; float64 stays float64."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(a, b, out_dtype=torch.float32)  # the accumulators as they are
+        return torch.mm(a, b, out_dtype=torch.float32)  # keeps the float32 accumulators
     exact = torch.promote_types(a.dtype, torch.float32)
     return a.to(exact) @ b.to(exact)
 
@@ -89,12 +88,12 @@ def linear_logprobs(
     """Log-probs (N,) of ``targets`` (N,) under the distribution of `logits_fp32`, and its entropy
     (N,) in nats if asked for.
 
-    Both are float32 (float64 for float64 inputs) and differentiable for hidden (N, H) and weight
-    (V, H). A banned target gets -inf. Memory: three (chunk, V) float32 tensors, and in the backward
-    pass the gradient of the weight in float32.
+    Both are float32 (float64 for float64 inputs), with gradients for hidden (N, H) and weight (V, H).
+    A banned target gets -inf. Memory: three (chunk, V) float32 tensors and, in the backward pass, the
+    gradient of the weight in float32.
 
     Args:
-        chunk: tokens whose logits exist at the same time; 0: 4,096 on a GPU, 256 on a CPU.
+        chunk: number of tokens whose logits exist at the same time; 0: 4,096 on a GPU, 256 on a CPU.
         head: further arguments of `logits_fp32`.
     """
     outputs = _ChunkedHead.apply(hidden, weight, head, chunk, _LogProbs(targets, entropy))
@@ -122,8 +121,8 @@ def full_kl(
 
 
 class _LogProbs:
-    """Log-probs of targets, and the entropy. In place, as the (n, V) logits of a chunk are the
-    largest tensor of an update."""
+    """Log-probs of targets, and the entropy. Works in place, because the (n, V) logits of a chunk are
+    the largest tensor of an update."""
 
     def __init__(self, targets: Tensor, entropy: bool):
         self.targets, self.entropy = targets, entropy
@@ -133,7 +132,7 @@ class _LogProbs:
         picked = logp.gather(1, self.targets[rows, None])[:, 0]  # (n,)
         if not self.entropy:
             return (picked,)
-        # 0 * log 0 is 0: where a probability is exactly 0, the bound keeps it from being 0 * inf
+        # 0 * log 0 must be 0: the bound makes it 0 * 1e4 instead of 0 * inf
         return picked, -logp.exp().mul_(logp.clamp_(min=-1e4)).sum(-1)
 
     def dlogits(self, logits: Tensor, rows: slice, outputs: list, grads: list) -> Tensor:
@@ -150,14 +149,14 @@ class _LogProbs:
 
 
 class _FullKL:
-    """The KL to a reference with hidden states and a head of its own."""
+    """The KL to a reference that has its own hidden states and head."""
 
     def __init__(self, ref_hidden: Tensor, ref_weight: Tensor, head: dict):
         self.ref_hidden, self.ref_weight, self.head = ref_hidden, ref_weight, head
 
     def log_ratio(self, logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """(n, V) log-probs of the policy, and how far above the reference's they are: 0 where both
-        are banned."""
+        """(n, V) log-probs of the policy, and their difference from the reference's: 0 for banned
+        ids."""
         ref = _logits_of(self.ref_hidden, self.ref_weight, self.head, rows).log_softmax(-1)
         logp = logits.log_softmax(-1)
         if ref.shape != logp.shape:  # pad or cut
@@ -182,20 +181,20 @@ def _logits_of(hidden: Tensor, weight: Tensor, head: dict, rows: slice) -> Tenso
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """Functions of each row of the logits, of which a chunk exists at a time; the backward pass
-    computes them again.
+    """Computes functions of each row of the logits without ever holding more than a chunk of the
+    logits; the backward pass computes them again.
 
-    What is computed of a chunk is a `_LogProbs` or a `_FullKL`: ``values(logits, rows)`` returns
-    tensors (n,) for a slice of the N rows, and ``dlogits(logits, rows, outputs, grads)`` the
-    gradient (n, V) for the logits, given those for the outputs. Both may overwrite the logits.
+    ``function`` is a `_LogProbs` or a `_FullKL`. Its ``values(logits, rows)`` returns tensors (n,)
+    for a slice of the N rows; its ``dlogits(logits, rows, outputs, grads)`` returns the gradient
+    (n, V) of the logits, given the gradients of the outputs. Both may overwrite the logits.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, head, chunk, function):
-        # On a GPU every chunk costs a pass over the gradient of the weight; on a CPU, where that is
-        # little, memory decides.
+        # Every chunk costs a pass over the gradient of the weight. On a GPU this is expensive; on a
+        # CPU it is not, and less memory is better.
         chunk = chunk or (4096 if hidden.is_cuda else 256)
-        # At least one chunk, if an empty one: a rank without responses must get gradients, of zero.
+        # At least one chunk, even if empty: a rank without responses needs gradients, all zero.
         ctx.rows = [slice(start, start + chunk) for start in range(0, max(len(hidden), 1), chunk)]
         parts = []
         for rows in ctx.rows:
@@ -214,25 +213,25 @@ class _ChunkedHead(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dhidden = torch.empty_like(hidden)
         if ctx.needs_input_grad[1]:
-            exact = torch.promote_types(hidden.dtype, torch.float32)  # of a sum over chunks
+            exact = torch.promote_types(hidden.dtype, torch.float32)  # for the sum over chunks
             dweight = torch.zeros_like(weight, dtype=exact)
         for rows in ctx.rows:
             dlogits = _ChunkedHead.dlogits(ctx, rows, outputs, grads)  # (n, V)
             if dhidden is not None:
                 dhidden[rows] = _product(dlogits, weight).to(hidden.dtype)
             if dweight is not None:
-                # By slices: a second (V, H) float32 tensor would be larger than the chunk's logits.
+                # In slices: another (V, H) float32 tensor would be larger than the chunk's logits.
                 slices = zip(dweight.split(VOCABULARY_SLICE), dlogits.t().split(VOCABULARY_SLICE))
                 for part, columns in slices:
                     part += _product(columns, hidden[rows])
-            del dlogits  # or it would still be there beside the logits of the next chunk
+            del dlogits  # else it would still exist while the next chunk's logits are computed
         if dweight is not None:
             dweight = dweight.to(weight.dtype)
         return dhidden, dweight, None, None, None
 
     @staticmethod
     def dlogits(ctx, rows, outputs, grads):
-        """(n, V) gradient for the product of hidden states and weight, in the type of both."""
+        """(n, V) gradient of the product of hidden states and weight, in their type."""
         hidden, weight, *_ = ctx.saved_tensors
         logits = _logits_of(hidden, weight, ctx.head, rows)
         own_outputs = [output[rows] for output in outputs]
@@ -245,14 +244,14 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 # -------------------------------------------------------------------------------------------------
-# Sampling: a token is the winner of a race whose noise is hashed from (seed, stream, draw, sample,
-# position, id). It depends neither on the batch it is drawn in nor on rank or device, and a resume
+# Sampling: every id races with noise that is hashed from (seed, stream, draw, sample, position, id),
+# and the winner is the token. So a token does not depend on the batch, rank or device, and a resume
 # has no generator state to restore.
 # -------------------------------------------------------------------------------------------------
 
 
 def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """(n, V) logits with -inf for all but the ``top_k`` likeliest ids (0: all) and, of those, the
+    """(n, V) logits, -inf except for the ``top_k`` likeliest ids (0: all) and, among those, the
     smallest set with probability ``top_p``."""
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1]), dim=-1).values[:, -1:]  # (n, 1)
@@ -260,7 +259,7 @@ def truncate(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     if top_p < 1:
         ordered, ids = logits.sort(dim=-1, descending=True)
         probs = ordered.softmax(dim=-1)
-        likelier = probs.cumsum(dim=-1) - probs  # probability of all likelier ids
+        likelier = probs.cumsum(dim=-1) - probs  # total probability of the likelier ids
         candidates = ordered.masked_fill(likelier >= top_p, -math.inf)
         logits = torch.full_like(logits, -math.inf).scatter(1, ids, candidates)
     return logits
@@ -270,27 +269,27 @@ def gumbel_race(logits: Tensor, keys: Tensor) -> Tensor:
     """Draw one id per row (B,) from softmax(logits (B, V)) by the Gumbel-max trick; a logit of -inf
     never wins.
 
-    Rounding of the logits changes the draw only at near ties, much more rarely than with an inverse
-    CDF. On a GPU it is one compiled kernel instead of some twenty, each a pass over (B, V); its
-    logarithms may differ from the eager ones in the last bits.
+    Rounding of the logits changes the draw only at near ties: much less often than with an inverse
+    CDF. On a GPU this is one compiled kernel instead of about twenty, each of which would pass over
+    (B, V); its logarithms may differ from those of eager mode in the last bits.
     """
     return _race(logits, keys, _id_hashes(logits.shape[-1], logits.device))
 
 
 def exponential_noise(vocab: int, keys: Tensor) -> Tensor:
-    """(B,) int64 keys -> (B, V) float32 draws of Exp(1), positive and finite, each a pure function
-    of (key, id)."""
+    """(B,) int64 keys -> (B, V) float32 draws from Exp(1), positive and finite; each is a pure
+    function of (key, id)."""
     return _exponentials(keys, _id_hashes(vocab, keys.device))
 
 
 def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
-    """The draws, given the hashes (V,) of the ids."""
+    """The draws (B, V) from the hashes (V,) of the ids."""
     keys = _mix64(keys)
     low, odd = (keys << 32) >> 32, (keys >> 32) | 1  # in the range of int32
     x = hashes * odd.int()[:, None]
     x = _mix32_(x.add_(low.int()[:, None])).bitwise_and_(0x7FFFFFFF)  # (B, V)
-    # u = (x + 1/2) / 2^31, and the draw is -log(1 - u). A float resolves small u, which unlikely
-    # tokens need to win, and rounds large ones up to 1, which the clamp prevents.
+    # u = (x + 1/2) / 2^31, and the draw is -log(1 - u). Unlikely tokens win by small u, which a float
+    # resolves. It would round the largest u to 1, which the clamp prevents.
     return (x + 0.5).mul_(-(2.0**-31)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
 
 
@@ -299,8 +298,8 @@ def _eager_race(logits: Tensor, keys: Tensor, hashes: Tensor) -> Tensor:
 
 
 class Fused:
-    """A function of tensors that torch.compile makes one kernel at its first call on a GPU, for any
-    sizes; without a compiler it runs as it is, after one warning."""
+    """A function of tensors that torch.compile turns into one kernel, for any sizes, at its first
+    call on a GPU. Without a compiler it runs eagerly, after one warning."""
 
     def __init__(self, function: Callable, devices: tuple[str, ...] = ("cuda",)):
         self.function, self.devices = function, devices
@@ -324,12 +323,12 @@ _race = Fused(_eager_race)
 
 
 def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tensor:
-    """(B,) int64 keys of the noise of one sequence each, for `token_keys`.
+    """(B,) int64 keys for the noise of B sequences; see `token_keys`.
 
     Args:
-        stream: what the sequence is for: training, evaluation, ...
-        draw: (B,) how many prompts were drawn before its prompt.
-        sample: (B,) which of the prompt's samples it is.
+        stream: what the sequences are for: training, evaluation, ...
+        draw: (B,) number of prompts drawn before the sequence's prompt.
+        sample: (B,) number of the sequence among the samples of its prompt.
     """
     key = torch.full_like(draw, seed % 2**63, dtype=torch.int64)
     for part in (stream, draw, sample):
@@ -338,13 +337,13 @@ def sequence_keys(seed: int, stream: int, draw: Tensor, sample: Tensor) -> Tenso
 
 
 def token_keys(sequence: Tensor, position: Tensor) -> Tensor:
-    """(B,) keys of the noise of one token each, from the keys of their sequences and their
-    positions in them, (B,)."""
+    """(B,) keys for the noise of one token in each sequence, from the keys (B,) of the sequences and
+    the positions (B,) of the tokens."""
     return _mix64(sequence ^ position)
 
 
-# Products wrap around modulo 2^32 or 2^64, by design. Shifts of signed integers copy the sign; the
-# masks remove it.
+# Products wrap around modulo 2^32 or 2^64, as they should. Shifts of signed integers copy the sign
+# bit; the masks remove the copies.
 
 
 def _mix64(x: Tensor) -> Tensor:
@@ -355,9 +354,9 @@ def _mix64(x: Tensor) -> Tensor:
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """The 32-bit one on int32, in place, without its last step, which only improves the low
-    bits."""
-    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))  # not ^=, which compilers know less well
+    """MurmurHash3's 32-bit finaliser on int32, in place, without its last step, which only improves
+    the low bits."""
+    x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))  # not ^=, which compilers support less well
     x *= 0x85EBCA6B - 2**32
     x.bitwise_xor_((x >> 13).bitwise_and_(0x7FFFF))
     x *= 0xC2B2AE35 - 2**32
@@ -366,6 +365,6 @@ def _mix32_(x: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def _id_hashes(vocab: int, device: torch.device) -> Tensor:
-    """(V,) int32, all different: of two ids with one hash, thus one noise, the likelier would
-    always win."""
+    """(V,) int32, all different: two ids with equal hashes would share their noise, and the likelier
+    would always win."""
     return _mix32_(torch.arange(1, vocab + 1, dtype=torch.int32, device=device))
