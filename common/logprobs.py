@@ -109,9 +109,9 @@ def full_kl(
     chunk: int = 0,
     **head,
 ) -> Tensor:
-    """(N,) exact KL(policy | reference) over the vocabulary, differentiable for hidden (N, H) and
-    weight (V, H). The reference may have another hidden size, and another vocabulary if the ids that
-    only one of the two has are banned.
+    """(N,) exact KL(policy | reference), a sum over the vocabulary, with gradients for hidden (N, H)
+    and weight (V, H). The hidden size of the reference may be another, and so may its vocabulary, if
+    ids that only one of the two models has are banned.
 
     Args:
         chunk: as for `linear_logprobs`.

@@ -1,13 +1,15 @@
-"""The model in two stages: image features, then the language model on embeddings; and a batch as
+"""The model in two stages, image features and then the language model; and how a batch becomes
 packs.
 
-    patches -> vision tower -> image features          image_features, compute_features
-    batch   -> packs, with features of all ranks       packs; back: join_packs
-    pack    -> embeddings with the features in place -> language model    hidden_states
+    patches -> vision tower -> image features              image_features, compute_features
+    batch   -> packs, with features from all ranks         packs; values go back by join_packs
+    prompts or replies -> one pack that fills the KV cache prefill_pack
+    pack    -> embeddings, with image features in the places of image tokens -> language model
+                                                           hidden_states
 
-A model of ours is one of transformers with three attributes: ``family``, its class of `families`;
-``compute``, how it computes here (`weights.Compute`); and ``trains_vision``, whether its own
-forward computes image features.
+A model here is one of transformers with three more attributes: ``family``, its class of `families`;
+``compute``, how it computes (`weights.Compute`); and ``trains_vision``, whether its own forward
+computes image features.
 
 Shapes: P prompt tokens, I images, M image tokens, L tokens of a pack, H hidden size, K levels
 of image features.
@@ -47,7 +49,7 @@ from common.model.attention import (
 )
 from common.model.linear_attention import Decay, DeltaNet, THEIRS
 
-LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # that we handle
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # all that we support
 
 
 # -------------------------------------------------------------------------------------------------
@@ -56,14 +58,14 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # tha
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The language model: a part of `model.model`, or all of it in a model of text only."""
+    """The language model: a part of `model.model`, or all of it in a text-only model."""
     core = model.model
     return getattr(core, "language_model", None) or getattr(core, "text_model", None) or core
 
 
 def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:
-    """What stands next to the decoder in `model.model`: tower, projector, a learnt newline. Empty
-    where left out."""
+    """What `model.model` has besides the decoder: tower, projector, a learnt newline. Empty in a
+    model that has none, or was built without."""
     core, language = model.model, decoder(model)
     if language is core:
         return {}
@@ -85,14 +87,13 @@ def trained_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of `trained_parts`: what FSDP gathers one by one."""
+    """The layers of `trained_parts`, which FSDP gathers one by one."""
     blocks = model.model.visual.blocks if model.trains_vision else []
     return [*decoder(model).layers, *blocks]
 
 
 def float32_parts(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights stay float32 in every compute type: FSDP gathers them on their
-    own."""
+    """The modules whose weights stay float32 in any compute type; FSDP gathers them separately."""
     return [module for module in decoder(model).modules() if isinstance(module, Decay)]
 
 
@@ -108,8 +109,8 @@ def routers(model: nn.Module) -> list[nn.Module]:
 
 @contextmanager
 def router_logits(model: nn.Module):
-    """Inside, each forward of the decoder appends the router logits (L, E) of its MoE layers to the
-    list it yields."""
+    """Yields a list, to which each forward of the decoder appends the router logits (L, E) of its MoE
+    layers."""
     logits: list[Tensor] = []
     hooks = []
     for router in routers(model):
@@ -140,12 +141,12 @@ def use_attention(model: nn.Module, backend: str) -> None:
 
 
 def use_mixers(model: nn.Module) -> None:
-    """Make sure that every layer mixes its tokens by `attention` or `linear_attention`, and number
-    them by kind, as slots hold them.
+    """Make every layer mix its tokens by `attention` or `linear_attention`, and number the layers of
+    each kind, as the cache does.
 
     Raises:
-        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments,
-            and each token would see the whole of a pack.
+        ValueError: a layer mixes tokens in another way. It would silently ignore our arguments, and
+            each token would see the whole pack.
     """
     text = model.config.get_text_config()
     unknown = set(getattr(text, "layer_types", None) or []) - LAYER_TYPES
@@ -159,7 +160,7 @@ def use_mixers(model: nn.Module) -> None:
         for name, part in layer.named_children():
             if type(part) in THEIRS:
                 setattr(layer, name, DeltaNet(part))
-        # transformers numbers whatever needs tokens of the past
+        # transformers numbers the modules that need earlier tokens
         mixers = [part for part in layer.children() if hasattr(part, "layer_idx")]
         if len(mixers) != 1 or not is_ours(mixers[0]):
             names = [type(part).__name__ for part in mixers or layer.children()]
@@ -173,8 +174,8 @@ def use_mixers(model: nn.Module) -> None:
 
 
 def is_ours(mixer: nn.Module) -> bool:
-    """Whether a layer's mixer of tokens is a `DeltaNet`, or hands all that it is given to the
-    attention function that transformers finds by its name."""
+    """Whether a layer's mixer is a `DeltaNet`, or passes all its arguments to the attention function
+    that transformers looks up by name."""
     code = inspect.unwrap(type(mixer).forward).__code__
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     by_name = takes_all and "ALL_ATTENTION_FUNCTIONS" in code.co_names
@@ -185,7 +186,7 @@ UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirec
 
 
 def check_decoder(language: nn.Module, text_config, longest: int) -> None:
-    """Refuse attention and rotary positions that packs cannot have. Raises ValueError."""
+    """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
     for name in UNSUPPORTED:
         if getattr(text_config, name, None):
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
@@ -198,14 +199,14 @@ def check_decoder(language: nn.Module, text_config, longest: int) -> None:
         )
     if rope != "dynamic":
         return
-    # It changes with a batch's longest sequence, but only beyond this limit.
+    # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
     limit = text_config.max_position_embeddings
     if longest > limit:
         raise ValueError(
             "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
             f"{limit}; the flags allow sequences of {longest} tokens"
         )
-    # which does not look at the positions: no CUDA graph could capture that
+    # "default" does not inspect the positions, which a CUDA graph could not capture
     language.rotary_emb.rope_type = "default"
 
 
@@ -215,11 +216,11 @@ def check_decoder(language: nn.Module, text_config, longest: int) -> None:
 
 
 def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
-    """Run the vision tower on what `loader.load_pixels` made of images of any number of prompts ->
+    """Run the vision tower on images of any number of prompts, as `loader.load_pixels` made them ->
     (K, M, H).
 
-    K is 1, plus one per DeepStack level where the family has them (Qwen3-VL). Without gradient but
-    for a trained tower.
+    K is 1, plus the number of DeepStack levels in families that have them (Qwen3-VL). There is no
+    gradient unless the tower is trained.
     """
     weight = tower_parameters(model)[0]
     patches, grids = patches.to(weight.device, weight.dtype), grids.to(weight.device)
@@ -236,11 +237,11 @@ def image_features(model: nn.Module, patches: Tensor, grids: Tensor) -> Tensor:
 
 def compute_features(model: nn.Module, batch: Batch) -> None:
     """Fill the image features of this rank's prompts, once per prompt, several images per call of
-    the vision tower. A model that trains its tower computes them in its own forward instead, and
-    its rollout's serve that rollout alone.
+    the vision tower. (If the tower is trained, these features serve only the rollout: the forward
+    pass of an update computes its own.)
     """
     waiting = sorted(batch.patches.keys() - batch.features.keys())
-    # about patches, also where images come as tiles
+    # roughly the number of patches, even if images are split into tiles
     sizes = [batch.patches[index][0].numel() // 1024 for index in waiting]
     for part in fill_packs(waiting, sizes, model.compute.max_tokens_per_pack):
         pixels, grids = zip(*(batch.patches[index] for index in part))
@@ -253,8 +254,8 @@ def compute_features(model: nn.Module, batch: Batch) -> None:
 
 
 def prompt_positions(model: nn.Module, prompt) -> Tensor:
-    """(3, P) rotary positions of a prompt by the model's own rule; its response continues at ``max
-    + 1``."""
+    """(3, P) rotary positions of a prompt by the model's own rule; a response continues at ``max +
+    1``."""
     ids = prompt.input_ids[None]
     if not prompt.grids or not hasattr(model.model, "get_rope_index"):
         return torch.arange(ids.shape[1]).expand(3, -1)
@@ -278,7 +279,7 @@ def positions_of(model: nn.Module, batch: Batch, index: int) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# packs
+# Packs
 # -------------------------------------------------------------------------------------------------
 
 
@@ -288,19 +289,18 @@ def packs(
     indices: Iterable[int] | None = None,
     look: tuple[nn.Module, Batch] | None = None,
 ) -> Iterator[Pack]:
-    """This rank's packs of the given prompts (all by default), on the device, one after
-    the other.
+    """This rank's packs of the given prompts (all by default), on the device, one after the other.
 
-    All ranks get equally many rows; surplus ones are empty and weigh nothing. A collective: when
-    this is called, features move from the rank that decoded an image to those that hold its packs.
+    All ranks get the same number of packs; surplus ones are empty and weigh nothing. A collective:
+    calling it sends features from the rank that decoded an image to the ranks whose packs need them.
 
     Args:
-        look: another model, and the same samples as it sees them: each pack has the pack of the
-            same blocks there as its ``look``.
+        look: another model, and the same samples as that model sees them. The ``look`` of each pack
+            is then the pack of the same blocks for the other model.
     """
     compute = model.compute
     hidden_size = model.config.get_text_config().hidden_size
-    # of a masked score, in tokens
+    # of a masked score, in units of tokens
     score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
     sized = batch if look is None else with_longer_prompts(batch, look[1])
     blocks = make_blocks(sized, compute.max_tokens_per_pack, indices, score_cost)
@@ -319,7 +319,7 @@ def packs(
 
 
 def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
-    """The batch with the longer prompt of the two at each index, by which blocks are sized."""
+    """The batch with, at each index, the longer of the two prompts: blocks must fit both."""
     pairs = zip(batch.prompts, other.prompts)
     return replace(batch, prompts=[max(pair, key=lambda p: len(p.input_ids)) for pair in pairs])
 
@@ -327,18 +327,18 @@ def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
 def pack_features(
     model: nn.Module, batch: Batch, assigned: list[list[list[Block]]]
 ) -> dict[int, Tensor]:
-    """What this rank's packs hold of images, by `image_keys`: a collective. ``assigned``: the blocks
-    of each pack of each rank."""
+    """The image features or pixels that this rank's packs need, by `image_keys`. ``assigned`` has the
+    blocks of each pack of each rank. A collective."""
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
     return exchange_features(local_images(model, batch), needed, model.compute.dtype)
 
 
 def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:
-    """(N,) or (k, N), on every rank: ``done`` has the places (T,), and the values (T,) or (k, T),
-    of this rank's rows."""
+    """The values of all ranks' packs as flat tensors (N,) or (k, N), on every rank. ``done`` has, for
+    each pack of this rank, the places (T,) and the values (T,) or (k, T)."""
     leading = done[0][1].shape[:-1] if done else ()
     joined = torch.zeros(*leading, tokens)
-    for flat, values in done:  # after the last pack: .cpu() waits, and then the device for the next
+    for flat, values in done:  # only after the last pack: .cpu() would keep the device waiting
         joined[..., flat] = values.cpu().to(joined.dtype)
     dist.all_reduce(joined)
     return joined
@@ -359,8 +359,8 @@ def make_pack(
 
 
 def local_images(model: nn.Module, batch: Batch) -> dict[int, Tensor]:
-    """What packs hold of the images that this rank decoded, by `image_keys`: their features
-    (K, M, H), or pixels (1, patches, patch size) for a model that trains its tower."""
+    """What packs need of the images that this rank decoded, by `image_keys`: features (K, M, H), or
+    pixels (1, patches, patch size) if the model trains its tower."""
     images = dict(batch.features)
     if model.trains_vision:
         images = {index: patches[None] for index, (patches, _) in batch.patches.items()}
@@ -371,7 +371,7 @@ def local_images(model: nn.Module, batch: Batch) -> dict[int, Tensor]:
 
 
 def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
-    """(t, h, w) of the images and clips of a pack, in its order."""
+    """(t, h, w) of the images and clips of a pack, in the order of the pack."""
     grids: list[tuple] = []
     for index, members in blocks:
         grids += batch.prompts[index].grids
@@ -383,10 +383,10 @@ def pack_grids(batch: Batch, blocks: list[Block]) -> list[tuple]:
 def exchange_features(
     local: dict[int, Tensor], needed: list[set[int]], dtype: torch.dtype
 ) -> dict[int, Tensor]:
-    """Fetch the image features that this rank needs and another rank computed.
+    """Send image features from the ranks that computed them to the ranks that need them.
 
     Args:
-        local: those that this rank computed, CPU tensors of any shape, by `image_keys`.
+        local: the features that this rank computed, CPU tensors of any shape, by `image_keys`.
         needed: the keys that each rank needs (the same list on all ranks); some have no images.
 
     Returns:
@@ -397,12 +397,12 @@ def exchange_features(
     missing = [*needed]
     missing[rank] = needed[rank] - local.keys()
     shapes = distributed.gather_objects({key: value.shape for key, value in local.items()})
-    outgoing, sent = [torch.empty(0, dtype=dtype)], []  # numbers to each rank
+    outgoing, sent = [torch.empty(0, dtype=dtype)], []  # sent: how many numbers go to each rank
     for keys in missing:
         parts = [local[key].to(dtype).flatten() for key in sorted(keys & local.keys())]
         outgoing += parts
         sent.append(sum(map(len, parts)))
-    arriving, received = [], []  # numbers from each rank
+    arriving, received = [], []  # received: how many numbers come from each rank
     for held in shapes:
         parts = [(key, held[key]) for key in sorted(missing[rank] & held.keys())]
         arriving += parts
@@ -416,13 +416,13 @@ def exchange_features(
 
 
 def patch_size(model: nn.Module) -> int:
-    """Numbers in a patch that the vision tower takes."""
+    """How many numbers make up a patch of the vision tower."""
     return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
 
 
 def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
-    """A pack with the grids of its images and clips; without any, with one of zeros that no token
-    stands for."""
+    """The pack with the grids of its images and clips. If it has none, it gets one image of zeros
+    that belongs to no token, so that this rank runs the tower, too."""
     if grids:
         return replace(pack, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size
@@ -431,10 +431,10 @@ def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
 
 
 class Prefill(NamedTuple):
-    """Tokens that slots read after what they hold: a prompt, or an environment's reply."""
+    """Tokens that slots read next: a prompt, or an environment's reply."""
 
     slots: list[int]  # several may read one prompt
-    cached: int  # tokens that the slot holds already
+    cached: int  # tokens that are in the cache already
     input_ids: Tensor  # (n,)
     positions: Tensor  # (3, n)
 
@@ -442,13 +442,14 @@ class Prefill(NamedTuple):
 def prefill_pack(
     model: nn.Module, cache: SlotCache, parts: list[Prefill], features: list[Tensor]
 ) -> Pack:
-    """The parts in one pack, each after the keys and values of its slot, with the ``features`` (K,
-    M, H) of their images. ``predict`` (b,) is, for every slot in order, the end of its part."""
+    """One pack of several parts, each of which sees what its slot has cached, with the ``features``
+    (K, M, H) of their images. The forward pass of the pack stores keys and values into the slots
+    (`PackedAttention`). ``predict`` (b,) is the last token that each slot reads, in order."""
     compute, device = model.compute, model.compute.device
     counts = torch.tensor([len(part.input_ids) for part in parts])
     cached = torch.tensor([part.cached for part in parts])
     ends = counts.cumsum(0)
-    cache_ends = ends[-1] + cached.cumsum(0)  # keys and values of the slots follow the pack
+    cache_ends = ends[-1] + cached.cumsum(0)  # cached keys and values are appended to the pack's
     bounds = torch.stack([ends - counts, ends, cache_ends - cached, cache_ends], dim=1)
     slots = torch.tensor([slot for part in parts for slot in part.slots])  # (b,)
     copies = torch.tensor([len(part.slots) for part in parts])
@@ -478,19 +479,20 @@ def prefill_pack(
 
 
 def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
-    """Last hidden states of a pack, (L, H).
+    """The last hidden states (L, H) of a pack, whose image features replace the embeddings of image
+    tokens.
 
-    A pack with ``grids`` holds pixels, whose features are computed here, inside FSDP's forward.
-    Families without rotary positions in three dimensions have three equal rows of them. The fourth
-    row of the others, which transformers reads to detect packing, is zero: our attention goes by
-    segments and no mask is built.
+    If a pack has ``grids``, it contains pixels, and their features are computed here, inside FSDP's
+    forward. Positions have three rows, all equal in families without three-dimensional rotary
+    positions. The others get a fourth row, in which transformers looks for packed sequences; it is
+    zero, so that no mask is built, as our attention goes by segments.
     """
     language = decoder(model)
     embeds = language.get_input_embeddings()(pack.input_ids)  # (1, L, H)
     features = pack.features
     if pack.grids is not None:
         features = image_features(model, features[0], pack.grids)
-        # a stand-in: every rank takes part in the collectives of the tower
+        # the image of zeros of `with_grids`: every rank takes part in the tower's collectives
         if not len(pack.image_index):
             embeds, features = embeds + 0.0 * features.sum(), None
     deepstack: dict[str, Any] = {}
@@ -498,7 +500,7 @@ def hidden_states(model: nn.Module, pack: Pack) -> Tensor:
         features = features.to(embeds.dtype)
         embeds = embeds.index_copy(1, pack.image_index, features[:1])
         if len(features) > 1:
-            # places, not a mask: see `layers.add_images`
+            # indices instead of a mask: see `layers.add_images`
             deepstack = {
                 "visual_pos_masks": pack.image_index,
                 "deepstack_visual_embeds": list(features[1:]),
