@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import math
 import os
 import re
 import subprocess
@@ -26,6 +25,7 @@ from common.distributed import Exit, UserError, describe
 
 
 NUMBER = r"-?\d*\.?\d+(e-?\d+)?"
+LARGEST = 1e300  # of a flag's values: no infinity
 # seconds, 115 days: more does not fit into the timers of sockets and process groups
 LONGEST_WAIT = 1e7
 # what makes a run another run, in both scripts; "data (rows)" stands for a digest of the files
@@ -42,8 +42,8 @@ def flag(
     default: Any,
     help: str,
     choices: tuple = (),
-    low: float = -math.inf,
-    high: float = math.inf,
+    low: float = -LARGEST,
+    high: float = LARGEST,
     paths: bool = False,
 ) -> Any:
     """A field of an argument class: its default, its help with the unit, the values or bounds it
@@ -63,9 +63,7 @@ def as_flags(groups: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for group in vars(groups).values():
         values |= vars(group)
-    return {
-        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
-    }
+    return values | {"out": str(values["out"])}
 
 
 def absolute_paths(text: str) -> str:
@@ -154,7 +152,7 @@ def build_parser(args_class: type, description: str) -> "Parser":
         for field in dataclasses.fields(group.type):
             text = f"{field.metadata['help']} (default: {field.default!s:.60})".replace("%", "%%")
             choices = field.metadata["choices"]
-            options: dict[str, Any] = {"type": finite_float if field.type is float else field.type}
+            options: dict[str, Any] = {"type": field.type}
             if field.metadata["paths"]:
                 options["type"] = absolute_paths
             if field.type is bool:
@@ -190,14 +188,6 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"unrecognized arguments: {' '.join(rest)}{hint}")
 
 
-def finite_float(text: str) -> float:
-    """argparse type: a float that is neither NaN nor infinite."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text} is not a finite number")
-    return value
-
-
 def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
     """Flags from a JSON file, read as if they stood on the command line.
 
@@ -206,22 +196,16 @@ def read_config(path: str | Path, parser: "Parser") -> dict[str, Any]:
     """
     try:
         config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"--config {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"--config {path}: no JSON object")
-    if "config" in config:
-        raise UserError(f"--config {path}: a file of flags cannot name another one")
-    words = []
-    for name, value in config.items():
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            words.append(f"--{name}={text}")
-    try:
+        if not isinstance(config, dict) or "config" in config:
+            raise ValueError("expected a JSON object of flags, --config not among them")
+        words = []
+        for name, value in config.items():
+            if isinstance(value, bool):
+                words.append(f"--{name}" if value else f"--no-{name}")
+            else:
+                words.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
         return vars(parser.parse_args(words))
-    except UserError as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: {error}") from error
 
 
@@ -415,8 +399,8 @@ class Refusals:
 
     def check_bounds(self, name: str, low: float, high: float, **_) -> None:
         value = getattr(self.values, name)
-        at_most = f" and at most {high:.10g}" if high < math.inf else ""
-        self(not low <= value <= high, f"--{name} {value} must be at least {low:g}{at_most}")
+        self(not low <= value, f"--{name} {value} must be at least {low:g}")  # NaN is not
+        self(value > high, f"--{name} {value} must be at most {high:.10g}")
 
     def check_datasets(self, name: str) -> None:
         spec = getattr(self.values, name)

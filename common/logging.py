@@ -1,6 +1,6 @@
 """Metrics, timers, and what the run folder records.
 
-    MetricSums     sums over tokens and samples, kept on the device -> means, the same on all ranks
+    MetricSums     statistics of packs, kept on the device -> means, the same on all ranks
     timer          wall seconds per stage of a step
     due            whether something that happens every so many steps happens now
     RunLogger      rank 0's files: args.json, metrics.jsonl, tensorboard/, samples/; bar and lines
@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -38,89 +39,76 @@ from common.flags import RunArgs
 
 
 class Mean(NamedTuple):
-    """A statistic of a row that is logged as its mean: a sum over ``count`` tokens or samples."""
+    """A statistic that is logged as its mean: a sum over ``count`` tokens or samples."""
 
     total: float | Tensor
     count: float | Tensor
 
+    @property
+    def result(self) -> float | None:
+        return self.total / self.count if self.count else None
+
 
 class Largest(NamedTuple):
-    """A statistic of a row that is logged as its maximum."""
+    """A statistic that is logged as its maximum, NaN if there is one; -inf is no value."""
 
     value: float | Tensor
 
+    @property
+    def result(self) -> float | None:
+        return None if self.value == -math.inf else self.value
+
+
+def combine(parts: list[Mean] | list[Largest]) -> Mean | Largest:
+    """One statistic of several, of packs or of ranks, in fp64 on the host."""
+    columns = [[float(value) for value in column] for column in zip(*parts)]
+    if isinstance(parts[0], Largest):
+        return Largest(float(np.max(columns[0])))  # unlike Python's max, it keeps NaN
+    return Mean(*map(sum, columns))
+
 
 class MetricSums:
-    """Sums and maxima of one step in fp64, reduced over the ranks at its end; until then no value
-    reaches the host."""
+    """The statistics of one step, reduced over packs, updates and ranks at its end; until then no
+    value reaches the host."""
 
     def __init__(self):
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}  # name -> (total, count), each () fp64
-        self._maxima: dict[str, Tensor] = {}
+        self.parts: dict[str, list] = defaultdict(list)  # by metric, each detached
 
-    def add(self, name: str, total: float | Tensor, count: float | Tensor) -> None:
-        """Add ``total``, a sum over ``count`` tokens or samples of this rank; floats or one-element
-        tensors."""
-        old_total, old_count = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = old_total + _fp64(total), old_count + _fp64(count)
+    def record(self, packs: list[dict[str, Any]]) -> None:
+        """Add the statistics of this rank's packs of a minibatch, as ``train/NAME`` where a name
+        has no section.
 
-    def max(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value, or NaN if there is one; -inf is no value."""
-        value = _fp64(value)
-        self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
-
-    def record(self, rows: list[dict[str, Any]]) -> None:
-        """Add the statistics of this rank's rows of a minibatch, as ``train/NAME`` where a name has
-        no section.
-
-        Each is a `Mean`, a `Largest`, or a number. A number is the row's part of a global sum, as a
-        weighted loss is: it is summed over rows and ranks, and averaged over minibatches.
+        Each is a `Mean`, a `Largest`, or a number. A number is the pack's part of a global sum, as
+        a weighted loss is: it is summed over packs and ranks, and averaged over minibatches.
         """
-        for name in dict.fromkeys(name for row in rows for name in row):
-            values = [row[name] for row in rows if name in row]
-            metric = name if "/" in name else f"train/{name}"
-            if isinstance(values[0], Largest):
-                for largest in values:
-                    self.max(metric, largest.value)
-            elif isinstance(values[0], Mean):
-                for mean in values:
-                    self.add(metric, mean.total, mean.count)
-            else:
-                self.add(metric, sum(values), 1 / distributed.world_size())
+        for name in dict.fromkeys(name for pack in packs for name in pack):
+            values = [pack[name] for pack in packs if name in pack]
+            if not isinstance(values[0], Mean | Largest):
+                values = [Mean(sum(values), 1 / distributed.world_size())]
+            self.parts[name if "/" in name else f"train/{name}"] += values
 
     def record_update(
-        self, role: str, norm: float, applied: bool, rows: list[dict[str, Any]]
+        self, role: str, norm: float, applied: bool, packs: list[dict[str, Any]]
     ) -> None:
-        """Add an update of a model: whether it was applied, the norm of its gradient, and its rows.
+        """Add an update of a model: whether it was applied, the norm of its gradient, and its packs.
         The sums of a skipped one would be NaN."""
-        self.add(f"train/{role}_skipped", float(not applied), 1)
+        skipped = {f"{role}_skipped": Mean(float(not applied), 1)}
+        self.record([skipped])
         if applied:
-            self.add(f"train/{role}_grad_norm", norm, 1)
-            self.record(rows)
+            self.record([*packs, {f"{role}_grad_norm": Mean(norm, 1)}])
 
     def reduce(self) -> dict[str, float]:
         """Means and maxima over all ranks, the same on each; metrics without samples are
         omitted."""
-        own_sums = {
-            name: [float(total), float(count)] for name, (total, count) in self._sums.items()
-        }
-        own_maxima = {name: float(value) for name, value in self._maxima.items()}
+        own = {name: combine(parts) for name, parts in self.parts.items()}
         # Not as vectors: names may differ between ranks, and vectors of unequal length would hang.
-        sums, maxima = zip(*distributed.gather_objects([own_sums, own_maxima]))
+        ranks = distributed.gather_objects(own)
         reduced = {}
-        for name in sorted(set().union(*sums)):
-            total, count = np.sum([part[name] for part in sums if name in part], axis=0)
-            if count:
-                reduced[name] = float(total / count)
-        for name in sorted(set().union(*maxima)):
-            largest = float(np.max([part[name] for part in maxima if name in part]))
-            if largest != -math.inf:
-                reduced[name] = largest
+        for name in sorted(set().union(*ranks)):
+            result = combine([part[name] for part in ranks if name in part]).result
+            if result is not None:
+                reduced[name] = result
         return reduced
-
-
-def _fp64(value: float | Tensor) -> Tensor:
-    return torch.as_tensor(value, dtype=torch.float64).detach().reshape(())
 
 
 class StageTimer:
@@ -169,15 +157,12 @@ def evaluation_due(step: int, args: Any, rows: Any) -> bool:
     """Whether to evaluate after ``step`` steps of a script with these `Args` and `Rows`: at the
     start, every --eval_every (-1: after each pass over the data) and at the end; with --eval_only,
     at once."""
-    every = args.run.eval_every
+    every, prompts = args.run.eval_every, args.data.prompts_per_step
     if not rows.held_out or args.run.eval_only or every == 0:
         return bool(rows.held_out) and args.run.eval_only
     if step == 0 or due(step, every, args.optim.steps):
         return True
-    passes, before = (
-        done * args.data.prompts_per_step // len(rows.train) for done in (step, step - 1)
-    )
-    return every == -1 and passes > before
+    return every == -1 and step * prompts % len(rows.train) < prompts  # a pass has ended
 
 
 def progress(items: Iterable, name: str) -> tqdm:
@@ -428,16 +413,13 @@ def as_lines(records: list[dict]) -> str:
     )
 
 
-def contact_sheet(cards: list[Image.Image], columns: int = 4) -> Image.Image:
-    """The cards in rows of ``columns``, in cells as large as the largest one. ValueError without
-    cards."""
-    columns = min(columns, len(cards))
-    width = CARD_GAP + max(card.width for card in cards)
-    height = CARD_GAP + max(card.height for card in cards)
-    sheet = Image.new("RGB", (width * columns, height * -(-len(cards) // columns)), "#e4e8ee")
-    for i, card in enumerate(cards):
-        row, column = divmod(i, columns)
-        sheet.paste(card, (width * column, height * row))
+def contact_sheet(cards: list[Image.Image]) -> Image.Image:
+    """The cards, which are equally wide, one below the other."""
+    height = sum(card.height + CARD_GAP for card in cards)
+    sheet, top = Image.new("RGB", (cards[0].width, height), "#e4e8ee"), 0
+    for card in cards:
+        sheet.paste(card, (0, top))
+        top += card.height + CARD_GAP
     return sheet
 
 

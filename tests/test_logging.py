@@ -46,14 +46,10 @@ def steps(out):
 
 def test_means_and_maxima():
     sums, total = MetricSums(), torch.tensor(3.0, requires_grad=True)
-    sums.add("train/loss", total, 2)
-    sums.add("train/loss", 5.0, torch.tensor([2]))
-    sums.add("train/empty", 0.0, 0)
+    sums.record([{"loss": Mean(total.detach(), 2)}, {"loss": Mean(5.0, torch.tensor([2])), "empty": Mean(0.0, 0)}])
     for value, count in ((2.0**24, 1), (1.0, 0)):  # exact beyond fp32
-        sums.add("train/large", torch.tensor(value), count)
-    for value in (torch.tensor(1.5), 1.25):
-        sums.max("train/ratio_max", value)
-    sums.max("train/none_max", -math.inf)
+        sums.record([{"large": Mean(torch.tensor(value), count)}])
+    sums.record([{"ratio_max": Largest(torch.tensor(1.5))}, {"ratio_max": Largest(1.25), "none_max": Largest(-math.inf)}])
     assert sums.reduce() == {"train/large": 2.0**24 + 1, "train/loss": 2.0, "train/ratio_max": 1.5}
     assert total.item() == 3.0  # the caller's tensor is not the accumulator
 
@@ -87,12 +83,12 @@ def add_as_a_rank() -> None:
     rank = dist.get_rank()
     sums = MetricSums()
     for name in ["b", "a"] if rank else ["a", "b"]:
-        sums.add(name, torch.tensor(rank + 1.0), 1 + 2 * rank)
+        sums.record([{name: Mean(torch.tensor(rank + 1.0), 1 + 2 * rank)}])
     if rank:
-        sums.add("one rank", 6.0, 2)
-    sums.max("top", [float("-inf"), -3.0][rank])
-    sums.max("bad", [float("nan"), 5.0][rank])
-    assert str(sums.reduce()) == "{'a': 0.75, 'b': 0.75, 'one rank': 3.0, 'bad': nan, 'top': -3.0}", sums.reduce()
+        sums.record([{"one rank": Mean(6.0, 2)}])
+    sums.record([{"eval/top": Largest([float("-inf"), -3.0][rank]), "bad": Largest([float("nan"), 5.0][rank])}])
+    assert str(sums.reduce()) == \
+        "{'eval/top': -3.0, 'train/a': 0.75, 'train/b': 0.75, 'train/bad': nan, 'train/one rank': 3.0}", sums.reduce()
 
 
 def test_two_ranks():
@@ -158,7 +154,7 @@ def test_files_of_a_run(tmp_path, capsys):
     assert others == [{"step": 0, "eval/accuracy": 0.25},
                       {"step": 1, "rollout/reward": 0.5, "train/count": 3, "train/loss": 2.0}]
     assert read_records(tmp_path / "samples/step-000001.jsonl") == [{"prompt": "é\ud800\u2028", "reward": 1.0}]
-    assert Image.open(tmp_path / "samples/step-000001.png").width > 2 * card.width
+    assert Image.open(tmp_path / "samples/step-000001.png").height > 2 * card.height
     assert (tmp_path / "notes/a.json").read_text() == '"text"'
     assert not list(tmp_path.rglob("*.tmp"))
     assert capsys.readouterr().out.splitlines() == [
@@ -313,8 +309,9 @@ def test_tiny_pictures_are_enlarged_by_whole_pixels():
     colours = {c for _, c in sample_card([image], "", "").crop((0, 0, 480, 240)).getcolors(10_000)}
     assert {(255, 0, 0), (0, 255, 0)} <= colours
     assert len(colours) <= 5                                            # no colours mixed by smoothing
-    sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i)) for i in range(5)], 2)
-    assert sheet.size == (2 * (100 + 14), 3 * (90 + 14))
+    sheet = contact_sheet([Image.new("RGB", (100, 50 + 10 * i), colour) for i, colour in enumerate(("red", "blue"))])
+    assert sheet.size == (100, 50 + 14 + 60 + 14)
+    assert [sheet.getpixel((50, y)) for y in (25, 90)] == [(255, 0, 0), (0, 0, 255)]
 
 
 @pytest.mark.parametrize("text", ["a b " * 400, "x" * 999, "a\n" * 300, "one two\n\n" * 99, "WWW iii " * 90])
