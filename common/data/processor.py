@@ -125,8 +125,6 @@ class Processor:
         text = self.render(self.as_chat(messages), add_generation_prompt=True)
         # JSON may hold half a surrogate pair: a ValueError here, a TypeError in the tokenizer.
         text.encode("utf-8")
-        for content in (m["content"] for m in messages if m["role"] == "user"):
-            self.check_holds(text, content)
         expanded, counts = self.expand(text, grids)
         # The template has written the special tokens: the tokenizer must not add its own on top.
         # But in the families whose processors have it add the BOS if the template has not.

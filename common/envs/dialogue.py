@@ -10,6 +10,7 @@ done: decoding still computes it, but leaves its tokens, and the states of linea
 are, and changes only cache entries that the reply will overwrite.
 """
 
+from collections import ChainMap
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, NamedTuple
 
@@ -142,13 +143,10 @@ class EnvRollout:
                 if any(episode.reply for episode in episodes):
                     share = self.share_opening if self.environment.shared else self.split_openings
                     changed[index] = share(batch, index, episodes)
-        prompts, features = list(batch.prompts), dict(batch.features)
-        for part in distributed.gather_objects(changed):
-            for index, prompt in part.items():
-                prompts[index] = prompt
-                features.pop(index, None)
+        changed = ChainMap(*distributed.gather_objects(changed))
+        prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
         patches = batch.patches | self.shared_pixels
-        return replace(batch, prompts=prompts, patches=patches, features=features, positions={})
+        return replace(batch, prompts=prompts, patches=patches, features={}, positions={})
 
     def reset_all(self, batch: Batch, indices: list[int], count: int) -> None:
         for index in indices:
@@ -174,7 +172,7 @@ class EnvRollout:
         observation = episode.env.reset(row)
         if observation is None:
             return None
-        opening = self.read_parts(observation)
+        opening = replies.read_parts(observation, self.processor)
         *before, last = prompt.messages
         messages = [*before, {**last, "content": last["content"] + opening.content}]
         grids, limit = prompt.grids + opening.grids, self.environment.max_prompt_tokens
@@ -185,12 +183,6 @@ class EnvRollout:
             )
         encoded = replace(prompt, text=text, input_ids=ids, image_tokens=image_tokens, grids=grids)
         return opening, encoded
-
-    def read_parts(self, parts: Any) -> Reply:
-        reply = replies.read_parts(parts, self.processor)
-        if reply.images and not self.environment.shows_images:
-            raise ValueError("an image from a class that says pictures = False")
-        return reply
 
     def share_opening(self, batch: Batch, index: int, episodes: list[Episode]) -> Prompt:
         """The prompt with the first observation that all its samples share."""
@@ -252,7 +244,7 @@ class EnvRollout:
         step = read_step(episode.env.step(text))
         if step.done:
             return step, None
-        reply = self.read_parts(step.reply)
+        reply = replies.read_parts(step.reply, self.processor)
         role = episode.conversation.role
         reply.input_ids = replies.encode_reply(self.processor, reply, role, by_string)
         reply.positions = vlm.prompt_positions(self.model, reply)
