@@ -3,6 +3,7 @@ other images, which is scored like any other.
 
     with_images   every image of the prompts and of environments changed
     blank         a change: of an image and its place in the run
+    masked_images makes a change: random squares become black
     has_images    which samples a change of images concerns
     vision_gaps   what answers lose with blank images: the vision audit
 """
@@ -10,6 +11,7 @@ other images, which is scored like any other.
 from dataclasses import replace
 from typing import Callable
 
+import numpy as np
 import torch
 import torch.nn as nn
 from PIL import Image, ImageStat
@@ -24,12 +26,27 @@ from common.model.forward import compute_features, image_features
 # Which image of a run: the draw of its prompt, 0 or 1 + the number of the sample in whose
 # conversation it is, and which image of that. What is random in a change is seeded by it.
 Place = tuple[int, int, int]
+MASK_SQUARE = 14  # pixels
 
 
 def blank(image: Image.Image, place: Place) -> Image.Image:
     """An image of the same size in its mean colour."""
     mean = tuple(round(value) for value in ImageStat.Stat(image).mean)
     return Image.new(image.mode, image.size, mean)
+
+
+def masked_images(share: float, seed: int) -> Callable:
+    """A change: each square of 14 pixels of an image is black with probability ``share`` (the random
+    masking of PAPO, Wang et al. 2025)."""
+
+    def change(image: Image.Image, place: Place) -> Image.Image:
+        across, down = (-(-side // MASK_SQUARE) for side in image.size)
+        squares = np.random.default_rng((seed, *place)).random((down, across)) < share
+        black = squares.repeat(MASK_SQUARE, axis=0).repeat(MASK_SQUARE, axis=1)
+        mask = Image.fromarray(black).crop((0, 0, *image.size))
+        return Image.composite(Image.new(image.mode, image.size), image, mask)
+
+    return change
 
 
 def has_images(batch: Batch) -> Tensor:

@@ -102,6 +102,28 @@ def test_images_of_environments_are_changed_too(qwen25, rows):
         assert len(set(places)) == len(places) > len(batch.prompts)
 
 
+def test_masks_blacken_whole_squares_by_seed_and_place():
+    """Each square by a draw of its own, row by row, those that the border cuts too; by a loop over pixels."""
+    pixels = np.random.default_rng(0).integers(1, 255, (50, 31, 3), dtype=np.uint8)
+    image, place = Image.fromarray(pixels), (123, 0, 1)
+    masked = np.asarray(looks.masked_images(0.6, 7)(image, place))
+    draws = np.random.default_rng((7, 123, 0, 1)).random(4 * 3).tolist()
+    black = [draw < 0.6 for draw in draws]
+    assert black == [False, True, False, False, True, True, True, True, True, True, True, True]      # of numpy's PCG64
+    for y in range(50):
+        for x in range(31):
+            wanted = [0, 0, 0] if black[y // 14 * 3 + x // 14] else pixels[y, x].tolist()
+            assert masked[y, x].tolist() == wanted
+    others = [looks.masked_images(0.6, seed)(image, where) for seed, where in
+              ((8, place), (7, (124, 0, 1)), (7, (123, 1, 1)), (7, (123, 0, 2)))]
+    assert len({other.tobytes() for other in others} | {masked.tobytes()}) == 5
+    large = looks.masked_images(0.6, 7)(Image.new("RGB", (1400, 1400), (9, 9, 9)), place)
+    assert (np.asarray(large) == 0).mean() == pytest.approx(0.6, abs=0.015)      # 10,000 squares: three deviations
+    for share, wanted in ((0.0, pixels), (1.0, 0 * pixels)):
+        assert (np.asarray(looks.masked_images(share, 7)(image, place)) == wanted).all()
+    assert looks.masked_images(0.6, 7)(image.convert("L"), place).mode == "L"
+
+
 def test_a_model_that_does_not_see_is_told(qwen25, rows, tmp_path, capsys):
     """Whose tower says the same of every image; and rows without images are not asked about."""
     folder = tmp_path / "blind"
