@@ -27,6 +27,8 @@ from common.flags import RewardArgs
 from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
 from common.rewards.transcripts import messages, turn_texts, whole_texts
 
+Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
+
 # --------------------------------------------------------------------------------------------------
 # Sources and recipes
 # --------------------------------------------------------------------------------------------------
@@ -135,40 +137,22 @@ class RewardMix:
         """The samples that a source scores."""
         return (~self.share_of(source, batch).isnan()).nonzero()[:, 0].tolist()
 
-    def begin(self, batch: Batch, processor: Processor) -> Call:
-        """Start what functions, rules and servers compute for this rank's samples, in a thread;
-        `score` waits for it."""
-        rank, waiting = dist.get_rank(), []  # (source, which samples it scores, what it gets)
+    def begin(self, batch: Batch, processor: Processor) -> Calls:
+        """Start what functions, rules and servers compute for this rank's samples, one after the
+        other in a thread; `score` waits for them."""
+        rank, calls, worker = dist.get_rank(), {}, Workers(1)
         for source in self.sources:
             own = []
             for i in self.samples_of(source, batch):
                 if batch.owners[batch.prompt_index[i]] == rank:
                     own.append(i)
             if source.function is not None and own:  # a rank may have no samples
-                waiting.append((source, own, read_samples(batch, own, processor)))
-        worker = Workers(1)
-        call = worker.submit(self.call_functions, waiting)
+                samples = read_samples(batch, own, processor)
+                calls[source.name] = own, worker.submit(score_samples, source, samples, self.args)
         worker.close()
-        return call
+        return calls
 
-    def call_functions(self, waiting: list[tuple[Source, list[int], Samples]]) -> dict[str, tuple]:
-        """By source, which samples it has scored and their columns."""
-        return {
-            source.name: (own, score_samples(source, samples, self.args))
-            for source, own, samples in waiting
-        }
-
-    def gather_functions(
-        self, batch: Batch, processor: Processor, begun: Call | None
-    ) -> list[dict[str, tuple]]:
-        """What `call_functions` returned, by rank. Raises UserError on every rank what one has
-        raised."""
-        call = begun or self.begin(batch, processor)
-        with distributed.raise_on_all_ranks():
-            own_columns = call.result()
-        return distributed.gather_objects(own_columns)
-
-    def score(self, batch: Batch, processor: Processor, begun: Call | None = None) -> None:
+    def score(self, batch: Batch, processor: Processor, begun: Calls | None = None) -> None:
         """Fill rewards, turn_rewards (with environments), components (NaN where a source does not
         score a sample) and judgements of all samples, alike on every rank. With several sources, a
         component of one is named SOURCE/COMPONENT, its reward is the component SOURCE, and the
@@ -180,7 +164,10 @@ class RewardMix:
         Raises:
             UserError: on every rank, when a source fails on any; the sample is in the message.
         """
-        by_rank = self.gather_functions(batch, processor, begun)
+        calls = begun or self.begin(batch, processor)
+        with distributed.raise_on_all_ranks():
+            scored = {name: (own, call.result()) for name, (own, call) in calls.items()}
+        by_rank = distributed.gather_objects(scored)
         total = torch.zeros(len(batch), dtype=torch.float64)  # (S,)
         by_source: dict[str, Tensor] = {}
         components: dict[str, Tensor] = {}
