@@ -57,7 +57,7 @@ from common.buffers import Batch, Pack
 from common.distributed import UserError
 from common.flags import flag
 from common.model import budget, checkpoint, forward as vlm, fsdp, memory, weights
-from common.rewards import accuracy, judge as judgements, rules
+from common.rewards import accuracy, judge as judgements
 from common.rewards.cards import sample_card
 
 
@@ -245,13 +245,10 @@ def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
 class Example:
     """A question, and the judgement to learn."""
 
-    prompt: data.Prompt
+    prompt: data.Prompt  # its label is the kind of question, its reference the right verdict
     target: Tensor  # (n,) label tokens, the end token last
     source: str  # what evaluations tell apart: the row's own word, or its file
-    kind: str  # response, or one of judgements.JUDGEMENTS
     text: str  # the target as text
-    verdict: str | None  # None: a response without <answer>
-    order: str  # of a pair: given or swapped
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +295,8 @@ def load_rows(args: Args) -> Rows:
             for paths in (sets, eval_sets)
         ]
         examples = itertools.chain(*loaded)
-        settings.note_training((example.kind, example.verdict) for example in examples)
+        prompts = [example.prompt for example in examples]
+        settings.note_training((prompt.label, prompt.reference) for prompt in prompts)
     train_sets = [group_by_prompt(examples) for examples in loaded]
     shares = data.shares_of(sets, train_sets)
     return Rows(processor, settings, train_sets, shares, list(itertools.chain(*held_out)))
@@ -320,9 +318,8 @@ def load_examples(
     for prompt, target, ask in judgements.load_judgements(
         path, processor, settings, args.data, args.judge.orders, frame
     ):
-        parts = {name: ask[name] for name in ("kind", "text", "verdict", "order")}
         source_name = prompt.row.get("source") or file_name
-        examples.append(Example(prompt, target, source_name, **parts))
+        examples.append(Example(prompt, target, source_name, ask["text"]))
     return examples
 
 
@@ -625,11 +622,11 @@ def score_verdicts(
     """Of every example whose pictures decode: its loss, summed over the target's tokens, and the
     probability of each verdict given the bare prompt: a softmax over the verdicts' log-probs. One
     packed forward."""
-    verdicts, encoded = {}, {}  # by kind
-    for kind in {example.kind for example in examples}:
-        verdicts[kind] = verdicts_of(rows.judge, kind)
-        encoded[kind] = judgements.encode_verdicts(rows.processor, verdicts[kind])
-    targets = [[example.target, *encoded[example.kind]] for example in examples]
+    kinds = [example.prompt.label for example in examples]
+    encoded = {}  # by kind
+    for kind in set(kinds):
+        encoded[kind] = judgements.encode_verdicts(rows.processor, rows.judge.verdicts(kind))
+    targets = [[example.target, *encoded[kind]] for example, kind in zip(examples, kinds)]
     batch = batch.with_targets(targets)
     if not len(batch):
         return {}  # no picture decodes
@@ -639,7 +636,7 @@ def score_verdicts(
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict
         chances = logps[1:].softmax(dim=0).tolist()
-        probabilities = dict(zip(verdicts[examples[index].kind], chances))
+        probabilities = dict(zip(rows.judge.verdicts(kinds[index]), chances))
         scores[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
     return scores
 
@@ -648,7 +645,7 @@ def judgement_record(
     settings: judgements.JudgeSettings, index: int, example: Example, text: str
 ) -> dict:
     """One JSON-ready record of the evaluation, but for the likelihoods."""
-    verdict = read_verdict(settings, example, text)
+    verdict = settings.read_verdict(text, example.prompt)
     answer = {"generated_text": text, "predicted_answer": verdict, "index": index}
     return example_record(example) | answer
 
@@ -659,32 +656,17 @@ def example_record(example: Example) -> dict:
     info = {
         "row": prompt.source,
         "source": example.source,
-        "kind": example.kind,
+        "kind": prompt.label,
         "images": list(prompt.images),
         "question": data.user_text(prompt.messages),
     }
-    return {
+    record = {
         "info": info,
         "response_text": example.text,
-        "gt_answer": example.verdict,
-        "order": example.order,
+        "gt_answer": prompt.reference,
         "tokens": len(example.target),
     }
-
-
-def verdicts_of(settings: judgements.JudgeSettings, kind: str) -> list[str]:
-    """The verdicts that a judge knows for questions of a kind; none for a response."""
-    return settings.kinds[kind]["verdicts"] if kind in settings.kinds else []
-
-
-def read_verdict(settings: judgements.JudgeSettings, example: Example, text: str) -> str | None:
-    """The verdict of a judgement on an example; None if there is none."""
-    # Also the right verdict: a judge that was not trained on scores knows none of them.
-    words = [*verdicts_of(settings, example.kind), example.verdict or ""]
-    verdict = rules.parse_verdict(text, words)
-    if not verdict and example.kind == "response":  # any text may be its verdict
-        verdict = rules.parse_verdict(text)
-    return verdict
+    return record | judgements.row_record(prompt)
 
 
 def newest_evaluation(out: Path, step: int) -> dict | None:

@@ -245,7 +245,7 @@ def test_likelihood_is_that_of_single_samples(env, oracle):
 
     for i, example in enumerate(examples):
         assert scores[i]["loss"] == pytest.approx(loss_of(example, example.target), rel=1e-4)
-        verdicts = VERDICTS.get(example.kind, [])
+        verdicts = VERDICTS.get(example.prompt.label, [])
         targets = [judgements.encode_target(env.processor, frame, f"<answer>{word}</answer>") for word in verdicts]
         chances = torch.tensor([-loss_of(example, target) for target in targets]).softmax(0).tolist()
         assert scores[i]["probabilities"] == pytest.approx(dict(zip(verdicts, chances)), abs=1e-4)
@@ -452,7 +452,7 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
     (tmp_path / "instruction.txt").write_text("judge: {prompt} {other}\n")
     env = start(qwen25, task, tmp_path, "--system_instruction", tmp_path / "instruction.txt",
                 "--correct_template", "{response}? {prompt}")
-    example = next(example for example in env.held_out if example.kind == "correct")
+    example = next(example for example in env.held_out if example.prompt.label == "correct")
     assert example.prompt.messages[0] == {
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
@@ -491,10 +491,10 @@ def test_verdicts():
 
 def test_a_response_says_the_verdict_however_it_is_spelled(env):
     """As the rule `verdict` compares it in train_ppo_vl.py; a score is read where no scores are known, too."""
-    examples = {example.kind: example for example in env.held_out}
+    examples = {example.prompt.label: example for example in env.held_out}
 
     def read(text: str, kind: str, verdict: str | None) -> str | None:
-        example = replace(examples[kind], verdict=verdict)
+        example = replace(examples[kind], prompt=replace(examples[kind].prompt, reference=verdict))
         return grm.judgement_record(settings(), 0, example, text)["predicted_answer"]
 
     answers = [f"<answer>{word}</answer>" for word in ("yes", "no", "")] + ["yes"]
@@ -581,7 +581,7 @@ def one_rank(qwen25, task, tmp_path_factory) -> Path:
 
 def test_evaluation_has_every_example_once(one_rank, env):
     """13 examples in batches of 2."""
-    expected = [(i, example.text, example.verdict, example.prompt.source, example.order)
+    expected = [(i, example.text, example.prompt.reference, example.prompt.source, example.prompt.order)
                 for i, example in enumerate(env.held_out)]
     assert len(expected) % 2
     for step in (0, 2, 4):

@@ -51,6 +51,7 @@ class Prompt:
     source: str = ""  # "train.jsonl:12", for messages
     reference: str | None = None
     label: str | None = None
+    order: str = ""  # of the sides of a judgement: given or swapped; "": no judgement
     # All columns as the file has them, for reward functions, and the folder of the file.
     row: dict = field(default_factory=dict)
     folder: str = ""

@@ -1,6 +1,7 @@
-"""How good a judge's judgements are, from the records of an evaluation of train_grm_vl.py.
+"""How good a judge's judgements are, from the records of an evaluation.
 
 records  -> loss, accuracy, exact match, calibration, confusion    summarise
+         -> accuracy of the majority of k judgements               vote_rates
 summary  -> what judge.json keeps of it                            held_out_record
 settings -> whether that is above chance                           doubtful_accuracy
 """
@@ -85,6 +86,33 @@ def calibration(likely: list[dict]) -> dict[str, float]:
         gaps[min(int(chances[best] * 10), 9)] += is_hit - chances[best]
     error = sum(map(abs, gaps)) / len(likely)
     return {"likelihood_accuracy": right / len(likely), "likelihood_ece": error}
+
+
+def vote_rates(records: list[dict]) -> dict[int, float]:
+    """k = 1, 3, ... -> how often the verdict of most of the first k judgements on a question is
+    right, of those that could be read; a tie with another counts one half. Records of
+    train_ppo_vl.py, by sample; those without a right verdict are left out."""
+    by_question: dict[int, list[dict]] = {}
+    for record in records:
+        if "verdict" in record and record["reference"] is not None:
+            by_question.setdefault(record["index"], []).append(record)
+    rates = {}
+    for k in range(1, max(map(len, by_question.values()), default=0) + 1, 2):
+        votes = []
+        for judged in by_question.values():
+            verdicts = [record["verdict"] for record in judged[:k]]
+            votes.append(vote(verdicts, judged[0]["reference"]))
+        rates[k] = fmean(votes)
+    return rates
+
+
+def vote(verdicts: list[str | None], right: str) -> float:
+    """1 if most of the verdicts that could be read are right, 1/2 if as many say another, else 0."""
+    counts = Counter(verdict for verdict in verdicts if verdict is not None)
+    others = max((count for verdict, count in counts.items() if verdict != right), default=0)
+    if counts[right] > others:
+        return 1.0
+    return 0.5 if counts[right] == others > 0 else 0.0
 
 
 def held_out_record(summary: dict) -> dict:

@@ -114,7 +114,8 @@ class JudgeSettings:
         Raises ValueError: a template that lacks what its kind needs.
         """
         saved = JudgeSettings.of(processor)
-        settings = JudgeSettings(system_instruction or saved.system_instruction)
+        instruction = system_instruction or saved.system_instruction
+        settings = JudgeSettings(instruction, trained_on=saved.trained_on)
         for kind, (template, verdicts) in JUDGEMENTS.items():
             merged = {"template": template, "verdicts": verdicts} | saved.kinds.get(kind, {})
             if templates.get(kind):
@@ -125,10 +126,10 @@ class JudgeSettings:
         return settings
 
     def note_training(self, verdicts: Iterable[tuple[str, str]]) -> None:
-        """Note what the judge is trained on: (kind, verdict) of its rows. Raises ValueError: too
-        many different scores."""
+        """Note what the judge is trained on: (kind, verdict) of its rows, beside what it learned
+        before. Raises ValueError: too many different scores."""
         trained = {(kind, verdict) for kind, verdict in verdicts if kind in JUDGEMENTS}
-        self.trained_on = sorted({kind for kind, _ in trained})
+        self.trained_on = sorted({*self.trained_on, *(kind for kind, _ in trained)})
         scores = sorted({verdict for kind, verdict in trained if kind == "score"}, key=float)
         if len(scores) > MAX_SCORES:
             raise ValueError(
@@ -154,6 +155,18 @@ class JudgeSettings:
         )
         ask = {"kind": kind, "order": order, "prompt": prompt}
         return ask | {"question": question, "images": images}
+
+    def verdicts(self, kind: str) -> list[str]:
+        """What a judge knows to say of questions of a kind; nothing of a response."""
+        return self.kinds[kind]["verdicts"] if kind in self.kinds else []
+
+    def read_verdict(self, text: str, row: Prompt) -> str | None:
+        """What a judgement says of a row; None if it cannot be read."""
+        # Also the right verdict: a judge that was not trained on scores knows none of them.
+        verdict = parse_verdict(text, [*self.verdicts(row.label), row.reference or ""])
+        if not verdict and row.label == "response":  # any text may be its verdict
+            verdict = parse_verdict(text)
+        return verdict
 
     def question_to_ask(self, wanted: str) -> str:
         """The kind of question to ask: the wanted one or, for auto, the pointwise one that the
@@ -206,7 +219,7 @@ ROW_KINDS = {
     "response": RowKind("response", set(), "one prompt, and a text that is not empty as response"),
 }
 PROMPT_FIELDS = ("prompt", "question", "messages")
-JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source"}
+JUDGEMENT_COLUMNS = {*PROMPT_FIELDS, *ROW_KINDS, "critique", "images", "videos", "source", "pair"}
 ORDERS = ("given", "swapped")
 # Names of the two sides in a critique that is shown in both orders.
 FIXED_NAMES = re.compile(r"\b(?i:pictures?|images?|answers?|responses?|options?) [AB]\b")
@@ -361,7 +374,8 @@ def load_judgements(
     def build(index: int, source: str, row: dict) -> list[tuple[Prompt, Tensor | None, dict]]:
         judgements = []
         for k, ask in enumerate(read_judgement(row, settings, orders)):
-            further = {"reference": ask["verdict"], "label": ask["kind"], "folder": folder, "row": row}
+            further = {"reference": ask["verdict"], "label": ask["kind"], "order": ask["order"]}
+            further |= {"folder": folder, "row": row}
             number = 2 * index + k
             prompt = judge_prompt(processor, settings, ask, number, source, args, **further)
             target = None
@@ -404,6 +418,21 @@ def load_responses(
     args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
     examples = load_judgements(path, processor, JudgeSettings(), args, "given", frame)
     return [(prompt, target) for prompt, target, _ in examples]
+
+
+def row_record(row: Prompt) -> dict[str, Any]:
+    """What records say of a judged row: the order of its sides, its group, what it counts together
+    with, and how many characters each of two answers has, in that order."""
+    columns = row.row
+    lengths = [len(str(response)) for response in columns.get("responses", ())]
+    if row.order == "swapped":
+        lengths.reverse()
+    return {
+        "order": row.order,
+        "group": columns.get("source") or row.source.rpartition(":")[0],
+        "pair": columns.get("pair"),
+        "lengths": lengths or None,
+    }
 
 
 # --------------------------------------------------------------------------------------------------

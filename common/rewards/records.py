@@ -8,15 +8,29 @@ from common import distributed
 from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
-from common.data.rows import user_text
+from common.data.rows import Prompt, user_text
+from common.rewards.accuracy import vote_rates
 from common.rewards.cards import sample_card
+from common.rewards.judge import JudgeSettings, row_record
 from common.rewards.transcripts import gather_images, messages, plain_text, turn_texts
 
 
 def sample_records(batch: Batch, processor: Processor) -> list[dict]:
     """One JSON-ready record per sample."""
-    texts = turn_texts(batch, range(len(batch)), processor)
-    return [sample_record(batch, i, turns) for i, turns in enumerate(texts)]
+    settings, records = JudgeSettings.of(processor), []
+    for i, turns in enumerate(turn_texts(batch, range(len(batch)), processor)):
+        row = batch.prompts[batch.prompt_index[i]]
+        judgement = judgement_record(row, turns[-1], settings) if row.order else {}
+        records.append(sample_record(batch, i, turns) | judgement)
+    return records
+
+
+def judgement_record(row: Prompt, text: str, settings: JudgeSettings) -> dict:
+    """What the record of a judgement says beside that of any sample: what it says of which row, and
+    the question, so that a right one can be learned and a wrong one asked again."""
+    question = [message for message in row.messages if message["role"] != "system"]
+    judged = {"verdict": settings.read_verdict(text, row), "row": row.row, "messages": question}
+    return row_record(row) | judged
 
 
 def sample_record(batch: Batch, i: int, turns: list[str]) -> dict:
@@ -92,8 +106,9 @@ def spoken_text(record: dict) -> str:
 
 
 def summarise(records: list[dict], count: int) -> dict[str, float]:
-    """Means over all samples and, of components named accuracy, the share of prompts that one of
-    ``count`` samples solves. Every rank has all records, so nothing is reduced."""
+    """Means over all samples; of several samples of each prompt (``count``) also the share of
+    prompts that one of them solves, by components named accuracy, and the votes of judgements.
+    Every rank has all records, so nothing is reduced."""
     columns: dict[str, list[float]] = {}
     for record in records:
         for name in ("reward", "response_length", "truncated"):
@@ -106,6 +121,9 @@ def summarise(records: list[dict], count: int) -> dict[str, float]:
         prefix = name.removesuffix("accuracy_reward_mean")
         if count > 1 and (prefix == "" or prefix.endswith("/")):
             metrics[f"eval/{prefix}pass@{count}"] = solved_share(records, f"{prefix}accuracy")
+    if count > 1:
+        for k, rate in vote_rates(records).items():
+            metrics[f"eval/votes@{k}"] = rate
     return metrics
 
 
