@@ -412,7 +412,7 @@ def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
         builder = weights.Builder(args.model, ranks.device, longest_sequence(args))
         judge = Judge(builder.actor())
     if not args.run.export_only:
-        budget.fit(budget.JudgeMemory(args, {"judge": judge}, rows, ranks.world), ranks)
+        budget.fit(budget.judge_plan(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
         weights.shard_and_load(judge, ranks, args.run.seed)
     return judge

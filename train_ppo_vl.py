@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
-        budget.fit(budget.PolicyMemory(args, modules, rows, ranks.world), ranks)
+        budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
     trainables = make_trainables(args, models)

@@ -66,22 +66,22 @@ def table_line(name: str, cells: Iterable[str]) -> str:
     return (f"{name:20}" + "".join(f"{cell:>18}" for cell in cells)).rstrip()
 
 
-def plan_ppo(flags: list[str], gpus: int) -> budget.PolicyMemory:
+def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = ppo.parse_args(flags)
     reward = scoring.load(args.reward)
     rows = ppo.load_rows(args)
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    return budget.PolicyMemory(args, models, rows, gpus)
+    return budget.policy_plan(args, models, rows, gpus)
 
 
-def plan_grm(flags: list[str], gpus: int) -> budget.JudgeMemory:
+def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
     with raise_on_all_ranks():
         judge = grm.Judge(weights.Builder(args.model, META, grm.longest_sequence(args)).actor())
-    return budget.JudgeMemory(args, {"judge": judge}, rows, gpus)
+    return budget.judge_plan(args, judge, rows, gpus)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Does a run fit? Bytes on a GPU by phase of a step, their peak, and what would help.
 
-    PolicyMemory, JudgeMemory   what the steps of either script need: `phases`
-    fastest                     the fastest setting that fits
-    fit                         refuses what does not, on a GPU, before a weight is read
+    policy_plan, judge_plan   what the steps of either script need: `MemoryPlan.phases`
+    fastest                   the fastest setting that fits
+    fit                       refuses what does not, on a GPU, before a weight is read
 
 The formulas of each part are in `common.model.memory`; launch/plan.py prints them as a table.
 """
@@ -37,30 +37,41 @@ class MemoryPlan:
     Args:
         args: the flags of the script.
         models: by role, on any device.
-        prompts: all that the script reads.
         ranks: of the run.
         offload: what is kept in host memory while it is not in use, as the flag says.
+        longest: tokens of the longest sequence that is written.
+        least_pack: tokens that a pack must hold.
     """
-
-    least_pack: int  # tokens that a pack must hold
 
     def __init__(
         self,
         args: Any,
         models: dict[str, nn.Module],
-        prompts: Iterable[Prompt],
         ranks: int,
-        offload: str = "none",
+        *,
+        offload: str,
+        longest: int,
+        least_pack: int,
     ):
         self.args, self.models, self.offload = args, models, offload
-        self.longest = max(len(prompt.input_ids) for prompt in prompts)
+        self.longest, self.least_pack = longest, least_pack
         self.shards = args.run.hsdp or ranks  # ranks that share one copy of the weights
         self.held: dict[tuple[str, str], float] = {}  # (role, part)
         for role, module in models.items():
             for part, size in memory.resident_bytes(module, self.shards).items():
                 if size:
                     self.held[role, part] = size
-        self.trained = {role for role, part in self.held if part == "Adam"}
+        self.trained = [role for role, part in self.held if part == "Adam"]
+        self.asked: list[str] = []  # frozen roles that an update asks
+        self.fixed: dict[str, Parts] = {}  # phases that no pack changes
+
+    def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
+        """With updates by packs of so many tokens."""
+        phases = dict(self.fixed)
+        if not self.args.run.eval_only:
+            for role in self.trained:
+                phases[f"update {role}"] = self.update(role, tokens, recompute)
+        return phases
 
     def resident(self, *busy: str) -> Parts:
         """What lies on the GPU; of what is offloaded, the parts of the roles that are ``busy``: in
@@ -75,15 +86,16 @@ class MemoryPlan:
                 parts[f"{role} {part}"] = size
         return parts
 
-    def update(self, role: str, tokens: int, recompute: bool, *busy: str) -> Parts:
+    def update(self, role: str, tokens: int, recompute: bool) -> Parts:
         """With two layers gathered, one of them ahead of its use."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         parts = {"gathered weights": root + 2 * layer, "gradient shards": self.held[role, "Adam"] / 2}
-        return self.resident(role, *busy) | parts | memory.backward_bytes(module, tokens, recompute)
+        parts |= memory.backward_bytes(module, tokens, recompute)
+        return self.resident(role, *self.asked) | parts
 
     def scoring(self, role: str) -> Parts:
-        """Of a frozen model."""
+        """Of a frozen model. Scoring by those in training needs less than their updates."""
         root, layer, _ = memory.gathered_bytes(self.models[role])
         forward = memory.scoring_work(self.models[role])
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
@@ -98,38 +110,6 @@ class MemoryPlan:
             "forward": memory.rollout_work(module, slots),
         }
 
-
-class PolicyMemory(MemoryPlan):
-    """Of a PPO step."""
-
-    def __init__(self, args: Any, models: dict[str, nn.Module], rows: Any, ranks: int):
-        super().__init__(args, models, rows.train + rows.held_out, ranks, args.update.offload)
-        self.least_pack = args.longest
-        if args.env.env:  # a first observation may fill the prompt
-            self.longest = args.data.max_prompt_tokens
-        self.longest += args.longest_response
-        if args.update.ema_beta:
-            self.held["actor", "average"] = self.held["actor", "Adam"] // 2
-
-    def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
-        """With packs of so many tokens. A rollout needs --slots or one, and takes more of what is
-        free. Scoring by actor or critic needs less than their updates."""
-        args, slots = self.args, self.args.rollout.slots or 1
-        phases = {"rollout": self.decoding("actor", self.longest, slots)}
-        for role in self.models:
-            if role.startswith("grm") and args.reward.grm_mode == "critique":
-                length = self.longest + args.reward.grm_max_new_tokens
-                phases[f"{role} writes"] = self.decoding(role, length, slots, role)
-            elif role not in self.trained:
-                phases[f"{role} scores"] = self.scoring(role)
-        if args.run.eval_only:
-            return phases
-        if "critic" in self.models:
-            phases["update critic"] = self.update("critic", tokens, recompute)
-        busy = ["reference"] if args.exact_kl_in_loss else []
-        phases["update actor"] = self.update("actor", tokens, recompute, *busy)
-        return phases
-
     def slots(self, gib: float) -> int:
         """Samples that a rollout can decode together on a GPU with ``gib``."""
         parts = self.decoding("actor", self.longest, slots=0)
@@ -137,23 +117,51 @@ class PolicyMemory(MemoryPlan):
         return memory.fitting_slots(self.models["actor"], self.longest, MOST_SLOTS, free)
 
 
-class JudgeMemory(MemoryPlan):
-    """Of the reward model's step and its evaluation, whose questions are assumed to be those of
-    training."""
+def policy_plan(args: Any, models: dict[str, nn.Module], rows: Any, ranks: int) -> MemoryPlan:
+    """Of a PPO step. A rollout needs --slots or one, and takes more of what is free."""
+    longest = longest_prompt(rows.train + rows.held_out)
+    if args.env.env:  # a first observation may fill the prompt
+        longest = args.data.max_prompt_tokens
+    longest += args.longest_response
+    plan = MemoryPlan(
+        args, models, ranks, offload=args.update.offload, longest=longest, least_pack=args.longest
+    )
+    if args.update.ema_beta:
+        plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
+    if args.exact_kl_in_loss:
+        plan.asked.append("reference")
+    slots = args.rollout.slots or 1
+    plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
+    for role in models:
+        if role.startswith("grm") and args.reward.grm_mode == "critique":
+            length = longest + args.reward.grm_max_new_tokens
+            plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
+        elif role not in plan.trained:
+            plan.fixed[f"{role} scores"] = plan.scoring(role)
+    return plan
 
-    def __init__(self, args: Any, models: dict[str, nn.Module], rows: Any, ranks: int):
-        prompts = [row.prompt for row in (*rows.held_out, *rows.train)]
-        super().__init__(args, models, prompts, ranks)
-        self.least_pack, self.evaluates = args.data.max_prompt_tokens, bool(rows.held_out)
 
-    def phases(self, tokens: int, recompute: bool) -> dict[str, Parts]:
-        """With packs of so many tokens. An evaluation prefills padded questions, all at once."""
-        phases, args = {"update": self.update("judge", tokens, recompute)}, self.args.eval
-        if self.evaluates:
-            length = self.longest + args.eval_max_new_tokens
-            prefill = args.eval_batch * self.longest * memory.layer_activations(self.models["judge"])
-            phases["evaluate"] = self.decoding("judge", length, args.eval_batch) | {"forward": prefill}
-        return phases
+def judge_plan(args: Any, judge: nn.Module, rows: Any, ranks: int) -> MemoryPlan:
+    """Of the reward model's step and its evaluation, which prefills padded questions, all at once;
+    they are assumed to be those of training."""
+    prompt = longest_prompt(row.prompt for row in (*rows.held_out, *rows.train))
+    length, batch = prompt + args.eval.eval_max_new_tokens, args.eval.eval_batch
+    plan = MemoryPlan(
+        args,
+        {"judge": judge},
+        ranks,
+        offload="none",
+        longest=length,
+        least_pack=args.data.max_prompt_tokens,
+    )
+    if rows.held_out:
+        prefill = batch * prompt * memory.layer_activations(judge)
+        plan.fixed["evaluate"] = plan.decoding("judge", length, batch) | {"forward": prefill}
+    return plan
+
+
+def longest_prompt(prompts: Iterable[Prompt]) -> int:
+    return max(len(prompt.input_ids) for prompt in prompts)
 
 
 def total(parts: Parts) -> float:

@@ -106,7 +106,8 @@ def gathered_bytes(module: nn.Module) -> tuple[int, int, int]:
     layers."""
     width = module.model.compute.dtype.itemsize
     layers = [count(layer.parameters()) for layer in decoder(module.model).layers]
-    root = count(module.parameters()) - count(tower_parameters(module.model)) - sum(layers)
+    tower = count(tower_parameters(module.model))
+    root = count(module.parameters()) - tower - sum(layers)
     return width * root, width * max(layers), width * sum(layers)
 
 
@@ -153,7 +154,8 @@ def rollout_work(policy: nn.Module, slots: int) -> int:
     """Bytes that a rollout needs besides weights and cache: for a layer of a prefill, or the logits
     of all slots."""
     pack = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
-    return max(pack, 16 * slots * policy.model.config.get_text_config().vocab_size)
+    logits = 16 * slots * policy.model.config.get_text_config().vocab_size
+    return max(pack, logits)
 
 
 def slot_cache(module: nn.Module, length: int) -> int:

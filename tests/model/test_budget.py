@@ -108,7 +108,7 @@ def test_slots_of_a_plan_are_those_of_the_engine(seven_b, picture_rows, monkeypa
     dry = planned(seven_b, picture_rows, *words(many))
     actor = dry.models["actor"]
     parts = dry.needed.phases(16384, recompute=True)["rollout"]
-    capacity = max(len(row.input_ids) for row in dry.prompts) + 2048
+    capacity = dry.needed.longest
     assert parts["KV cache"] == capacity * attention.cache_bytes(actor.model.config.get_text_config(), 2)
     taken = sum(size for part, size in parts.items() if part not in ("KV cache", "forward"))
     free = int(60.0 * GIB - taken)
