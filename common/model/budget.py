@@ -96,8 +96,9 @@ class MemoryPlan:
 
     def scoring(self, role: str) -> Parts:
         """Of a frozen model. Scoring by those in training needs less than their updates."""
-        root, layer, _ = memory.gathered_bytes(self.models[role])
-        forward = memory.scoring_work(self.models[role])
+        module = self.models[role]
+        root, layer, _ = memory.gathered_bytes(module)
+        forward = memory.forward_bytes(module, module.model.compute.head_chunk)
         return self.resident(role) | {"gathered weights": root + 2 * layer, "forward": forward}
 
     def decoding(self, role: str, length: int, slots: int, *busy: str) -> Parts:
@@ -107,7 +108,7 @@ class MemoryPlan:
         return self.resident(*busy) | {
             "gathered weights": root + layers,
             "KV cache": slots * memory.slot_cache(module, length),
-            "forward": memory.rollout_work(module, slots),
+            "forward": memory.forward_bytes(module, slots),
         }
 
     def slots(self, gib: float) -> int:

@@ -16,7 +16,6 @@ of image features.
 """
 
 import inspect
-import math
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Iterable, Iterator, NamedTuple
@@ -392,32 +391,21 @@ def exchange_features(
     Returns:
         the features of every key in ``needed[rank]`` that has images, as ``dtype``.
     """
-    rank = dist.get_rank()
-    features = {key: local[key].to(dtype) for key in needed[rank] & local.keys()}
-    missing = [*needed]
-    missing[rank] = needed[rank] - local.keys()
     shapes = distributed.gather_objects({key: value.shape for key, value in local.items()})
     outgoing, sent = [torch.empty(0, dtype=dtype)], []  # sent: how many numbers go to each rank
-    for keys in missing:
+    for keys in needed:
         parts = [local[key].to(dtype).flatten() for key in sorted(keys & local.keys())]
         outgoing += parts
         sent.append(sum(map(len, parts)))
     arriving, received = [], []  # received: how many numbers come from each rank
     for held in shapes:
-        parts = [(key, held[key]) for key in sorted(missing[rank] & held.keys())]
+        parts = [(key, held[key]) for key in sorted(needed[dist.get_rank()] & held.keys())]
         arriving += parts
         received.append(sum(shape.numel() for _, shape in parts))
     incoming = torch.empty(sum(received), dtype=dtype)
     dist.all_to_all_single(incoming, torch.cat(outgoing), received, sent)
     pieces = incoming.split([shape.numel() for _, shape in arriving])
-    for (key, shape), piece in zip(arriving, pieces):
-        features[key] = piece.view(shape)
-    return features
-
-
-def patch_size(model: nn.Module) -> int:
-    """How many numbers make up a patch of the vision tower."""
-    return math.prod(model.model.visual.patch_embed.proj.weight.shape[1:])
+    return {key: piece.view(shape) for (key, shape), piece in zip(arriving, pieces)}
 
 
 def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
@@ -426,7 +414,8 @@ def with_grids(model: nn.Module, pack: Pack, grids: list[tuple]) -> Pack:
     if grids:
         return replace(pack, grids=torch.tensor(grids))
     side = model.config.vision_config.spatial_merge_size
-    nothing = torch.zeros(1, side * side, patch_size(model))
+    patch = model.model.visual.patch_embed.proj.weight.shape[1:]  # what the tower's kernel covers
+    nothing = torch.zeros(1, side * side, patch.numel())
     return replace(pack, grids=torch.tensor([[1, side, side]]), features=nothing)
 
 

@@ -137,25 +137,18 @@ def layer_activations(module: nn.Module) -> int:
     return (4 + width) * norms + mixing + width * ((2 + experts) * text.hidden_size + 4 * inner)
 
 
-def logits_of_chunk(module: nn.Module) -> int:
-    """Logits that exist at the same time; 0 without a head."""
+def logits_bytes(module: nn.Module, rows: int) -> int:
+    """Of so many rows of logits, three tensors of float32; 0 without a head."""
     if module.model.lm_head is None:
         return 0
-    return module.model.compute.head_chunk * module.model.config.get_text_config().vocab_size
+    return 12 * rows * module.model.config.get_text_config().vocab_size
 
 
-def scoring_work(module: nn.Module) -> int:
-    """Bytes that scoring needs besides gathered weights: of a layer, or at the head."""
+def forward_bytes(module: nn.Module, rows: int) -> int:
+    """What a forward without gradients needs besides gathered weights and cache: for a layer of a
+    pack, or for so many rows of logits."""
     pack = module.model.compute.max_tokens_per_pack * layer_activations(module)
-    return max(pack, 12 * logits_of_chunk(module))
-
-
-def rollout_work(policy: nn.Module, slots: int) -> int:
-    """Bytes that a rollout needs besides weights and cache: for a layer of a prefill, or the logits
-    of all slots."""
-    pack = policy.model.compute.max_tokens_per_pack * layer_activations(policy)
-    logits = 16 * slots * policy.model.config.get_text_config().vocab_size
-    return max(pack, logits)
+    return max(pack, logits_bytes(module, rows))
 
 
 def slot_cache(module: nn.Module, length: int) -> int:
@@ -168,7 +161,7 @@ def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int
     """The slots of a rollout, at least one, for sequences of ``length`` tokens, that fit into
     ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
     NCCL's buffers and CUDA graphs."""
-    room = free - max(0.1 * free, MARGIN) - rollout_work(policy, most)
+    room = free - max(0.1 * free, MARGIN) - forward_bytes(policy, most)
     return max(1, min(most, int(room // slot_cache(policy, length))))
 
 
@@ -188,7 +181,7 @@ def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str,
     saved += len(layers) * (width * hidden if recompute else activations)
 
     head = 0 if model.lm_head is None else count_trained([model.lm_head.weight])
-    at_head = 12 * logits_of_chunk(module) + 4 * head
+    at_head = logits_bytes(module, model.compute.head_chunk) + 4 * head
     largest = max(count_trained(layer.parameters()) for layer in layers)
     in_layer = activations // 3 + 2 * largest * (4 + width) + width * head
     if recompute:

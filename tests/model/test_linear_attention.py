@@ -541,7 +541,7 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     text = decoding.actor.model.config.get_text_config()
     engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
                              compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
-    room = 3.5 * attention.slot_bytes(text, 100, 4) + ppo.memory.rollout_work(decoding.actor, 50) + ppo.memory.MARGIN
+    room = 3.5 * attention.slot_bytes(text, 100, 4) + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
     assert ppo.RolloutEngine.slot_count(engine, 100, 50) == 3
