@@ -1,18 +1,18 @@
-"""Supervised training: a vision-language model learns to judge pictures and answers, as a
-generative reward model that ends with a verdict, or to answer as any rows of prompt and response
-do (SFT; its export is a --model of train_ppo_vl.py).
+"""Supervised training. A vision-language model learns to judge images and answers, as a generative
+reward model whose judgements end in a verdict; or it learns the responses of any rows (SFT; the
+export is a --model of train_ppo_vl.py).
 
     torchrun --nproc_per_node 8 train_grm_vl.py --model Qwen/Qwen2.5-VL-7B-Instruct --data a.jsonl
     torchrun --nproc_per_node 2 train_grm_vl.py  # no flags: the embedded toy (launch/toy.py)
     python train_grm_vl.py --help                # every flag with its default and unit
 
-One step, as `main` names it:
+One step, in the order of `main`:
 
-    prompts + images + targets -> packs -> update by next-token loss on targets -> report
+    prompts + images + targets -> packs -> update on the next-token loss of the targets -> report
 
-A row of --data is a JSON object whose fields tell its kind; image paths are relative to its file.
-"source" is optional in every kind, "videos" in every kind but pictures, which takes none. A response
-needs no <answer>: without one it is graded by its loss and, where it is short, by exact match.
+A row of --data is a JSON object, and its fields decide its kind; image paths are relative to its
+file. Optional in every kind are "source" and, except for pictures, "videos". A response needs no
+<answer>: without one it is evaluated by its loss and, if it is short, by exact match.
 
     response   {"prompt": "what is this?", "images": ["x.png"], "response": "A cat."}
                {"messages": [...], "images": ["x.png"], "response": "Yes. <answer>yes</answer>"}
@@ -24,16 +24,15 @@ needs no <answer>: without one it is graded by its loss and, where it is short, 
                 "correct": true}
     score      {"question": "what is this?", "images": ["x.png"], "response": "a cat", "score": 4}
 
-Pairs are shown in both orders (--orders); {A} and {B} in a critique become the names in that
-order. A template turns a row into a question. The judge.json of an exported folder holds all
-templates, so that a judge is always asked as it was trained.
+Pairs are shown in both orders (--orders); {A} and {B} in a critique are replaced by the names that
+the two have in that order. A template turns a row into a question. The judge.json of an export
+contains all templates, so that a judge is always asked in the way it was trained.
 
-Shapes: N tokens of all targets of the step, L tokens of a pack, T target tokens of that pack,
-H hidden size.
+Shapes: N target tokens in a step, L tokens in a pack, T of them targets, H hidden size.
 
-Invariants, each with a test: labels are what the chat template writes before the answer (an empty
-thought, a space), the answer's tokens and its first end token, nothing else; packs and ranks change
-rounding only; data order is a function of (seed, counters).
+Invariants, each with a test: the labels are what the chat template writes before the answer (an
+empty thought, a space), the answer's tokens and its first end token, and nothing else; packs and
+ranks affect only rounding; data order is a function of (seed, counters).
 """
 
 import itertools
@@ -81,13 +80,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         return checkpoints.export_now(trained, rows.processor)
     log = open_log(args, rows, state.step)
     last = args.optim.steps
-    if not args.run.eval_only:  # which has nothing to save
+    if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
     with checkpoints, open_loader(args, rows, state) as loader:
-        for step in range(state.step, max(state.step, last) + 1):  # steps done so far
-            # Between two steps: save, evaluate, export, stop. A resumed run enters here and does
-            # whatever the run before it did not finish.
+        for step in range(state.step, max(state.step, last) + 1):  # the number of finished steps
+            # Between two steps: save, evaluate, export, stop. A resumed run starts here and does
+            # whatever was left undone.
             stopping = distributed.stop_requested()  # the same answer on every rank
             checkpoints.save_if_due(step, last, now=stopping)
             if stopping and step < last:
@@ -106,7 +105,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 metrics, target_logprobs = update(trained, batch, step + 1)
             advance(state, metrics, loader, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
-            # recorded before it is saved
+            # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
             checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps})
 
@@ -114,14 +113,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 
 # -------------------------------------------------------------------------------------------------
-# Flags of the judge. The others (models, data, optimizers, checkpoints, runs), which both scripts
-# share, are in common/flags.py.
+# Flags of the judge. The flags that both scripts share (models, data, optimizers, checkpoints, runs)
+# are in common/flags.py.
 # -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class JudgeArgs:
-    """judgements (a text, or a file that holds it; empty: judge.json of --model, else built in)"""
+    """judgements (a text, or a file that contains it; empty: judge.json of --model, else built in)"""
 
     system_instruction: str = flag("", "system message; {prompt} in it becomes the row's prompt")
     pictures_template: str = flag(
@@ -179,7 +178,8 @@ class Args:
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Flags override --config, which overrides defaults; without --model and --config: the toy.
+    """Flags override --config, which overrides defaults. Without --model and --config the run is
+    the toy's.
 
     Raises:
         UserError: an unknown flag, a bad value, or a combination that cannot work.
@@ -192,7 +192,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def read_texts(args: JudgeArgs) -> JudgeArgs:
-    """Templates and instruction, read where they name a file."""
+    """Templates and instruction; those that name a file are read from it."""
     texts = {}
     for name, value in vars(args).items():
         if os.path.isfile(value):
@@ -201,7 +201,7 @@ def read_texts(args: JudgeArgs) -> JudgeArgs:
 
 
 def check_args(args: Args) -> None:
-    """Refuse what cannot work, before any process group or GPU is touched."""
+    """Refuse combinations that cannot work, before any process group or GPU is touched."""
     refuse = flags.Refusals(args)
     refuse.exceeds("max_prompt_tokens", "max_tokens_per_pack")  # a pack must hold an example
     instruction = args.judge.system_instruction
@@ -223,7 +223,7 @@ def count_steps(args: Args, rows: int) -> Args:
     )
 
 
-# What makes a run another run: --resume auto does not go on with other values of these.
+# Flags that identify a run: --resume auto does not continue with other values of them.
 IDENTITY = {
     *flags.IDENTITY,
     *JudgeArgs.__annotations__,
@@ -231,13 +231,13 @@ IDENTITY = {
 
 
 def run_flags(args: Args, rows: "Rows") -> dict[str, Any]:
-    """What a resumed run is compared by: flags, and a digest of the data."""
+    """By which a resumed run is compared with its checkpoint: flags, and a digest of the data."""
     return flags.as_flags(args) | {"data (rows)": data.digest_data(args.data.data, len(rows.train))}
 
 
 # -------------------------------------------------------------------------------------------------
-# Data: rows to questions, targets and verdicts. judge.json holds what is needed to ask in the same
-# way.
+# Data: from rows to questions, targets and verdicts. judge.json has what it takes to ask in the same
+# way later.
 # -------------------------------------------------------------------------------------------------
 
 
@@ -247,13 +247,13 @@ class Example:
 
     prompt: data.Prompt  # its label is the kind of question, its reference the right verdict
     target: Tensor  # (n,) label tokens, the end token last
-    source: str  # what evaluations tell apart: the row's own word, or its file
+    source: str  # evaluations report each source: the row's "source", or else its file
     text: str  # the target as text
 
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A prompt, and its examples: their targets share one copy of the prompt in a pack."""
+    """A prompt and its examples, whose targets share one copy of the prompt in a pack."""
 
     prompt: data.Prompt
     examples: list[Example]
@@ -261,12 +261,12 @@ class Question:
 
 @dataclass
 class Rows:
-    """What a run reads, the same on every rank: the processor, and rows that were checked."""
+    """The data of a run, the same on every rank: the processor, and checked rows."""
 
     processor: data.Processor
     judge: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
-    shares: list[float]  # how often each set is drawn, in proportion
+    shares: list[float]  # in which proportion the sets are drawn
     held_out: list[Example]
 
     @property
@@ -278,7 +278,7 @@ def load_rows(args: Args) -> Rows:
     """Read the checkpoint's processor and all rows.
 
     Raises:
-        UserError: on every rank alike: bad checkpoint files, templates or rows, with file and line.
+        UserError: on every rank; bad checkpoint files, templates or rows, with file and line.
     """
     with distributed.raise_on_all_ranks():
         folder = weights.resolve_folder(args.model.model, weights=False)
@@ -324,7 +324,7 @@ def load_examples(
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:
-    """The examples as questions, in the order of their first examples."""
+    """The examples grouped by their prompts, in the order of first occurrence."""
     questions = {}
     for example in examples:
         key = (example.prompt.text, example.prompt.images)
@@ -333,7 +333,7 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
 
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
-    """The training questions in their order, from where the run stands."""
+    """The training questions in order, continuing where the run stopped."""
     batches = data.draw_batches(
         rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
@@ -341,8 +341,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
 
 
 def next_batch(loader: data.PromptLoader) -> Batch:
-    """The prompts of a step with the targets of their questions; prompts whose pictures do not
-    decode have none."""
+    """The prompts of a step with their targets; prompts whose images do not decode get none."""
     batch = loader.take()
     targets = [[example.target for example in question.examples] for question in loader.rows]
     return batch.with_targets(targets)
@@ -350,13 +349,12 @@ def next_batch(loader: data.PromptLoader) -> Batch:
 
 @dataclass
 class TrainState:
-    """What a resumed run must know besides weights and optimizer. It is saved with each
-    checkpoint."""
+    """What a resumed run needs besides weights and optimizer state; saved in each checkpoint."""
 
-    step: int = 0  # steps done
-    dropped_prompts: int = 0  # whose pictures did not decode
+    step: int = 0  # finished steps
+    dropped_prompts: int = 0  # because an image did not decode
     loss_mean: float | None = None  # running average
-    skipped_steps: int = 0  # in a row, without an update
+    skipped_steps: int = 0  # latest consecutive steps without an applied update
     metrics: dict[str, float] = field(default_factory=dict)  # of the last step
 
     def state_dict(self) -> dict[str, Any]:
@@ -369,7 +367,7 @@ class TrainState:
 def advance(
     state: TrainState, metrics: dict[str, float], loader: data.PromptLoader, rows: Rows, args: Args
 ) -> None:
-    """Count a step that is done, and add the counters to its metrics."""
+    """Bring the state up to date after a step, and add its counters to the metrics."""
     state.step += 1
     state.dropped_prompts = loader.dropped
     state.skipped_steps = state.skipped_steps + 1 if metrics["train/skipped"] else 0
@@ -390,7 +388,7 @@ def advance(
 
 
 class Judge(nn.Module):
-    """A pack in, log-probs of its target tokens out. Full logits never exist."""
+    """Maps a pack to the log-probs of its target tokens. The full logits are never materialized."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -406,8 +404,8 @@ class Judge(nn.Module):
 
 
 def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
-    """The model, sharded, with its weights. Raises UserError on every rank alike: bad files, or too
-    little memory."""
+    """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
+    memory."""
     with distributed.raise_on_all_ranks():
         builder = weights.Builder(args.model, ranks.device, longest_sequence(args))
         judge = Judge(builder.actor())
@@ -429,8 +427,8 @@ def longest_sequence(args: Args) -> int:
 
 
 def update(trained: fsdp.Trainable, batch: Batch, step: int) -> tuple[dict[str, float], Tensor]:
-    """One optimizer update, of 1-based ``step``, on the mean of -log p over all target tokens of
-    all ranks. Also returns log p (N,)."""
+    """One optimizer update on the mean of -log p over the target tokens of all ranks; steps count
+    from 1. Also returns log p (N,)."""
     judge, tokens = trained.module, len(batch.tokens)
     judge.train()
     compute_features(judge, batch)
@@ -456,7 +454,7 @@ def update(trained: fsdp.Trainable, batch: Batch, step: int) -> tuple[dict[str, 
 
 
 def compute_features(judge: Judge, batch: Batch) -> None:
-    """A frozen tower runs once per prompt; a trained one in every forward."""
+    """Run a frozen vision tower, once per prompt. (A trained one runs in every forward pass.)"""
     if not judge.model.trains_vision:
         vlm.compute_features(judge.model, batch)
 
@@ -485,15 +483,15 @@ STEP_COLUMNS = {
 def evaluate(
     judge: Judge, rows: Rows, state: TrainState, log: logging.RunLogger, args: Args
 ) -> dict[str, float]:
-    """Judge every held-out example once over all ranks, in words and by the likelihood of every
-    verdict; record the judgements; return the eval/ metrics."""
+    """Judge every held-out example, spread over the ranks: by a generated judgement, and by the
+    likelihood of every verdict. Log the judgements, and return the eval/ metrics."""
     started = time.perf_counter()
     records, dropped = judge_all(judge, rows, state.step, args)
     summary = {"step": state.step, "dropped": dropped} | accuracy.summarise(records)
     rows.judge.held_out = accuracy.held_out_record(summary)
     for kind, known in rows.judge.held_out["kinds"].items():
         doubt = accuracy.doubtful_accuracy(rows.judge, kind)
-        # Where all right verdicts are the same, there is nothing to learn.
+        # If all right verdicts are the same (chance 1), there is nothing to learn.
         if doubt and known["chance"] < 1 and state.step == args.optim.steps:
             log.line(f"warning: {doubt}")
     metrics = {f"eval/{name}": value for name, value in summary.items() if type(value) is float}
@@ -515,22 +513,22 @@ def evaluate(
         caption = "verdict: {predicted_answer}   right: {gt_answer}"
     cards = draw_cards(chosen, "generated_text", caption)
     log.samples(state.step, records, cards, stem="eval")
-    # last: a resumed run repeats what has no record
+    # written last: if this record is missing, a resumed run evaluates again
     log.evaluation(state.step, metrics, EVALUATION_COLUMNS)
     return metrics
 
 
 @torch.no_grad()
 def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dict], int]:
-    """A record of every held-out example, in their order, and how many were dropped because a
-    picture does not decode.
+    """The records of all held-out examples, in order, and the number of those that were dropped
+    because an image does not decode.
 
     Raises:
         UserError: no example is left.
     """
     world, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(args.run.seed * 1_000_003 + step * world + rank)  # only sampling reads it
-    # The longest first: batches of nearly one length.
+    torch.manual_seed(args.run.seed * 1_000_003 + step * world + rank)  # only for --eval_temperature
+    # The longest first, so that a batch has prompts of nearly equal length.
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
     batches = data.batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
@@ -540,11 +538,11 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
             scores = score_verdicts(judge, rows, loader.rows, batch)
-            for group, example in enumerate(loader.rows):
+            for k, example in enumerate(loader.rows):
                 index = next(waiting)
-                if group in scores:
-                    record = judgement_record(rows.judge, index, example, texts[group])
-                    records.append(record | scores[group])
+                if k in scores:
+                    record = judgement_record(rows.judge, index, example, texts[k])
+                    records.append(record | scores[k])
     if not records:
         raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
     records.sort(key=lambda record: record["index"])
@@ -554,19 +552,19 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
 def generate(
     judge: Judge, processor: data.Processor, batch: Batch, args: EvalArgs
 ) -> dict[int, str]:
-    """Judgements in words, by prompt: each rank's own prompts by Hugging Face's `generate`, in
-    batches padded on the left, and then those of all ranks."""
+    """Generated judgements by index of the prompt, from all ranks. Each rank answers its own prompts
+    by Hugging Face's `generate`, in batches that are padded on the left."""
     model, mine = judge.model, batch.own_prompts()
     options = generation_options(processor, args)
     texts: list[tuple[int, str]] = []
     judge.eval()
     with fsdp.unsharded(judge), plain_attention(model):
         for start in range(0, len(mine), args.eval_batch):
-            groups = mine[start : start + args.eval_batch]
-            inputs = generation_inputs(model, batch, groups, options["pad_token_id"])
+            indices = mine[start : start + args.eval_batch]
+            inputs = generation_inputs(model, batch, indices, options["pad_token_id"])
             length = inputs["input_ids"].shape[1]
             tokens = model.generate(**inputs, **options)[:, length:]
-            texts += zip(groups, processor.decode(list(tokens)))
+            texts += zip(indices, processor.decode(list(tokens)))
     return dict(itertools.chain(*distributed.gather_objects(texts)))
 
 
@@ -588,26 +586,26 @@ def generation_options(processor: data.Processor, args: EvalArgs) -> dict[str, A
 
 
 def generation_inputs(
-    model: nn.Module, batch: Batch, groups: list[int], pad: int
+    model: nn.Module, batch: Batch, indices: list[int], pad: int
 ) -> dict[str, Tensor]:
-    """The prompts ``groups`` as Hugging Face's model takes them, padded on the left."""
-    asked = [batch.prompts[group].input_ids for group in groups]
-    seen = [torch.ones_like(ids) for ids in asked]
-    ids = pad_sequence(asked, batch_first=True, padding_value=pad, padding_side="left")
-    mask = pad_sequence(seen, batch_first=True, padding_side="left")
+    """The prompts ``indices`` as Hugging Face's model takes them, padded on the left."""
+    prompts = [batch.prompts[index].input_ids for index in indices]
+    ones = [torch.ones_like(ids) for ids in prompts]
+    ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
+    mask = pad_sequence(ones, batch_first=True, padding_side="left")
     inputs = {"input_ids": ids, "attention_mask": mask} | model.family.token_types(ids)
-    pictures = [batch.patches[group] for group in groups if group in batch.patches]
-    if pictures:
-        patches, grids = zip(*pictures)
-        items = [grid for group in groups for grid in batch.prompts[group].grids]
+    images = [batch.patches[index] for index in indices if index in batch.patches]
+    if images:
+        patches, grids = zip(*images)
+        items = [grid for index in indices for grid in batch.prompts[index].grids]
         inputs |= model.family.vision_inputs(torch.cat(patches), torch.cat(grids), tuple(items))
     return {name: value.to(model.compute.device) for name, value in inputs.items()}
 
 
 @contextmanager
 def plain_attention(model: nn.Module):
-    """transformers' own attention in the language model: `generate` pads, and knows no packed
-    rows."""
+    """Inside, the language model uses transformers' own attention: `generate` pads its batches, which
+    ours does not support."""
     for config in (model.config.get_text_config(), vlm.decoder(model).config):
         config._attn_implementation = "sdpa"
     try:
@@ -619,9 +617,9 @@ def plain_attention(model: nn.Module):
 def score_verdicts(
     judge: Judge, rows: Rows, examples: list[Example], batch: Batch
 ) -> dict[int, dict[str, Any]]:
-    """Of every example whose pictures decode: its loss, summed over the target's tokens, and the
-    probability of each verdict given the bare prompt: a softmax over the verdicts' log-probs. One
-    packed forward."""
+    """For every example whose images decode: its loss, summed over the target's tokens, and the
+    probability of each verdict, a softmax over the verdicts' log-probs right after the prompt. One
+    packed forward pass computes both."""
     kinds = [example.prompt.label for example in examples]
     encoded = {}  # by kind
     for kind in set(kinds):
@@ -629,7 +627,7 @@ def score_verdicts(
     targets = [[example.target, *encoded[kind]] for example, kind in zip(examples, kinds)]
     batch = batch.with_targets(targets)
     if not len(batch):
-        return {}  # no picture decodes
+        return {}  # no image decodes
     compute_features(judge, batch)
     totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
     scores = {}
@@ -644,14 +642,14 @@ def score_verdicts(
 def judgement_record(
     settings: judgements.JudgeSettings, index: int, example: Example, text: str
 ) -> dict:
-    """One JSON-ready record of the evaluation, but for the likelihoods."""
+    """One JSON-ready record of the evaluation, still without likelihoods."""
     verdict = settings.read_verdict(text, example.prompt)
     answer = {"generated_text": text, "predicted_answer": verdict, "index": index}
     return example_record(example) | answer
 
 
 def example_record(example: Example) -> dict:
-    """What a record says of a question and its right judgement."""
+    """The part of a record that describes a question and its right judgement."""
     prompt = example.prompt
     info = {
         "row": prompt.source,
@@ -670,7 +668,7 @@ def example_record(example: Example) -> dict:
 
 
 def newest_evaluation(out: Path, step: int) -> dict | None:
-    """`held_out_record` of the newest evaluation up to the ``step`` resumed from."""
+    """The `held_out_record` of the newest evaluation, up to the ``step`` from which the run resumes."""
     for earlier in range(step, 0, -1):
         path = out / "eval" / f"eval_result_{earlier}.json"
         if path.exists():
@@ -684,7 +682,7 @@ def newest_evaluation(out: Path, step: int) -> dict | None:
 
 
 def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
-    """Write args.json and the first record; say what the run will do."""
+    """Write args.json and the first record, and print what the run will do."""
     log = logging.RunLogger(args.run, flags.as_flags(args), args.optim.steps, first_step)
     prompts, count = args.data.prompts_per_step, len(rows.train)
     passes = args.optim.steps * prompts / max(1, count)
@@ -710,8 +708,8 @@ def report(
     state: TrainState,
     args: Args,
 ) -> None:
-    """Record a step: metrics, one line, the bar, and every so often the targets with their
-    likelihood."""
+    """Log a step: metrics, a line on the console, the progress bar and, after some steps, the targets
+    with their likelihoods."""
     step, metrics = state.step, state.metrics
     log.step(step, metrics, STEP_COLUMNS)
     if log.shows_samples(step, args.optim.steps):
@@ -723,17 +721,17 @@ def report(
 
 
 def target_records(questions: list[Question], batch: Batch, target_logprobs: Tensor) -> list[dict]:
-    """One JSON-ready record per target of the step, with its likelihood."""
+    """A JSON-ready record of each target of the step, with its likelihood."""
     records = []
     parts = zip(batch.prompt_index.tolist(), batch.number.tolist(), batch.split(target_logprobs))
-    for group, number, logp in parts:
-        record = example_record(questions[group].examples[number])
+    for index, number, logp in parts:
+        record = example_record(questions[index].examples[number])
         records.append(record | {"nats_per_token": f"{-float(logp.mean()):.3f}"})
     return records
 
 
 def draw_cards(records: list[dict], text: str, caption: str) -> list:
-    """Pictures of records, on the main rank: each with its text of that name and its caption."""
+    """One picture per record, on the main rank: its images, its field ``text``, and the caption."""
     cards = []
     if distributed.is_main():
         for record in records:
