@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     distributed.check_same_flags(flags.as_flags(args))
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
-    check_rows(rows, reward, environment)
+    check_rows(args, rows, reward, environment)
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
@@ -381,7 +381,7 @@ class AlgorithmArgs:
         3.0, "largest ratio that counts where the advantage is negative (ppo), above 1; 0: off"
     )
     value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus", low=0)
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0: of a penalty")
     high_entropy_ratio: float = flag(
         1.0,
         "use only this fraction of each response's tokens, those of highest entropy, in the policy "
@@ -455,6 +455,7 @@ class Args:
     env: flags.EnvArgs
     reward: flags.RewardArgs
     algorithm: AlgorithmArgs
+    perception: flags.PerceptionArgs
     update: UpdateArgs
     optim: flags.OptimArgs
     checkpoint: flags.CheckpointArgs
@@ -597,6 +598,11 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
         value = getattr(values, name)
         refuse(-1 < value < 0, f"--{name} {value} must be at least 0, or -1 for its default")
     refuse(
+        values.perception_ratio < 1 and values.policy_loss in ("gspo", "gmpo"),
+        f"--perception_ratio chooses tokens, but --policy_loss {values.policy_loss} is one of whole "
+        "responses",
+    )
+    refuse(
         values.gae_lambda_policy != -1 and values.gae_alpha,
         "--gae_lambda_policy and --gae_alpha: choose one of them",
     )
@@ -684,10 +690,16 @@ def load_rows(args: Args) -> Rows:
 
 
 def check_rows(
-    rows: Rows, reward: rewards.RewardMix, environment: environments.Environment | None
+    args: Args,
+    rows: Rows,
+    reward: rewards.RewardMix,
+    environment: environments.Environment | None,
 ) -> None:
-    """Raises UserError if rows cannot be scored, or if the environment does not work with this
-    model."""
+    """Raises UserError if rows cannot be scored or have no images to mask, or if the environment does
+    not work with this model."""
+    imageless = rows.train and not any(row.grids for row in rows.train)
+    if imageless and environment is None and args.perception.masks_images:
+        raise UserError("--perception_*: no row of --data has an image that could be masked")
     everything = rows.train + rows.held_out
     reward.check_rows(everything)
     kinds = {source.kind for source in reward.sources}
@@ -796,6 +808,7 @@ IDENTITY = {
     "env",
     *RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
+    *flags.PerceptionArgs.__annotations__,
 }
 
 
@@ -1182,7 +1195,8 @@ def compute_values(critic: Critic, batch: Batch) -> Tensor:
 
 @logging.timer("score")
 def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
-    """Fill old_logprobs and, if the flags need them, entropy, ref_logprobs, kl and values."""
+    """Fill old_logprobs and, if the flags need them, entropy, masked_logprobs, ref_logprobs, kl and
+    values."""
     actor, reference, algorithm = models.actor, models.reference, args.algorithm
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
@@ -1192,6 +1206,9 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
         )
         if algorithm.importance_cap:
             batch.old_logprobs = logp
+    if args.perception.masks_images:
+        change = looks.masked_images(args.perception.perception_mask, args.run.seed)
+        batch.masked_logprobs = looks.changed_logprobs(actor, batch, change, compute_logprobs)
     if reference is not None:
         with fsdp.onloaded(reference, args.update.offload):
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
@@ -1276,12 +1293,14 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
     batch.kl_coef = state.kl_coef
     inputs = advantage_inputs(batch, state, args)
     advantages, batch.returns = estimator.estimate(inputs)
+    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     if args.whiten:
         advantages = losses.whiten(advantages)
+    if args.perception.masks_images:
+        advantages = advantages * looks.focus(batch, args.perception)
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
-    batch.in_policy_loss = policy_loss_mask(batch, algorithm)
     metrics = batch_metrics(batch) | {"rollout/return": float(inputs.rewards_after_kl.mean())}
     if batch.values is not None:
         # not GAE's returns: with lambda below 1 they contain the values themselves
@@ -1506,7 +1525,7 @@ def actor_loss(
 
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * (weight * entropy).sum()
-    for name, (coef, term) in added_terms(logp, kls, pack, batch, algorithm).items():
+    for name, (coef, term) in added_terms(logp, kls, pack, batch, args).items():
         term = (weight * term).sum()
         loss = loss + coef * term
         stats[name] = term.detach()
@@ -1519,15 +1538,18 @@ def actor_loss(
 
 
 def added_terms(
-    logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, algorithm: AlgorithmArgs
+    logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, args: Args
 ) -> dict[str, tuple[float, Tensor]]:
     """Terms (T,) that the actor's loss adds to the policy loss, with their coefficients, by the name
     of their metric. ``kls``: the exact ones."""
-    terms = {}
+    terms, algorithm = {}, args.algorithm
     if algorithm.kl_in == "loss" and batch.kl is not None:
         if not kls:
             kls = [losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
         terms["kl_loss"] = batch.kl_coef, kls[0]
+    if batch.masked_logprobs is not None:
+        masked_kl = losses.perception_kl(logp, *pack.pick(batch.masked_logprobs))
+        terms["perception_kl"] = -args.perception.perception_coef, masked_kl
     return terms
 
 

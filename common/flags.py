@@ -296,10 +296,14 @@ FOREIGN_NAMES = {
     "gae_lambda": "lam lambd",
     "loss_aggregation": "loss_type loss_agg_mode",
     "policy_loss": "importance_sampling_level use_cpg_loss",
-    "entropy_coef": "entropy_coeff entropy_loss_coef",
+    "entropy_coef": "entropy_coeff entropy_loss_coef entropy_penalty_coef",
     "dynamic_sampling": "filter_groups dynamic_filtering",
     "overlong_buffer": "overlong_buffer_len",
     "overlong_factor": "overlong_penalty_factor",
+    "perception_coef": "kl_prcp_coef use_kl_prcp",
+    "perception_ratio": "top_p_perception_tokens",
+    "perception_scale": "advantage_scaling_min",
+    "perception_mask": "black_prob",
     "high_entropy_ratio": "high_entropy_token_ratio top_entropy_quantile",
     "importance_cap": "recompute_old_logprobs",
     # update
@@ -537,6 +541,39 @@ class DataArgs:
         "what a bad row does: error stops the run, skip counts and reports it",
         choices=("error", "skip"),
     )
+
+
+@dataclass(frozen=True)
+class PerceptionArgs:
+    """perception: what masked images change, by one more forward pass"""
+
+    perception_coef: float = flag(
+        0.0,
+        "above 0: subtract this times the KL between the policy with its images and with masked ones "
+        "from the actor's loss (PAPO: 0.01 or 0.02, with an --entropy_coef below 0)",
+        low=0,
+    )
+    perception_ratio: float = flag(
+        1.0,
+        "below 1: use only this fraction of each response's tokens, those that depend most on its "
+        "images, in the policy loss (VPPO: 0.4)",
+        low=1e-6,
+        high=1,
+    )
+    perception_scale: float = flag(
+        1.0,
+        "below 1: multiply advantages by a factor that grows with how much the response depends on "
+        "its images; this is the least, and the mean is 1 (VPPO: 0.9)",
+        low=0,
+        high=1,
+    )
+    perception_mask: float = flag(
+        0.6, "share of an image's squares of 14 pixels that are masked black", low=1e-6, high=1
+    )
+
+    @property
+    def masks_images(self) -> bool:
+        return self.perception_coef > 0 or min(self.perception_ratio, self.perception_scale) < 1
 
 
 @dataclass(frozen=True)

@@ -361,11 +361,60 @@ def token_weights(lengths: Tensor, mode: str, max_new_tokens: int) -> Tensor:
 def high_entropy_mask(entropy: Tensor, lengths: Tensor, fraction: float) -> Tensor:
     """(N,) bool: the ``max(1, int(fraction * n))`` tokens of highest entropy in each sequence of n
     tokens (Wang et al. 2025), from ``entropy`` (N,) and ``lengths`` (S,)."""
+    return _largest(entropy, lengths, (fraction * lengths.double()).floor().clamp(min=1))
+
+
+def _largest(values: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
+    """(N,) bool: the ``counts`` (S,) tokens of each sequence with the largest values (N,)."""
     masks = []
-    for part in entropy.split(lengths.tolist()):
+    for part, count in zip(values.split(lengths.tolist()), counts.tolist()):
         rank = part.argsort(descending=True, stable=True).argsort()
-        masks.append(rank < max(1, int(fraction * len(rank))))
+        masks.append(rank < count)
     return torch.cat(masks)
+
+
+# -------------------------------------------------------------------------------------------------
+# Perception: what becomes less likely where images are masked. NaN: a token of a response to no image
+# -------------------------------------------------------------------------------------------------
+
+
+def perception(old: Tensor, masked: Tensor) -> Tensor:
+    """(N,) how much each token depends on the images, from 0 to 10: k3 of log-probs (N,) at the start
+    of the update and ``masked`` (N,), the same with masked images (VPPO, Huang et al. 2025)."""
+    return kl_penalty("k3", old, masked).clamp(0, 10)
+
+
+def perception_mask(seen: Tensor, lengths: Tensor, ratio: float) -> Tensor:
+    """(N,) bool: the ``ceil(ratio * n)`` tokens of largest `perception` (N,) in each response of n
+    tokens to images (VPPO), and all tokens of the others."""
+    return _largest(seen, lengths, (ratio * lengths).ceil()) | seen.isnan()
+
+
+def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
+    """(S,) factors of the responses' advantages (VPPO, Huang et al. 2025): ``low + (top - low) *
+    (s - min) / (max - min)`` of the mean `perception` s of each response to images.
+
+    ``top`` makes their mean 1, and is at most ``low + (1 - low) * S``, as one of the S quotients is 1.
+    Without images, and where all s are equal, a factor is 1. All responses of the step are compared;
+    the authors' code takes min and max per device, and the mean per micro-batch.
+    """
+    means = torch.stack([part.double().mean() for part in seen.split(lengths.tolist())])  # (S,)
+    counts = ~means.isnan()  # not those without tokens either
+    s, factors = means[counts], torch.ones_like(means)
+    if len(s) and s.max() - s.min() > ROUNDING:
+        place = (s - s.min()) / (s.max() - s.min())
+        factors[counts] = low + (1 - low) / place.mean() * place
+    return factors.to(seen.dtype)
+
+
+def perception_kl(logp: Tensor, masked: Tensor) -> Tensor:
+    """(N,) k3 of the policy's log-probs and ``masked``, the same with masked images at the start of
+    the update: what the actor's loss subtracts (PAPO, Wang et al. 2025). 0 without images.
+
+    As in the authors' runs, ``masked`` has no gradient. Neither has the paper's entropy of the masked
+    policy then, which is therefore left out.
+    """
+    return kl_penalty("k3", logp, torch.where(masked.isnan(), logp.detach(), masked))
 
 
 # -------------------------------------------------------------------------------------------------

@@ -345,6 +345,62 @@ def test_high_entropy_mask():
     assert losses.high_entropy_mask(entropy, lengths, 1.0).all()
 
 
+# Perception: responses of 3, 0, 2, 2 and 1 tokens, of which the third is to no image
+SEEN_LENGTHS = torch.tensor([3, 0, 2, 2, 1])
+SEEN_OLD = torch.tensor([-1.2, -1.5, -.5, -1, -.9, -.3, -.2, -2])
+SEEN_MASKED = torch.tensor([-2.2, -1.4, -.5, NAN, NAN, -4, -.1, 3])
+# by a loop of Python's math in float64: exp(masked - old) - (masked - old) - 1, of the last one above 10
+SEEN_GOLDEN = [.36787944117, .00517091808, 0, NAN, NAN, 2.72472352647, .00517091808, 10]
+
+
+def same(actual, expected, tolerance=2e-6):
+    """Close, and NaN where NaN is expected."""
+    torch.testing.assert_close(actual.double(), torch.tensor(expected).double(), rtol=0, atol=tolerance, equal_nan=True)
+
+
+def test_perception_golden():
+    same(losses.perception(SEEN_OLD, SEEN_MASKED), SEEN_GOLDEN)
+    apart = torch.tensor([0.0, 0.0, 500.0])
+    same(losses.perception(apart, torch.tensor([1e-4, -500.0, 0.0])), [5e-9, 10, 10], 1e-11)            # finite, and exact near 0
+
+
+def test_perception_chooses_tokens_of_each_response():
+    """ceil(ratio * n), as in the authors' code; the first of equal ones; all of a response to no image."""
+    seen = losses.perception(SEEN_OLD, SEEN_MASKED)
+    for ratio, chosen in ((0.4, [0, 1, 3, 4, 5, 7]), (0.3, [0, 3, 4, 5, 7]), (0.7, [0, 1, 2, 3, 4, 5, 6, 7]), (1e-6, [0, 3, 4, 5, 7])):
+        mask = losses.perception_mask(seen, SEEN_LENGTHS, ratio)
+        assert mask.nonzero()[:, 0].tolist() == chosen, ratio
+    assert losses.perception_mask(seen, SEEN_LENGTHS, 1.0).all()
+    even = losses.perception_mask(torch.ones(10), torch.tensor([10]), 0.7)
+    assert even.nonzero()[:, 0].tolist() == list(range(7))                                           # not 8 by rounding
+
+
+def test_perception_factors_golden():
+    """By the same loop: means .12435012, 1.36494722 and 10, so quotients 0, .1256202 and 1, and a largest factor of 1.16651935."""
+    seen = losses.perception(SEEN_OLD, SEEN_MASKED)
+    factors = losses.perception_factors(seen, SEEN_LENGTHS, 0.9)
+    same(factors, [.9, 1, 1, .93348064606, 1.16651935394])
+    assert factors[[0, 3, 4]].mean() == pytest.approx(1)
+    assert losses.perception_factors(seen, SEEN_LENGTHS, 1.0).tolist() == [1.0] * 5
+    for flat in (torch.full((8,), 0.1), torch.full((8,), NAN), torch.full((8,), 0.1) + torch.arange(8) * 1e-9):
+        assert losses.perception_factors(flat, SEEN_LENGTHS, 0.5).tolist() == [1.0] * 5
+    one = torch.zeros(1000)
+    one[7] = 10.0                                                        # bounded: low + (1 - low) * S, and the others low
+    factors = losses.perception_factors(one, torch.ones(1000, dtype=torch.int64), 0.9)
+    assert factors[7] == pytest.approx(0.9 + 0.1 * 1000)
+    assert factors.mean() == pytest.approx(1)
+
+
+def test_perception_kl_and_its_gradient_golden():
+    """PAPO's term, by the same loop: its derivative is 1 - exp(masked - logp), and 0 where the value is clamped at 10 or where
+    there is no image."""
+    logp = LOGP.clone().requires_grad_()
+    terms = losses.perception_kl(logp, torch.tensor([-1.5, -1.2, NAN, 4.0, -.2]))
+    close(terms.detach(), [.10653065971, .42554092849, 0, 10, 0], 1e-6)
+    terms.sum().backward()
+    close(logp.grad, [.39346934029, -1.22554092849, 0, 0, 0], 1e-6)
+
+
 def test_value_loss_golden():
     old = torch.tensor([0, 0, .1, .2, .2])
     values, returns = VALUES, torch.tensor([1.0, 1, 1, 0, 0])

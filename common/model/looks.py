@@ -5,9 +5,12 @@ other images, which is scored like any other.
     blank         a change: of an image and its place in the run
     masked_images makes a change: random squares become black
     has_images    which samples a change of images concerns
+    changed_logprobs   the log-probs then
+    focus         what VPPO makes of them
     vision_gaps   what answers lose with blank images: the vision audit
 """
 
+import math
 from dataclasses import replace
 from typing import Callable
 
@@ -17,9 +20,11 @@ import torch.nn as nn
 from PIL import Image, ImageStat
 from torch import Tensor
 
+from common import losses
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
+from common.flags import PerceptionArgs
 from common.model.forward import compute_features, image_features
 
 
@@ -100,9 +105,30 @@ def vision_gaps(policy: nn.Module, batch: Batch, compute_logprobs: Callable) -> 
     seeing = has_images(batch)
     if not seeing.any():
         return torch.zeros(0)
-    blanked = with_images(batch, policy.model, policy.processor, blank)
-    gaps = compute_logprobs(policy, batch).double() - compute_logprobs(policy, blanked).double()
+    blanked = changed_logprobs(policy, batch, blank, compute_logprobs)
+    gaps = compute_logprobs(policy, batch).double() - blanked.double()
     return batch.per_sample_sum(gaps)[seeing]
+
+
+def changed_logprobs(
+    policy: nn.Module, batch: Batch, change: Callable, compute_logprobs: Callable
+) -> Tensor:
+    """(N,) log-probs of the batch's tokens with ``change`` of the images; NaN where there are none."""
+    seeing = has_images(batch)
+    logprobs = torch.zeros(len(batch.tokens))
+    if seeing.any():
+        changed = with_images(batch, policy.model, policy.processor, change)
+        logprobs = compute_logprobs(policy, changed)
+    return logprobs.masked_fill(~seeing.repeat_interleave(batch.lengths), math.nan)
+
+
+def focus(batch: Batch, args: PerceptionArgs) -> Tensor:
+    """(N,) factors of the advantages by what the tokens owe to the images (VPPO). Tokens that owe them
+    little leave the policy loss."""
+    seen = losses.perception(batch.old_logprobs, batch.masked_logprobs)  # (N,)
+    batch.in_policy_loss &= losses.perception_mask(seen, batch.lengths, args.perception_ratio)
+    factors = losses.perception_factors(seen, batch.lengths, args.perception_scale)  # (S,)
+    return factors.repeat_interleave(batch.lengths)
 
 
 def with_patches(model: nn.Module, conversation: Conversation, patches: list[Tensor]) -> Conversation:
