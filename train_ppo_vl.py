@@ -558,6 +558,15 @@ def check_args(args: Args) -> None:
         "--system_prompt is for --row_kind prompts: judgements have a judge's system_instruction",
     )
     refuse(
+        values.consistency_coef and values.row_kind != "judgements",
+        "--consistency_coef compares both orders of a pair: it needs --row_kind judgements",
+    )
+    refuse(
+        values.consistency_coef and values.prompts_per_step % max(1, 2 * values.rollouts_per_step),
+        "--consistency_coef draws both orders of a pair together: --prompts_per_step "
+        f"{values.prompts_per_step} must be a multiple of 2 x --rollouts_per_step",
+    )
+    refuse(
         bool(values.ptx_data) != (values.ptx_coef > 0),
         "--ptx_data and a --ptx_coef above 0 are needed together",
     )
@@ -735,11 +744,12 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     rollouts = args.optim.steps * max(
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
+    together = 2 if args.reward.consistency_coef else 1  # both orders of a pair
     batches = data.draw_batches(
-        rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed
+        rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed, together
     )
     return data.PromptLoader(
-        rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts
+        rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts, together
     )
 
 
@@ -805,6 +815,7 @@ IDENTITY = {
     "reward",
     "reward_recipe",
     "reward_combiner",
+    "consistency_coef",
     "env",
     *RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
@@ -1597,7 +1608,8 @@ def evaluate(
     sampling = replace(sampling, stream=EVAL, greedy=count == 1)
     # as many prompts per rollout as fill all slots: every rollout waits for its slowest answer
     slots = distributed.world_size() * (args.rollout.slots or attention.MOST_SLOTS)
-    batches = data.batches_in_order(rows.held_out, max(1, slots // count))
+    size = max(2, slots // count // 2 * 2)  # even: both orders of a pair
+    batches = data.batches_in_order(rows.held_out, size)
     records: list[dict] = []
     pictures: list[Image.Image] = []
     conversations = []

@@ -583,7 +583,7 @@ class RewardArgs:
     reward: str = flag(
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
-        "verdict), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
+        "verdict, judgement), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
         "rm:FOLDER (scalar reward model), or a server: http://host:port/path",
         paths=True,
     )
@@ -597,6 +597,12 @@ class RewardArgs:
         "",
         "file.py:function of {source: rewards} to rewards, for several sources without a recipe",
         paths=True,
+    )
+    consistency_coef: float = flag(
+        0.0,
+        "with --reward judgement on pairs: a right verdict earns accuracy x (1 + this x the share of "
+        "the samples to the other order that say the same); both orders are drawn together; 0: off",
+        low=0,
     )
     grm_question: str = flag(
         "auto",

@@ -34,15 +34,19 @@ Drawn = tuple[list, list[int]]  # the rows of a batch, and their draw numbers
 
 
 def draw_batches(
-    sets: list[list], shares: list[float], size: int, count: int, seed: int
+    sets: list[list], shares: list[float], size: int, count: int, seed: int, together: int = 1
 ) -> list[Drawn]:
     """The ``count`` batches of a training run: several sets of rows, each drawn in its share at
-    every moment, and reshuffled with every pass over it. A longer run begins like a shorter one."""
-    which = mix(shares, size * count).tolist()
+    every moment, and reshuffled with every pass over it, ``together`` rows that follow each other at
+    a time. A longer run begins like a shorter one."""
+    which = mix(shares, size * count // together).tolist()
     places = []  # of the rows in each set, as they are drawn
     for k, rows in enumerate(sets):
-        places.append(iter(data_order(range(which.count(k)), len(rows), seed)))
-    rows = [sets[k][next(places[k])] for k in which]
+        places.append(iter(data_order(range(which.count(k)), len(rows) // together, seed)))
+    rows = []
+    for k in which:
+        first = next(places[k]) * together
+        rows += sets[k][first : first + together]
     return cut_batches(rows, list(range(len(rows))), size)
 
 
@@ -114,6 +118,7 @@ class PromptLoader:
         batches: all of the run. Rows are prompts, or objects with a ``prompt``.
         taken: batches taken so far.
         dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
+        together: how many prompts that follow each other are of one rank.
 
     ``rows`` are those of the batch taken last.
     """
@@ -125,9 +130,10 @@ class PromptLoader:
         batches: Sequence[Drawn] = (),
         taken: int = 0,
         dropped: int = 0,
+        together: int = 1,
     ):
         self.processor, self.on_bad_row = processor, args.on_bad_row
-        self.taken, self.dropped = taken, dropped
+        self.taken, self.dropped, self.together = taken, dropped, together
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self.rows: list = []
@@ -158,11 +164,15 @@ class PromptLoader:
     def submit(self, rows: list, draws: list[int]) -> tuple:
         """Begin to decode this rank's share; `collect` takes what this returns."""
         futures = {}
-        for i in range(self.rank, len(rows), self.world):
+        for i, owner in enumerate(self.owners(len(rows))):
             prompt = prompt_of(rows[i])
-            if prompt.images:
+            if owner == self.rank and prompt.images:
                 futures[i] = self.pool.submit(load_pixels, prompt, self.processor)
         return rows, draws, futures
+
+    def owners(self, count: int) -> list[int]:
+        """The ranks of ``count`` prompts."""
+        return [i // self.together % self.world for i in range(count)]
 
     def collect(self, rows: list, draws: list[int], futures: dict[int, Future]) -> Batch:
         """Wait for the images.
@@ -184,7 +194,7 @@ class PromptLoader:
         is_error = self.on_bad_row == "error"
         report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
         self.dropped += len(problems)
-        owners = [i % self.world for i in range(len(prompts))]
+        owners = self.owners(len(prompts))
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
 

@@ -11,6 +11,7 @@ judge.json holds what is needed to ask a judge in the words it was trained on.
 import itertools
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any, Iterable, NamedTuple
 
@@ -418,6 +419,27 @@ def load_responses(
     args, frame = replace(args, max_prompt_tokens=limit), answer_frame(processor)
     examples = load_judgements(path, processor, JudgeSettings(), args, "given", frame)
     return [(prompt, target) for prompt, target, _ in examples]
+
+
+def order_agreement(rows: list[Prompt], indices: list[int], texts: list[str]) -> list[float]:
+    """Of each judgement on a pair, the share of the judgements on its other order that say the same,
+    mirrored; 0 for one that cannot be read.
+
+    Args:
+        rows: both orders of each pair, one after the other.
+        indices: the row of each judgement.
+    """
+    verdicts, by_row = [], [Counter() for _ in rows]
+    for index, text in zip(indices, texts):
+        verdict = parse_verdict(text, JUDGEMENTS[rows[index].label][1])
+        verdicts.append(verdict)
+        by_row[index][verdict] += 1
+    shares = []
+    for index, verdict in zip(indices, verdicts):
+        other = by_row[index ^ 1]
+        alike = 0 if verdict is None else other[in_order(verdict, "swapped")]
+        shares.append(alike / other.total())
+    return shares
 
 
 def row_record(row: Prompt) -> dict[str, Any]:

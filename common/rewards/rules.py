@@ -12,7 +12,8 @@ from fractions import Fraction
 
 
 ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*+)</answer>", re.DOTALL)
-RULES = ("exact", "boxed", "answer", "verdict")
+RULES = ("exact", "boxed", "answer", "verdict", "judgement")
+ACCURACY, FORM = 0.9, 0.1  # weights of the rules that also pay the form
 BRACES = re.compile(r"\\boxed\s*\{|\\(?:[{}]|\\(?!boxed))|[{}]")
 MAX_ANSWER = 512  # characters; longer answers compare as text, which bounds the work of patterns
 SPELLINGS = [  # applied in this order to lower-case text
@@ -121,8 +122,9 @@ def rule_reward(
 
 def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
     """`exact`: 1 where the whole response is the reference; `verdict`: 1 where its last <answer>
-    is, as judgements end; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format;
-    parsed: whether there is one."""
+    is, as judgements end; `judgement`: 0.9 of that + 0.1 where it is the only one and nothing
+    follows; `boxed` and `answer`: 0.9 accuracy of the extracted answer + 0.1 format; parsed: whether
+    there is one."""
     if rule == "exact":
         right = same_words(response, reference)
         return {"reward": right, "accuracy": right}
@@ -130,10 +132,14 @@ def rule_scores(rule: str, response: str, reference: str) -> dict[str, float]:
         right = parse_verdict(response, [reference]) is not None
         formed = parse_verdict(response) is not None
         return {"reward": right, "accuracy": right, "format": formed}
+    if rule == "judgement":
+        right = parse_verdict(response, [reference]) is not None
+        formed = ends_with_verdict(response)
+        return {"reward": ACCURACY * right + FORM * formed, "accuracy": right, "format": formed}
     answer = extract_answer(response, rule)
     right = answers_equal(answer or "", reference)
     formed = format_score(response, rule)
-    reward = 0.9 * right + 0.1 * formed
+    reward = ACCURACY * right + FORM * formed
     parsed = answer is not None
     return {"reward": reward, "accuracy": right, "format": formed, "parsed": parsed}
 
@@ -145,6 +151,12 @@ def parse_verdict(text: str, verdicts: list[str] | None = None) -> str | None:
     if verdicts is None:
         return word or None
     return {_spelling(verdict): verdict for verdict in verdicts}.get(_spelling(word))
+
+
+def ends_with_verdict(response: str) -> bool:
+    """Whether the one answer of a judgement, not an empty one, is its end."""
+    is_last = response.rstrip().endswith("</answer>") and response.count("answer>") == 2
+    return is_last and parse_verdict(response) is not None
 
 
 def same_words(response: str, reference: str) -> bool:

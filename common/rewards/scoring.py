@@ -25,6 +25,8 @@ from common.data.rows import Prompt
 from common.distributed import Call, UserError, Workers, describe
 from common.flags import RewardArgs
 from common.rewards.functions import Samples, Source, load_function, load_source, score_samples
+from common.rewards.judge import PAIRS, order_agreement
+from common.rewards.rules import ACCURACY
 from common.rewards.transcripts import messages, turn_texts, whole_texts
 
 Calls = dict[str, tuple[list[int], Call]]  # by source: which samples it scores, and its call
@@ -49,6 +51,8 @@ def load(args: RewardArgs) -> "RewardMix":
             f"--reward {args.reward}: {len(specs)} sources need a --reward_recipe with their"
             " weights, or a --reward_combiner"
         )
+    if args.consistency_coef and "judgement" not in specs:
+        raise UserError("--consistency_coef is a part of --reward judgement, which is not used")
     sources = [load_source(spec, args) for spec in specs]
     name_apart(sources)
     combiner = None
@@ -117,6 +121,8 @@ class RewardMix:
         comparing = [source for source in self.sources if source.kind in kinds]
         bad = []
         for row in rows:
+            if self.args.consistency_coef and row.label not in PAIRS:
+                bad.append(f"{row.source}: {row.label} has no other order, see --consistency_coef")
             if row.label not in self.recipe and "*" not in self.recipe:
                 known = ", ".join(self.recipe)
                 bad.append(f"{row.source}: label {row.label!r} is not in --reward_recipe: {known}")
@@ -181,6 +187,8 @@ class RewardMix:
                 shares = share.nan_to_num().repeat_interleave(batch.lengths)
                 batch.turn_rewards = shares * rewards_at_turns(batch)
             columns, notes = self.ask(source, batch, processor, used, by_rank)
+            if source.spec == "judgement" and self.args.consistency_coef:
+                self.reward_consistency(columns, batch, processor, used)
             by_source[source.name] = columns.pop("reward")
             total[used] += (share * by_source[source.name])[used]
             for name, values in columns.items():
@@ -212,6 +220,17 @@ class RewardMix:
             rewards = batch.per_sample_sum(rewards_at_turns(batch))[used]  # (n,)
             parts = [(used, {"reward": rewards, "accuracy": env_accuracy(batch, rewards, used)})]
         return join_columns(parts, len(batch)), notes
+
+    def reward_consistency(
+        self, columns: dict[str, Tensor], batch: Batch, processor: Processor, used: list[int]
+    ) -> None:
+        """Let right verdicts earn more where the other order of the pair is judged alike; a wrong one
+        gains nothing by that."""
+        texts = [turns[-1] for turns in turn_texts(batch, used, processor)]
+        shares = order_agreement(batch.prompts, batch.prompt_index[used].tolist(), texts)
+        columns["consistency"] = join_columns([(used, {"": shares})], len(batch))[""]
+        gain = self.args.consistency_coef * columns["accuracy"] * columns["consistency"]
+        columns["reward"] += ACCURACY * gain
 
     def combine(self, rewards: dict[str, Tensor]) -> Tensor:
         """(S,) what --reward_combiner makes of the sources' rewards; rank 0 computes. Raises

@@ -5,15 +5,19 @@ The references are plain loops over texts, and Hugging Face's own model that is 
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import read_rows, records as records_of, words, write_image, write_judge, write_rows
+import ranks
+from conftest import read_rows, records as records_of, user_error, words, write_image, write_judge, write_rows
 
 import train_ppo_vl as ppo
+from common import distributed
 from common.data.processor import Processor
-from common.rewards import accuracy
+from common.rewards import accuracy, judge as judgements, rules, scoring
 from common.rewards.judge import JudgeSettings, load_judgements
 
 PAIRS = [
@@ -112,3 +116,115 @@ def test_a_recorded_question_is_a_row_to_learn_from(qwen25, pairs, tmp_path):
     assert [prompt.images for prompt in again] == [tuple(record["images"]) for record in records]
     assert [prompt.text for prompt in again] == [record["prompt"] for record in records]
     assert settings.trained_on == ["answers"]
+
+
+# ------------------------------------------------------------------------------------------------ both orders of a pair
+@pytest.mark.parametrize("text, right, formed", [
+    ("so <answer>A</answer>", 1, 1), ("<answer> a </answer>\n", 1, 1), ("<answer>B</answer>", 0, 1), ("<answer>A</answer>.", 1, 0),
+    ("<answer>B</answer> <answer>A</answer>", 1, 0), ("<answer></answer>", 0, 0), ("A", 0, 0), ("", 0, 0),
+    ("<answer>hm <answer>A</answer>", 1, 0), ("<think>x</think><answer>C</answer>", 0, 1)])
+def test_the_rule_of_judgements(text, right, formed):
+    assert rules.rule_scores("judgement", text, "A") == {
+        "reward": pytest.approx(0.9 * right + 0.1 * formed), "accuracy": right, "format": formed}
+
+
+def test_consistency_is_that_of_a_plain_loop():
+    """Rows 0 and 1, 2 and 3, ... are both orders of a pair, with three judgements each."""
+    draw = random.Random(1)
+    rows = [SimpleNamespace(label=("answers", "pictures")[k // 2 % 2]) for k in range(10)]
+    indices = [k for k in range(10) for _ in range(3)]
+    texts = [draw.choice(["<answer>A</answer>", "<answer>b</answer>", "<answer>tie</answer>", "<answer>C</answer>", "A"])
+             for _ in indices]
+
+    def said(k: int) -> str:
+        return {">A<": "A", ">b<": "B", ">ti": "tie"}.get(texts[k][7:10], "")
+
+    expected = []
+    for k in range(len(texts)):
+        other = indices[k] + 1 if indices[k] % 2 == 0 else indices[k] - 1
+        mirrored = {"A": "B", "B": "A", "tie": "tie", "": None}[said(k)]
+        expected.append(sum(said(j) == mirrored for j in range(len(texts)) if indices[j] == other) / 3)
+    assert judgements.order_agreement(rows, indices, texts) == pytest.approx(expected)
+    assert {0, 1 / 3, 2 / 3} <= set(expected)
+
+
+FLAGS = ("--row_kind judgements --reward judgement --advantage grpo --max_new_tokens 12 --max_prompt_tokens 256 "
+         "--samples_per_prompt 2 --prompts_per_step 4 --actor_lr 1e-3")
+
+
+def test_both_orders_of_a_pair_are_drawn_together(qwen25, pairs):
+    """In both passes over the data, of several files, and as a resumed run draws them."""
+    args = ppo.parse_args(words("--model", qwen25, "--data", f"{pairs}:0.3,{pairs}:0.7", FLAGS, "--consistency_coef 1 --steps 5"))
+    distributed.start(args.run.timeout, args.run.hsdp)
+    rows = ppo.load_rows(args)
+    state = ppo.TrainState(0.0)
+    with ppo.open_loader(args, rows, state) as loader:
+        batches = [loader.take() for _ in range(5)]
+    with ppo.open_loader(args, rows, replace(state, batches_taken=3)) as loader:
+        assert loader.take().prompts == batches[3].prompts
+    for batch in batches:
+        for one, other in zip(batch.prompts[::2], batch.prompts[1::2], strict=True):
+            assert one.source == other.source
+            assert (one.order, other.order) == ("given", "swapped")
+    assert sorted(id(row) for batch in batches[:1] for row in batch.prompts) != sorted(map(id, batches[1].prompts))
+    loader.world = 3
+    assert loader.owners(8) == [0, 0, 1, 1, 2, 2, 0, 0]
+
+
+def judge_by_coin(seed: int) -> None:
+    """In every rank: responses say what the hash of their prompt and number decides."""
+    import common.rewards.scoring as scoring
+    import common.rewards.records as of_records
+    import common.rewards.transcripts as transcripts
+
+    said = ("<answer>A</answer>", "<answer>B</answer>", "<answer>tie</answer>", "none")
+
+    def turn_texts(batch, picks, processor):
+        keys = [(batch.prompts[int(batch.prompt_index[i])].index, int(batch.number[i])) for i in picks]
+        return [[said[random.Random(f"{seed} {key}").randrange(4)]] for key in keys]
+
+    for module in (scoring, of_records, transcripts):
+        module.turn_texts = turn_texts
+
+
+def plain_consistency(record: dict, records: list[dict]) -> float:
+    """The share of the samples of the same row in the other order that say the same of it."""
+    mirrored = {"A": "B", "B": "A", "tie": "tie"}.get(record["verdict"])
+    others = [other for other in records if other["source"] == record["source"] and other["order"] != record["order"]]
+    return sum(mirrored is not None and other["verdict"] == mirrored for other in others) / len(others)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_consistent_right_judge_earns_more(qwen25, pairs, tmp_path, world):
+    """Rewards of a step and of evaluations, on both numbers of ranks, by a plain loop over their records."""
+    line = words("--model", qwen25, "--data", pairs, "--eval_data", pairs, "--out", tmp_path / "run", FLAGS,
+                 "--consistency_coef 0.5 --steps 2 --eval_samples 3 --log_samples 4 --prompts_per_step 6")
+    ranks.run(ppo.main, line, world=world, patches=[(judge_by_coin, 2)])
+    for name in ("step-000001", "eval-000002"):
+        records, gains = read_rows(tmp_path / "run" / "samples" / f"{name}.jsonl"), set()
+        assert len(records) == 6 * (2 if "step" in name else 3)
+        for record in records:
+            right, alike = record["verdict"] == record["reference"], plain_consistency(record, records)
+            formed = record["verdict"] is not None
+            assert record["reward"] == pytest.approx(0.9 * right * (1 + 0.5 * alike) + 0.1 * formed)
+            assert record["components"]["consistency"] == pytest.approx(alike)
+            gains.add((right, alike > 0))
+        assert gains == {(True, True), (True, False), (False, True), (False, False)}
+
+
+def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
+    coef = ("--model", qwen25, "--data", pairs, FLAGS, "--consistency_coef 0.5")
+    for more, message in [
+        ("--prompts_per_step 3", "--prompts_per_step 3 must be a multiple of 2"),
+        ("--prompts_per_step 4 --rollouts_per_step 4", "must be a multiple of 2 x --rollouts_per_step"),
+        ("--row_kind prompts", "it needs --row_kind judgements"),
+    ]:
+        with user_error(message):
+            ppo.parse_args(words(*coef, more))
+    with user_error("--consistency_coef is a part of --reward judgement"):
+        scoring.load(ppo.parse_args(words(*coef, "--reward verdict")).reward)
+    rows = write_rows(tmp_path / "rows.jsonl", [{"question": "2 + 2?", "response": "4", "correct": True}])
+    args = ppo.parse_args(words(*coef, "--data", rows))
+    distributed.start(args.run.timeout, args.run.hsdp)
+    with user_error("rows.jsonl:1: correct has no other order"):
+        ppo.check_rows(ppo.load_rows(args), scoring.load(args.reward), None)
