@@ -17,7 +17,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Iterable, Iterator
+from typing import Callable, Iterable, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,7 +43,15 @@ DECODED = [7, 295]  # places of the tokens that are decoded as well
 HIDDEN, ROWS, TARGETS = 1024, 4096, 33  # of the head; its last chunk of 32 holds one token
 DELTA_HEADS, DELTA_DIM = 4, 128
 
-Checked = Iterator[tuple[str, Tensor, Tensor, float]]  # name, computed, expected, bound
+
+class Part(NamedTuple):
+    """What a back-end computes, and what it should."""
+
+    computed: Callable  # of the inputs
+    expected: Callable  # of the inputs in float64 on the CPU: its definition
+    inputs: dict[str, Tensor]
+    bounds: tuple[float, float]  # of the error of the output, and of each gradient
+    trained: bool = True  # whether there are gradients
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--train_vision", action="store_true", help="the backward of vision towers as well")
     args = parser.parse_args(argv)
     device, dtype = torch.device("cuda" if on_gpu else "cpu"), getattr(torch, args.dtype)
-    failing: dict[tuple[str, str], None] = {}  # (back-end, part), in the order found
+    failing = []
     for backend in args.attention:
         try:
             choose_backend(backend, device, dtype)
@@ -64,14 +72,10 @@ def main(argv: list[str] | None = None) -> int:
             print(f"without {backend}: {error}")
             continue
         print(f"{backend} on {device}, {args.dtype}: error, and what rounding explains at most")
-        for part, name, error, bound in Check(args, backend, device, dtype).measure():
-            right = error <= bound
-            if not right:
-                failing[backend, part] = None
-            print(f"  {name:32} {error:8.1e} {bound:8.1e}  {'ok' if right else 'FAILS'}")
-    for backend, part in failing:
-        print(f"{backend} fails in: {part}; what avoids it: {remedy(backend, part)}")
-    print("FAIL" if failing else "PASS")
+        for name, part in Check(args, backend, device, dtype).parts().items():
+            if not passes(name, part):
+                failing.append(f"{backend} fails in: {name}; what avoids it: {remedy(backend, name)}")
+    print(*failing, "FAIL" if failing else "PASS", sep="\n")
     return int(bool(failing))
 
 
@@ -91,6 +95,25 @@ def remedy(backend: str, part: str) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+def passes(name: str, part: Part) -> bool:
+    """Print the errors of a part; whether all are within its bounds. A kernel may raise anything: that is an error, too."""
+    results = ["", *(f", gradient of {letter}" for letter in part.inputs)]
+    run = with_gradients if part.trained else outputs
+    try:
+        computed = run(part.computed, part.inputs.values())
+        expected = run(part.expected, [x.double().cpu() for x in part.inputs.values()])
+    except Exception as error:
+        print(f"  {name:32} {type(error).__name__}: {error}  FAILS")
+        return False
+    passed = True
+    for i, (result, here, there) in enumerate(zip(results, computed, expected)):
+        error, bound = relative_error(here, there), part.bounds[i > 0]
+        right = error <= bound  # nothing is below NaN
+        print(f"  {name + result:32} {error:8.1e} {bound:8.1e}  {'ok' if right else 'FAILS'}")
+        passed = passed and right
+    return passed
+
+
 def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
     """The relative error that rounding explains: at most half an epsilon for each of ``roundings`` to ``dtype``, and the
     root of ``terms`` epsilons for sums in float32. Errors rarely add up: what is measured is a third of this, and less."""
@@ -98,9 +121,13 @@ def explained(dtype: torch.dtype, roundings: int, terms: float = 1.0) -> float:
 
 
 def relative_error(computed: Tensor, expected: Tensor) -> float:
-    """Not a number, which is below no bound, where one of the results is none."""
     computed, expected = (x.detach().double().cpu() for x in (computed, expected))
     return float((computed - expected).norm() / expected.norm())
+
+
+def outputs(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
+    with torch.no_grad():
+        return [function(*inputs)]
 
 
 def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]:
@@ -109,18 +136,6 @@ def with_gradients(function: Callable, inputs: Iterable[Tensor]) -> list[Tensor]
     out = function(*inputs)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     return [out, *torch.autograd.grad(out, inputs, upstream.bfloat16().to(out))]
-
-
-def on_host(inputs: list[Tensor]) -> list[Tensor]:
-    return [x.double().cpu() for x in inputs]
-
-
-def compare(name: str, letters: Iterable[str], inputs: list[Tensor], function: Callable, reference: Callable,
-            bounds: tuple[float, float], run: Callable = with_gradients) -> Checked:
-    """A function against its reference in float64; ``bounds``: of the output, of each gradient."""
-    names = [name, *(f"{name}, gradient of {letter}" for letter in letters)]
-    bound, of_gradients = bounds
-    yield from zip(names, run(function, inputs), run(reference, on_host(inputs)), [bound, *[of_gradients] * len(inputs)])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -135,44 +150,53 @@ class Check:
         self.args, self.backend, self.device, self.dtype = args, backend, device, dtype
         self.generator = torch.Generator().manual_seed(0)  # of the CPU: the same on any machine
         self.scale = args.head_dim**-0.5
-        heads = (args.heads, args.kv_heads, args.kv_heads)
-        self.qkv = [self.random(1, count, TOKENS, args.head_dim) for count in heads]
+        heads = {"q": args.heads, "k": args.kv_heads, "v": args.kv_heads}
+        self.qkv = {name: self.random(1, count, TOKENS, args.head_dim) for name, count in heads.items()}
         # A score is a sum over D, its error becomes a factor of its probability, and a sum over keys follows.
-        self.sums = (args.head_dim + FULL) * 16.0
+        sums = (args.head_dim + FULL) * 16.0
+        self.bounds = explained(dtype, 4, sums), explained(dtype, 12, sums)
 
     def random(self, *shape: int) -> Tensor:
         """Normal numbers, rounded to the type."""
         return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
 
-    def measure(self) -> Iterator[tuple[str, str, float, float]]:
-        """Each part, what was compared in it, its error, and its bound. A kernel may raise anything: that is an infinite
-        error."""
-        parts = {"packs": self.packs(None), "packs, window": self.packs(24), "decoding": self.decoding(),
-                 "delta rule": self.delta_rule(), "head": self.head()}
+    def parts(self) -> dict[str, Part]:
+        """What is checked, by name."""
+        parts = {
+            "packs": self.packs(None),
+            "packs, window": self.packs(24),
+            "decoding, short slot": self.decoding(0),
+            "decoding, full slot": self.decoding(1),
+            "delta rule": self.delta_rule(),
+            "head": self.head(),
+        }
         if self.backend != "sdpa":  # whose tower is transformers' own
-            parts["vision"] = self.vision("vision", lambda function, qkv: [function(*qkv)])
+            parts["vision"] = self.vision(trained=False)  # the forward is all that a frozen tower needs
             if self.args.train_vision:
-                parts["vision trained"] = self.vision("vision trained", with_gradients)
-        for part, checked in parts.items():
-            try:
-                for name, computed, expected, bound in checked:
-                    yield part, name, relative_error(computed, expected), bound
-            except Exception as error:
-                print(f"  {part}: {type(error).__name__}: {error}")
-                yield part, part, math.inf, 1.0
+                parts["vision trained"] = self.vision(trained=True)
+        return parts
 
-    def attention_bounds(self) -> tuple[float, float]:
-        return explained(self.dtype, 4, self.sums), explained(self.dtype, 12, self.sums)
+    def packs(self, window: int | None) -> Part:
+        def computed(*qkv: Tensor) -> Tensor:  # (1, N, Hq, D)
+            return PackedAttention(SEGMENTS, self.backend, self.device)(0, *qkv, self.scale, window)
 
-    def packs(self, window: int | None) -> Checked:
-        packed = PackedAttention(SEGMENTS, self.backend, self.device)
-        name = f"packs, window {window}" if window else "packs"
-        yield from compare(name, "qkv", self.qkv, lambda *x: packed(0, *x, self.scale, window),  # (1, N, Hq, D)
-                           lambda *x: naive_attention(*x, self.scale, visible(window)), self.attention_bounds())
+        def expected(*qkv: Tensor) -> Tensor:
+            return naive_attention(*qkv, self.scale, visible(window))
 
-    @torch.no_grad()
-    def decoding(self) -> Checked:
-        """Both prompts are stored by a pack, and the token after each is decoded. What it may not see is large."""
+        return Part(computed, expected, self.qkv, self.bounds)
+
+    def decoding(self, slot: int) -> Part:
+        def computed(*qkv: Tensor) -> Tensor:
+            return self.decode(*qkv)[:, slot]
+
+        def expected(*qkv: Tensor) -> Tensor:
+            return naive_attention(*qkv, self.scale, visible(None))[:, DECODED[slot]]
+
+        return Part(computed, expected, self.qkv, self.bounds, trained=False)
+
+    def decode(self, *qkv: Tensor) -> Tensor:
+        """Both prompts are stored by a pack, and the token after each is decoded, (1, 2, Hq, D). What it may not see is
+        large."""
         text = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=self.args.kv_heads, head_dim=self.args.head_dim)
         cache = SlotCache(text, 2, FULL + 1, self.dtype, self.device, self.backend)
         cache.keys.fill_(1e3)
@@ -180,48 +204,61 @@ class Check:
         places = torch.tensor([*range(SHORT), *range(SECOND, SECOND + FULL)], device=self.device)
         slots = (places >= SECOND).long()
         plan = places, slots, places - SECOND * slots
-        PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)(0, *self.qkv, self.scale)
+        PackedAttention(SEGMENTS, self.backend, self.device, cache, plan)(0, *qkv, self.scale)
         step = DecodeAttention(cache, torch.tensor([SHORT, FULL], device=self.device), FULL + 1, self.backend)
-        decoded = step(0, *[x[:, :, DECODED] for x in self.qkv], self.scale)  # (1, 2, Hq, D)
-        expected = naive_attention(*on_host(self.qkv), self.scale, visible(None))
-        for i, slot in enumerate(("short", "full")):
-            yield f"decoding, {slot} slot", decoded[:, i], expected[:, DECODED[i]], explained(self.dtype, 4, self.sums)
+        return step(0, *[x[:, :, DECODED] for x in qkv], self.scale)
 
-    def vision(self, name: str, run: Callable) -> Checked:
-        """Windows of a tower: every patch sees its own window in both directions. ``run``: `with_gradients`, or the forward
-        alone, which is all that a frozen tower needs."""
+    def vision(self, trained: bool) -> Part:
+        """Windows of a tower: every patch sees its own window in both directions."""
         bounds = torch.tensor([0, 16, 80, TOKENS], dtype=torch.int32, device=self.device)
         longest = TOKENS - 80
         sizes = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
         call = attention.AttentionInterface()[attention.VISION_ATTENTION_NAME + self.backend]
-        qkv = [self.random(1, 16, TOKENS, 80) for _ in range(3)]
         window = torch.bucketize(torch.arange(TOKENS), bounds[1:-1].cpu(), right=True)
         seen = window[:, None] == window
-        yield from compare(name, "qkv", qkv, lambda *x: call(None, *x, None, scaling=80**-0.5, **sizes)[0],
-                           lambda *x: naive_attention(*x, 80**-0.5, seen), self.attention_bounds(), run)
 
-    def delta_rule(self) -> Checked:
+        def computed(*qkv: Tensor) -> Tensor:
+            return call(None, *qkv, None, scaling=80**-0.5, **sizes)[0]
+
+        def expected(*qkv: Tensor) -> Tensor:
+            return naive_attention(*qkv, 80**-0.5, seen)
+
+        qkv = {name: self.random(1, 16, TOKENS, 80) for name in "qkv"}
+        return Part(computed, expected, qkv, self.bounds, trained)
+
+    def delta_rule(self) -> Part:
         """States that fade slowly, against plain torch in float32 on the CPU. Decoding is plain torch itself."""
         shape = TOKENS, DELTA_HEADS
-        inputs = [self.random(*shape, DELTA_DIM) for _ in "qkv"]
-        inputs += [self.random(*shape).float().exp() * -0.05, self.random(*shape).sigmoid()]
-        here, host = PackedDelta(SEGMENTS, self.device), PackedDelta(SEGMENTS, torch.device("cpu"))
-        bounds = explained(self.dtype, 8, FULL), explained(self.dtype, 16, FULL**2)
-        names = ("q", "k", "v", "decay", "strength")
-        yield from compare("delta rule", names, inputs, lambda *x: here.recur(0, *x),  # (N, Hv, Dv)
-                           lambda *x: host.recur(0, *(part.float() for part in x)), bounds)
+        inputs = {name: self.random(*shape, DELTA_DIM) for name in "qkv"}
+        inputs["decay"] = self.random(*shape).float().exp() * -0.05
+        inputs["strength"] = self.random(*shape).sigmoid()
 
-    def head(self) -> Checked:
+        def computed(*x: Tensor) -> Tensor:  # (N, Hv, Dv)
+            return PackedDelta(SEGMENTS, self.device).recur(0, *x)
+
+        def expected(*x: Tensor) -> Tensor:
+            return PackedDelta(SEGMENTS, torch.device("cpu")).recur(0, *(part.float() for part in x))
+
+        bounds = explained(self.dtype, 8, FULL), explained(self.dtype, 16, FULL**2)
+        return Part(computed, expected, inputs, bounds)
+
+    def head(self) -> Part:
         """Log-probs of the chunked head, whose products have float32 results, and their gradients."""
-        inputs = [self.random(TARGETS, HIDDEN), self.random(ROWS, HIDDEN) / HIDDEN**0.5]
         targets = torch.randint(ROWS, (TARGETS,), generator=self.generator)
-        there = targets.to(self.device)
+
+        def computed(x: Tensor, weight: Tensor) -> Tensor:
+            return linear_logprobs(x, weight, targets.to(self.device), chunk=32)[0]
+
+        def expected(x: Tensor, weight: Tensor) -> Tensor:
+            return -F.cross_entropy(x @ weight.t(), targets, reduction="none")
+
+        inputs = {
+            "its input": self.random(TARGETS, HIDDEN),
+            "its weight": self.random(ROWS, HIDDEN) / HIDDEN**0.5,
+        }
         # Tensor cores cut off what a sum does not keep, so that errors grow with its length.
         of_sums = explained(torch.float32, 0, HIDDEN**2)
-        bounds = of_sums, explained(self.dtype, 6) + of_sums
-        yield from compare("head", ("its input", "its weight"), inputs,
-                           lambda *x: linear_logprobs(*x, there, chunk=32)[0],
-                           lambda x, w: -F.cross_entropy(x @ w.t(), targets, reduction="none"), bounds)
+        return Part(computed, expected, inputs, (of_sums, explained(self.dtype, 6) + of_sums))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
