@@ -276,12 +276,6 @@ def gumbel_race(logits: Tensor, keys: Tensor) -> Tensor:
     return _race(logits, keys, _id_hashes(logits.shape[-1], logits.device))
 
 
-def exponential_noise(vocab: int, keys: Tensor) -> Tensor:
-    """(B,) int64 keys -> (B, V) float32 draws from Exp(1), positive and finite; each is a pure
-    function of (key, id)."""
-    return _exponentials(keys, _id_hashes(vocab, keys.device))
-
-
 def _exponentials(keys: Tensor, hashes: Tensor) -> Tensor:
     """The draws (B, V) from the hashes (V,) of the ids."""
     keys = _mix64(keys)

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 from conftest import rounding
+from test_losses import exponential_noise
 
 from common import logprobs
 from common.logprobs import Fused
@@ -28,7 +29,7 @@ def test_the_compiled_race_draws_the_same_ids():
         keys = torch.randint(-2**62, 2**62, (batch,), generator=generator)
         with torch.inference_mode():
             ids, noise = fused(logits, keys, logprobs._id_hashes(vocabulary, logits.device))
-            torch.testing.assert_close(noise, logprobs.exponential_noise(vocabulary, keys), rtol=rounding(2), atol=0)
+            torch.testing.assert_close(noise, exponential_noise(vocabulary, keys), rtol=rounding(2), atol=0)
             assert torch.equal(ids, logprobs.gumbel_race(logits, keys))
     assert not fused.failed
     assert fused.compiled is not None

@@ -34,6 +34,11 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
+def exponential_noise(vocabulary, keys):
+    """(B, V) of the race between the ids."""
+    return logprobs._exponentials(keys, logprobs._id_hashes(vocabulary, keys.device))
+
+
 def estimate(name, scores, group, lengths):
     """(N,) advantages of an estimator that compares samples, without a KL and before whitening."""
     kl = torch.zeros(int(lengths.sum()))
@@ -566,7 +571,7 @@ def test_draws_on_a_gpu():
     index = torch.arange(2000)
     keys = noise_keys(1, 2, index, index % 4, index % 7)
     assert torch.equal(keys, noise_keys(1, 2, *(x.cuda() for x in (index, index % 4, index % 7))).cpu())
-    close(logprobs.exponential_noise(500, keys.cuda()).cpu().log(), logprobs.exponential_noise(500, keys).log(), ROUNDING)
+    close(exponential_noise(500, keys.cuda()).cpu().log(), exponential_noise(500, keys).log(), ROUNDING)
     logits = torch.randn(2000, 500, generator=generator(0))
     same = logprobs.gumbel_race(logits.cuda(), keys.cuda()).cpu() == logprobs.gumbel_race(logits, keys)
     assert same.float().mean() > 0.999
@@ -604,16 +609,16 @@ def test_hashes_equal_big_integer_arithmetic():
     mixed = mix64(int(actual) % 2**64)
     x = [mix32((mix32(v + 1) * (mixed >> 32 | 1) + mixed % 2**32) % 2**32) % 2**31 for v in range(50)]
     expected = -torch.log1p(-(torch.tensor(x).double() + 0.5) / 2**31)
-    torch.testing.assert_close(logprobs.exponential_noise(50, actual)[0].double(), expected, rtol=rounding(16), atol=0)
+    torch.testing.assert_close(exponential_noise(50, actual)[0].double(), expected, rtol=rounding(16), atol=0)
 
 
 def test_a_draw_depends_on_its_key_only():
     keys, logits = keys_of(64), torch.randn(64, 77, generator=generator(0))
-    noise, ids = logprobs.exponential_noise(77, keys), logprobs.gumbel_race(logits, keys)
+    noise, ids = exponential_noise(77, keys), logprobs.gumbel_race(logits, keys)
     order = torch.randperm(64, generator=generator(1))
     assert torch.equal(logprobs.gumbel_race(logits[order], keys[order]), ids[order])
-    assert torch.equal(logprobs.exponential_noise(77, keys[17:18])[0], noise[17])
-    torch.testing.assert_close(logprobs.exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
+    assert torch.equal(exponential_noise(77, keys[17:18])[0], noise[17])
+    torch.testing.assert_close(exponential_noise(500, keys)[:, :77], noise)          # the vocabulary's padding
     distinct = set()
     for change in torch.eye(6, dtype=torch.int64)[:, :5]:                                 # each part by itself, and none
         seed, stream, *index = change + 5
@@ -647,14 +652,14 @@ def test_unlikely_tokens_are_drawn_as_often_as_they_should():
     logits[0] = math.log(0.99)
     drawn = sum(int((logprobs.gumbel_race(logits.expand(100, -1), keys) > 0).sum()) for keys in keys_of(n).split(100))
     assert abs(drawn - 10) < 4 * math.sqrt(10)
-    quantile = (logprobs.exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
+    quantile = (exponential_noise(20_000, keys_of(1000)) < 1e-6).float().sum()        # expect 20
     assert abs(quantile - 20) < 4 * math.sqrt(20)
 
 
 @pytest.mark.parametrize("keys", [keys_of(2000), torch.arange(2000), torch.arange(2000) << 40])
 def test_noise_is_uniform_finite_and_independent(keys):
     """Also for keys that nobody has mixed."""
-    noise = logprobs.exponential_noise(512, keys)
+    noise = exponential_noise(512, keys)
     assert noise.isfinite().all()
     assert (noise > 0).all()
     assert noise.log().isfinite().all()
@@ -672,9 +677,9 @@ def test_noise_is_uniform_finite_and_independent(keys):
 
 @pytest.mark.parametrize("bits", [0, -1])
 def test_noise_is_finite_at_both_ends(monkeypatch, bits):
-    assert logprobs.exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
+    assert exponential_noise(3, keys_of(1)).shape == (1, 3)                # fills the cache of id hashes
     monkeypatch.setattr(logprobs, "_mix32_", lambda x: torch.full_like(x, bits))
-    noise = logprobs.exponential_noise(3, keys_of(1))
+    noise = exponential_noise(3, keys_of(1))
     assert (noise > 0).all()
     assert (noise < 20).all()
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
+from common.buffers import ragged_index
 from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, state_bytes
 
 ATTENTION_NAME = "packed_rows"  # registered for the language model
@@ -231,8 +232,6 @@ class PackedAttention:
         self.cache, self.plan, self.earlier = cache, plan, earlier
         # (S, 5)
         table = np.asarray([(*segment, False)[:5] for segment in segments], dtype=np.int64)
-        self.len_q = table[:, 1] - table[:, 0]
-        self.len_k = self.len_q + table[:, 3] - table[:, 2]
         if backend == "sdpa":
             self.make_buckets(table)
         else:
@@ -253,11 +252,12 @@ class PackedAttention:
         self.buckets: list[tuple[np.ndarray, Tensor, Tensor]] = []
         # by window, made for the first layer that has it
         self.masks: dict[int | None, list[Tensor | None]] = {}
-        order = np.empty(self.len_q.sum(), dtype=np.int64)
+        len_q, prefix = table[:, 1] - table[:, 0], table[:, 3] - table[:, 2]
+        order = np.empty(len_q.sum(), dtype=np.int64)
         offset = 0
-        for members in bucket_segments(self.len_q, self.len_k):
+        for members in bucket_segments(len_q, len_q + prefix):
             q_rows, k_rows = bucket_indices(table[members])
-            inside = np.arange(q_rows.shape[1])[None] < self.len_q[members][:, None]  # (b, Lq)
+            inside = np.arange(q_rows.shape[1])[None] < len_q[members][:, None]  # (b, Lq)
             order[q_rows[inside]] = offset + np.flatnonzero(inside)
             offset += q_rows.size
             self.buckets.append((table[members], self.to_device(q_rows), self.to_device(k_rows)))
@@ -270,26 +270,35 @@ class PackedAttention:
         self.calls: list[VarlenCall] = []
         places = []
         for both in sorted(set(table[:, 4])):
-            part = table[:, 4] == both
-            q_rows = np.concatenate([np.arange(start, end) for start, end, *_ in table[part]])
-            keys = []
-            for start, end, prefix_start, prefix_end, _ in table[part]:
-                keys += [np.arange(prefix_start, prefix_end), np.arange(start, end)]
-            k_rows = np.concatenate(keys)
-            len_q, len_k = self.len_q[part], self.len_k[part]
+            part = torch.from_numpy(table[table[:, 4] == both])
+            start, end, prefix_start, prefix_end, _ = part.T
+            len_q, prefix = end - start, prefix_end - prefix_start
+            places.append(ragged_index(start, len_q))
+            # the keys of a segment: its prefix, then itself
+            starts = torch.stack([prefix_start, start], dim=1).flatten()
+            lengths = torch.stack([prefix, len_q], dim=1).flatten()
             self.calls.append(
                 VarlenCall(
-                    cu_q=self.to_device(np.append(0, np.cumsum(len_q)).astype(np.int32)),
-                    cu_k=self.to_device(np.append(0, np.cumsum(len_k)).astype(np.int32)),
+                    cu_q=self.cumulated(len_q),
+                    cu_k=self.cumulated(len_q + prefix),
                     max_q=int(len_q.max()),
-                    max_k=int(len_k.max()),
+                    max_k=int((len_q + prefix).max()),
                     causal=not both,
-                    q_rows=None if part.all() else self.to_device(q_rows),
-                    k_rows=None if len(k_rows) == self.len_q.sum() else self.to_device(k_rows),
+                    q_rows=self.unless_all(places[-1]),
+                    k_rows=self.unless_all(ragged_index(starts, lengths)),
                 )
             )
-            places.append(q_rows)
-        self.order = self.to_device(np.argsort(np.concatenate(places))) if len(places) > 1 else None
+        # (N,) where the calls' outputs hold each row of the pack
+        self.order = self.unless_all(torch.cat(places).argsort())
+
+    def cumulated(self, lengths: Tensor) -> Tensor:
+        return self.to_device(F.pad(lengths.cumsum(0), (1, 0)).int())
+
+    def unless_all(self, rows: Tensor) -> Tensor | None:
+        """The rows on the device; None if they are those of the pack as they lie."""
+        if torch.equal(rows, torch.arange(self.segments[-1][1])):
+            return None
+        return self.to_device(rows)
 
     def __call__(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
@@ -315,9 +324,8 @@ class PackedAttention:
                     rows_of(v, call.k_rows),
                 ]
                 outputs.append(varlen_attention(*gathered, call, scale, self.backend, window))
-        if self.order is None:
-            return outputs[0][None]
-        return torch.cat(outputs).index_select(0, self.order)[None]
+        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return rows_of(out, self.order)[None]
 
     def attend_by_buckets(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None

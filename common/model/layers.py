@@ -31,9 +31,6 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
-
 
 class RMSNormPlusOne(RMSNorm):
     """Gemma's and Qwen3.5's: weights are stored as their difference from 1. The sum is taken in
