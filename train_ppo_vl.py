@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
+        check_looks(args, rows, modules)
         budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
@@ -92,7 +93,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if args.run.export_only:
         return checkpoints.export_now(trainables["actor"], rows.processor)
     log = open_log(args, rows, state.step)
-    sampling = replace(Sampling.of(args, rows.processor, ranks.device), environment=environment)
+    sampling = Sampling.of(args, rows.processor, ranks.device, models.teacher)
+    sampling = replace(sampling, environment=environment)
     if not args.run.eval_only:  # an evaluation has nothing to save
         distributed.catch_signals()
 
@@ -107,6 +109,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
+                if step == 0:
+                    metrics |= evaluate_teacher(models, reward, rows, sampling, args)
                 report_evaluation(log, metrics, records, pictures, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
@@ -114,7 +118,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
             # One step.
             logging.timer.reset()
-            # prompts, responses, their rewards, log-probs (old and reference) and values
+            looks.follow_average(models.teacher, trainables["actor"])
+            # prompts, responses, their rewards, log-probs (old, reference, teacher) and values
             batch, metrics = collect(models, loader, reward, sampling, state, args)
             checkpoints.commit_if_written()
             with logging.timer("advantages"):
@@ -157,6 +162,7 @@ class PolicyLoss(NamedTuple):
 
 # To add an estimator or a loss, write a function and add an entry here.
 ESTIMATORS = {
+    "none": Estimator(losses.no_advantages),
     "gae": Estimator(losses.gae_estimate, whiten=True),
     "reinforce": Estimator(losses.reinforce),
     "reinforce++": Estimator(losses.reinforce, whiten=True),
@@ -283,7 +289,8 @@ class AlgorithmArgs:
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
         "one. gdpo compares each source of rewards apart, or, of a single source, each of the "
-        "components that it returns beside its reward",
+        "components that it returns beside its reward. none: rewards are only measured, and a teacher "
+        "teaches; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -441,7 +448,7 @@ class UpdateArgs:
     offload: str = flag(
         "none",
         "what to keep in host memory while it is not used. optimizer: the optimizers' states; all: "
-        "the reference and reward models too",
+        "reference, teacher and reward models too",
         choices=("none", "optimizer", "all"),
     )
 
@@ -456,6 +463,7 @@ class Args:
     reward: flags.RewardArgs
     algorithm: AlgorithmArgs
     perception: flags.PerceptionArgs
+    teacher: flags.TeacherArgs
     update: UpdateArgs
     optim: flags.OptimArgs
     checkpoint: flags.CheckpointArgs
@@ -534,6 +542,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
     args, typed, _ = flags.parse(Args, __doc__, argv, toy=("describe", "args.json"))
     if "reward" in typed and args.reward.reward_recipe:
         raise UserError("--reward and --reward_recipe: choose one of them")
+    if args.reward.reward == "none" and "advantage" not in typed:
+        args = replace(args, algorithm=replace(args.algorithm, advantage="none"))
     idle = sorted(OF_CRITIC & typed)
     if args.algorithm.advantage != "gae" and idle:
         raise UserError(
@@ -580,6 +590,12 @@ def check_args(args: Args) -> None:
     refuse.exceeds("overlong_buffer", "max_new_tokens")
     check_algorithm_args(refuse)
     check_kl_args(refuse)
+    looks.refuse_flags(refuse)
+    refuse(
+        values.student_images and args.perception.masks_images,
+        "--student_images and --perception_coef, _ratio, _scale: choose one of them",
+    )
+    looks.damage(values.student_images, values.seed)
     refuse.raise_any()
 
 
@@ -748,9 +764,11 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     batches = data.draw_batches(
         rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed, together
     )
-    return data.PromptLoader(
+    loader = data.PromptLoader(
         rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts, together
     )
+    loader.change = looks.damage(args.teacher.student_images, args.run.seed)
+    return loader
 
 
 @dataclass
@@ -820,6 +838,7 @@ IDENTITY = {
     *RowArgs.__annotations__,
     *AlgorithmArgs.__annotations__,
     *flags.PerceptionArgs.__annotations__,
+    *flags.TeacherArgs.__annotations__,
 }
 
 
@@ -843,7 +862,9 @@ class Sampling:
     training use the distribution that was sampled from."""
 
     max_new_tokens: int
-    banned: Tensor  # (V,) bool: ids that are never drawn, such as image tokens
+    # (V,) bool: ids that are never drawn, such as image tokens; V of the smaller vocabulary if a
+    # teacher has another one
+    banned: Tensor
     stop_ids: Tensor  # (k,) ids that end a response
     temperature: float = 1.0
     top_k: int = 0
@@ -858,12 +879,19 @@ class Sampling:
     cuda_graphs: str = "auto"
 
     @staticmethod
-    def of(args: Args, processor: data.Processor, device: torch.device) -> "Sampling":
-        """The sampling that the flags ask for."""
-        rollout = args.rollout
+    def of(
+        args: Args,
+        processor: data.Processor,
+        device: torch.device,
+        teacher: looks.Teacher | None = None,
+    ) -> "Sampling":
+        """The sampling that the flags ask for, of ids that the teacher can score."""
+        rollout, banned = args.rollout, processor.banned_mask()
+        if teacher is not None:
+            banned = banned[: teacher.policy.processor.vocab_size]
         return Sampling(
             max_new_tokens=rollout.max_new_tokens,
-            banned=processor.banned_mask().to(device),
+            banned=banned.to(device),
             stop_ids=torch.tensor(processor.stop_ids, device=device),
             temperature=rollout.temperature,
             top_k=rollout.top_k,
@@ -980,6 +1008,12 @@ def build_models(
                     f"{builder.folder} have weights of different names or shapes; leave out "
                     "--reference_model"
                 )
+        teacher = args.teacher.teacher_model
+        if teacher in ("self", "ema") and not args.model.lora_rank:
+            models["teacher"] = Policy(builder.role("", frozen=True), processor).eval()
+        elif teacher not in ("", "self"):
+            other = weights.build_reader(teacher, actor, args.data, args.longest)
+            models["teacher"] = Policy(*other).eval()
     return models
 
 
@@ -1002,13 +1036,22 @@ def build_reward_models(
     return rewards.build_models(reward, rows.train + rows.held_out, script)
 
 
+def check_looks(args: Args, rows: Rows, modules: dict[str, nn.Module]) -> None:
+    """Raises UserError: rows that the teacher cannot read, or no image that could be damaged."""
+    if args.teacher.student_images and not any(row.images for row in rows.train):
+        raise UserError("--student_images: no row of --data has images")
+    teacher = looks.teacher_of(modules, args.teacher, args.update.offload)
+    if teacher is not None:
+        teacher.check(rows.train + rows.held_out, args.env.env)
+
+
 class Models(NamedTuple):
     """The models of the algorithm, sharded and loaded."""
 
     actor: Policy
     critic: Critic | None  # with gae
     reference: Policy | None  # with a KL; with adapters it is the actor itself
-    teacher: Policy | None = None
+    teacher: looks.Teacher | None = None
 
 
 def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ranks) -> Models:
@@ -1021,7 +1064,8 @@ def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ra
     actor, reference = modules["actor"], modules.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
-    return Models(actor, modules.get("critic"), reference)
+    teacher = looks.teacher_of(modules, args.teacher, args.update.offload)
+    return Models(actor, modules.get("critic"), reference, teacher)
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
@@ -1206,8 +1250,8 @@ def compute_values(critic: Critic, batch: Batch) -> Tensor:
 
 @logging.timer("score")
 def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
-    """Fill old_logprobs and, if the flags need them, entropy, masked_logprobs, ref_logprobs, kl and
-    values."""
+    """Fill old_logprobs and, if the flags need them, entropy, masked_logprobs, ref_logprobs, kl,
+    values and teacher_logprobs."""
     actor, reference, algorithm = models.actor, models.reference, args.algorithm
     # As recorded by the sampler: the policy has not changed since, so no forward pass is needed.
     batch.old_logprobs = batch.logprobs
@@ -1225,6 +1269,9 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
     if models.critic is not None:
         batch.values = compute_values(models.critic, batch)
+    if models.teacher is not None and args.teacher.teacher_in == "advantage":
+        with models.teacher.asked() as teacher:
+            batch.teacher_logprobs = compute_logprobs(teacher, models.teacher.look(batch))
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
@@ -1309,6 +1356,9 @@ def compute_advantages(batch: Batch, state: TrainState, args: Args) -> dict[str,
         advantages = losses.whiten(advantages)
     if args.perception.masks_images:
         advantages = advantages * looks.focus(batch, args.perception)
+    if batch.teacher_logprobs is not None:
+        apart = batch.teacher_logprobs - batch.old_logprobs
+        advantages = advantages + args.teacher.teacher_coef * apart
     if algorithm.advantage_clip:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     batch.advantages = advantages
@@ -1352,6 +1402,8 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
             metrics[f"rollout/{name}_reward"] = values.nanmean()
     if batch.kl is not None:
         metrics["train/kl"] = batch.kl.mean()
+    if batch.teacher_logprobs is not None:
+        metrics["train/teacher_kl"] = (batch.old_logprobs - batch.teacher_logprobs).mean()  # k1
     if batch.values is not None:
         metrics["train/values"] = batch.values.mean()
     metrics |= rewards.conversation_metrics(batch.conversations, "rollout")
@@ -1461,12 +1513,13 @@ def update_actor(
     --target_kl is exceeded."""
     actor, sums = trained.module, logging.MetricSums()
     kl_ref = models.reference if args.exact_kl_in_loss else None
+    teacher = models.teacher.policy if args.teacher.in_loss else None
     updates, updates_per_step = 0, args.update.epochs * args.update.minibatches
     actor.train()
     offload = args.update.offload
-    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload):
-        minibatches = minibatches_of(actor, batch, step, args.update.epochs, args)
-        for number, minibatch in enumerate(minibatches):
+    with fsdp.onloaded(trained, offload), fsdp.onloaded(kl_ref, offload), fsdp.onloaded(teacher, offload):
+        look = None if teacher is None else (teacher.model, models.teacher.look(batch))
+        for number, minibatch in enumerate(minibatches_of(actor, batch, step, args.update.epochs, args)):
             if not minibatch.policy_weights.any():
                 continue  # no token is in the policy loss: there is nothing to learn
             if ptx is not None:
@@ -1474,12 +1527,12 @@ def update_actor(
                 scheduled = (step - 1 - args.update.critic_warmup_steps) * updates_per_step + number
                 text_batch = ptx.start(scheduled)  # its images decode in the background
             stats = []
-            for pack in vlm.packs(actor.model, batch, minibatch.indices):
+            for pack in vlm.packs(actor.model, batch, minibatch.indices, look):
                 loss, pack_stats = actor_loss(actor, models, pack, batch, minibatch, args)
                 fsdp.backward(loss)
                 stats.append(pack_stats)
-            if kl_ref is not None:
-                fsdp.rest_after_scoring(kl_ref)
+            for frozen in filter(None, (kl_ref, teacher)):
+                fsdp.rest_after_scoring(frozen)
             if args.update.target_kl and exceeds(stats, args.update.target_kl):
                 trained.optimizer.zero_grad(set_to_none=True)
                 break
@@ -1510,6 +1563,8 @@ def actor_loss(
     references = []  # to which the loss has the exact KL
     if args.exact_kl_in_loss:
         references.append(reference_outputs(models.reference, pack))
+    if pack.look is not None:
+        references.append(reference_outputs(models.teacher.policy, pack.look))
     with vlm.router_logits(actor.model) as routed:
         # (T,) each
         logp, entropy, kls = actor(pack, batch.sampling, entropy=True, references=references)
@@ -1552,8 +1607,10 @@ def added_terms(
     logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, args: Args
 ) -> dict[str, tuple[float, Tensor]]:
     """Terms (T,) that the actor's loss adds to the policy loss, with their coefficients, by the name
-    of their metric. ``kls``: the exact ones."""
+    of their metric. ``kls``: the exact ones, that to the teacher last."""
     terms, algorithm = {}, args.algorithm
+    if pack.look is not None:
+        terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()
     if algorithm.kl_in == "loss" and batch.kl is not None:
         if not kls:
             kls = [losses.kl_penalty(algorithm.kl_estimator, logp, *pack.pick(batch.ref_logprobs))]
@@ -1643,6 +1700,26 @@ def evaluate(
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
 
 
+def evaluate_teacher(
+    models: Models, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
+) -> dict[str, float]:
+    """How often the teacher is right about held-out prompts, as it sees them: it cannot teach what it
+    cannot answer. Not with an environment, whose images its tower would have to see."""
+    if models.teacher is None or args.env.env:
+        return {}
+    batches = data.batches_in_order(rows.held_out, len(rows.held_out))
+    with models.teacher.asked() as teacher, data.PromptLoader(rows.processor, args.data, batches) as loader:
+        batch = loader.take()
+        if not models.actor.model.trains_vision:
+            vlm.compute_features(models.actor.model, batch)
+        greedy = replace(sampling, stream=EVAL, greedy=True)
+        answers = rollout(teacher, models.teacher.look(batch), greedy, 1)
+    answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
+    reward.score(answers, rows.processor)
+    metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)
+    return {f"eval/teacher_{word}": metrics[name] for word, name in accuracy_columns(metrics).items()}
+
+
 def values_and_returns(
     critic: Critic, batch: Batch, reward: rewards.RewardMix, state: TrainState, args: Args
 ) -> Tensor:
@@ -1662,12 +1739,14 @@ EVALUATION_COLUMNS = {
     "length": "eval/response_length_mean",
     "truncated": "eval/truncated_mean",
     "vision_gap": "eval/vision_gap_logprob",
+    "teacher": "eval/teacher_accuracy",
 }
 # ... and of a step
 STEP_COLUMNS = {
     "reward": "rollout/reward",
     "length": "rollout/response_length",
     "kl": "train/kl",
+    "teacher_kl": "train/teacher_kl",
     "entropy": "train/entropy",
     "clip": "train/clipped_high",
     "ev": "train/explained_variance",
@@ -1772,7 +1851,8 @@ def report(
         f"reward {metrics['rollout/reward']:.3f}), so nothing tells better answers from worse; see "
         f"{log.out}/samples"
     )
-    log.warn("spread", flat > 0.9 * prompts, text)
+    compared = args.algorithm.advantage != "none"
+    log.warn("spread", compared and flat > 0.9 * prompts, text)
 
 
 def check_sampler(

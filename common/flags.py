@@ -280,6 +280,7 @@ FOREIGN_NAMES = {
     "reward_recipe": "reward_weights",
     "reward_timeout": "remote_timeout",
     # algorithm
+    "teacher_model": "teacher_model_name_or_path teacher",
     "kl_coef": "beta init_kl_coef kl_loss_coef",
     "kl_in": "use_kl_loss",
     "kl_estimator": "kl_loss_type kl_penalty",
@@ -584,7 +585,7 @@ class RewardArgs:
         "boxed",
         "source of rewards, or several separated by commas: a rule (exact, boxed, answer, "
         "verdict, judgement), env (what --env gives), file.py:function, grm:FOLDER (generative judge), "
-        "rm:FOLDER (scalar reward model), or a server: http://host:port/path",
+        "rm:FOLDER (scalar reward model), a server: http://host:port/path; none: a teacher is enough",
         paths=True,
     )
     reward_recipe: str = flag(
@@ -629,6 +630,41 @@ class RewardArgs:
         low=1,
     )
     remote_batch: int = flag(32, "samples per request to a reward server", low=1)
+
+
+@dataclass(frozen=True)
+class TeacherArgs:
+    """teacher"""
+
+    teacher_model: str = flag(
+        "",
+        "frozen model that scores the sampled tokens too, from which the policy learns: a "
+        "checkpoint of any size with the policy's tokens, whose processor reads the rows; self: the "
+        "initial weights (with adapters, the base model); ema: the average of --ema_beta; empty: none",
+        paths=True,
+    )
+    teacher_in: str = flag(
+        "advantage",
+        "advantage: that of each token gains --teacher_coef * (its log-prob by the teacher - by the "
+        "policy); loss: it gains the exact KL(policy | teacher) over the vocabulary, which costs a "
+        "forward pass of the teacher per update",
+        choices=("advantage", "loss"),
+    )
+    teacher_coef: float = flag(1.0, "weight of the teacher", low=0)
+    teacher_prompt: str = flag(
+        "",
+        "what the teacher reads in place of a prompt, with columns of its row, as in "
+        "'{prompt} (The answer is {answer}.)'; empty: the prompt",
+    )
+    student_images: str = flag(
+        "",
+        "damage to the images of training, which the teacher sees undamaged: noise:0.3 (deviation "
+        "on a scale of 1); empty: none",
+    )
+
+    @property
+    def in_loss(self) -> bool:
+        return self.teacher_model != "" and self.teacher_in == "loss"
 
 
 @dataclass(frozen=True)

@@ -49,14 +49,15 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row; it may be longer, for a model with more.
+        banned: (V,) bool, ids that are -inf in every row; it may be shorter: so are those beyond it.
         row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
     """
     logits = _product(hidden, weight.t())
     if temperature != 1.0:
         logits /= temperature
     if banned is not None:
-        logits.masked_fill_(banned[: logits.shape[-1]], -math.inf)
+        logits[:, : len(banned)].masked_fill_(banned, -math.inf)
+        logits[:, len(banned) :] = -math.inf
     if row_banned is not None:
         chosen = logits[:, row_banned_ids]  # (n, k)
         logits[:, row_banned_ids] = chosen.masked_fill(row_banned[:, None], -math.inf)

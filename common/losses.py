@@ -83,6 +83,11 @@ class AdvantageInputs:
 AdvantagesAndReturns = tuple[Tensor, Tensor]  # (N,) each
 
 
+def no_advantages(x: AdvantageInputs) -> AdvantagesAndReturns:
+    """Rewards that are only measured."""
+    return torch.zeros_like(x.kl), torch.zeros_like(x.kl)
+
+
 def gae_estimate(x: AdvantageInputs) -> AdvantagesAndReturns:
     """Generalised advantage estimation with a critic. Advantages may use another lambda than the
     critic's targets (decoupled GAE: VC-PPO, Yuan et al. 2025; VAPO, Yue et al. 2025)."""

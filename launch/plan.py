@@ -73,6 +73,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
+    ppo.check_looks(args, rows, models)
     return budget.policy_plan(args, models, rows, gpus)
 
 

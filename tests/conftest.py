@@ -120,14 +120,16 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
-    models = ppo.load_models(args, ppo.build_models(args, rows.processor, ranks.device), ranks)
+    modules = ppo.build_models(args, rows.processor, ranks.device)
+    ppo.check_looks(args, rows, modules)
+    models = ppo.load_models(args, modules, ranks)
     return SimpleNamespace(
         args=args,
         ranks=ranks,
         rows=rows,
         processor=rows.processor,
         prompts=rows.train,
-        sampling=ppo.Sampling.of(args, rows.processor, ranks.device),
+        sampling=ppo.Sampling.of(args, rows.processor, ranks.device, models.teacher),
         models=models,
         actor=models.actor,
         critic=models.critic,

@@ -120,8 +120,11 @@ class PromptLoader:
         dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
         together: how many prompts that follow each other are of one rank.
 
-    ``rows`` are those of the batch taken last.
+    ``rows`` are those of the batch taken last. ``change``, if it is set before the loader is entered,
+    changes images as in `load_pixels`, at the place (draw number, 0).
     """
+
+    change: Callable | None = None
 
     def __init__(
         self,
@@ -138,9 +141,9 @@ class PromptLoader:
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self.rows: list = []
         self.later = iter(batches[taken:])
-        self.ahead = self.submit_next()  # what is decoding for the next `take`
 
     def __enter__(self) -> "PromptLoader":
+        self.ahead = self.submit_next()  # what is decoding for the next `take`
         return self
 
     def __exit__(self, *_) -> None:
@@ -167,7 +170,8 @@ class PromptLoader:
         for i, owner in enumerate(self.owners(len(rows))):
             prompt = prompt_of(rows[i])
             if owner == self.rank and prompt.images:
-                futures[i] = self.pool.submit(load_pixels, prompt, self.processor)
+                decode = load_pixels, prompt, self.processor, self.change, (draws[i], 0)
+                futures[i] = self.pool.submit(*decode)
         return rows, draws, futures
 
     def owners(self, count: int) -> list[int]:

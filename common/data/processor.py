@@ -31,7 +31,7 @@ class Processor:
     resizes their frames.
 
     Attributes:
-        config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
+        args, config, tokenizer, family (a `families.Family`), vocab_size, files (JSON by name).
         stop_ids end a response; banned_ids are never sampled; reserved_tokens are in no row.
     Raises:
         ValueError: files missing or unreadable, an unknown family, no chat template, contradictory
@@ -39,6 +39,7 @@ class Processor:
     """
 
     def __init__(self, folder: str | Path, args: DataArgs = DataArgs()):
+        self.args = args
         try:
             self.config = read_model_config(folder)
             self.family = family_of(self.config)

@@ -131,12 +131,16 @@ def policy_plan(args: Any, models: dict[str, nn.Module], rows: Any, ranks: int) 
         plan.held["actor", "average"] = plan.held["actor", "Adam"] // 2
     if args.exact_kl_in_loss:
         plan.asked.append("reference")
+    if args.teacher.in_loss:
+        plan.asked.append("teacher")
     slots = args.rollout.slots or 1
     plan.fixed["rollout"] = plan.decoding("actor", longest, slots)
     for role in models:
         if role.startswith("grm") and args.reward.grm_mode == "critique":
             length = longest + args.reward.grm_max_new_tokens
             plan.fixed[f"{role} writes"] = plan.decoding(role, length, slots, role)
+        elif role == "teacher" and args.data.eval_data:
+            plan.fixed["teacher answers"] = plan.decoding(role, longest, slots, role)
         elif role not in plan.trained:
             plan.fixed[f"{role} scores"] = plan.scoring(role)
     return plan

@@ -301,35 +301,26 @@ def packs(
     hidden_size = model.config.get_text_config().hidden_size
     # of a masked score, in units of tokens
     score_cost = 1 / (6 * hidden_size) if compute.backend == "sdpa" else 0.0
-    sized = batch if look is None else with_longer_prompts(batch, look[1])
+    sized = batch
+    if look is not None:
+        pairs = zip(batch.prompts, look[1].prompts)
+        longer = [max(pair, key=lambda prompt: len(prompt.input_ids)) for pair in pairs]
+        sized = replace(batch, prompts=longer)
     blocks = make_blocks(sized, compute.max_tokens_per_pack, indices, score_cost)
     assigned = assign_blocks(
         sized, blocks, dist.get_world_size(), compute.max_tokens_per_pack, hidden_size
     )
-    features = pack_features(model, batch, assigned)
-    mine = progress(assigned[dist.get_rank()], "packs")
-    if look is None:
-        return (make_pack(model, batch, blocks, features) for blocks in mine)
-    others = pack_features(*look, assigned)
-    return (
-        replace(make_pack(model, batch, blocks, features), look=make_pack(*look, blocks, others))
-        for blocks in mine
-    )
-
-
-def with_longer_prompts(batch: Batch, other: Batch) -> Batch:
-    """The batch with, at each index, the longer of the two prompts: blocks must fit both."""
-    pairs = zip(batch.prompts, other.prompts)
-    return replace(batch, prompts=[max(pair, key=lambda p: len(p.input_ids)) for pair in pairs])
-
-
-def pack_features(
-    model: nn.Module, batch: Batch, assigned: list[list[list[Block]]]
-) -> dict[int, Tensor]:
-    """The image features or pixels that this rank's packs need, by `image_keys`. ``assigned`` has the
-    blocks of each pack of each rank. A collective."""
     needed = [{key for blocks in part for key in image_keys(blocks)} for part in assigned]
-    return exchange_features(local_images(model, batch), needed, model.compute.dtype)
+    mine = progress(assigned[dist.get_rank()], "packs")
+
+    def packs_of(model: nn.Module, batch: Batch, mine: Iterable[list[Block]]) -> Iterator[Pack]:
+        features = exchange_features(local_images(model, batch), needed, model.compute.dtype)
+        return (make_pack(model, batch, blocks, features) for blocks in mine)
+
+    if look is None:
+        return packs_of(model, batch, mine)
+    pairs = zip(packs_of(model, batch, mine), packs_of(*look, assigned[dist.get_rank()]))
+    return (replace(pack, look=other) for pack, other in pairs)
 
 
 def join_packs(done: list[tuple[Tensor, Tensor]], tokens: int) -> Tensor:

@@ -1,17 +1,19 @@
-"""A second look at the same tokens: functions from a batch to a batch with the same samples and
-other images, which is scored like any other.
+"""A second look at the same tokens: functions from a batch to a batch with the same samples, but
+other prompts or images, which is scored like any other.
 
-    with_images   every image of the prompts and of environments changed
-    blank         a change: of an image and its place in the run
-    masked_images makes a change: random squares become black
-    has_images    which samples a change of images concerns
-    changed_logprobs   the log-probs then
-    focus         what VPPO makes of them
-    vision_gaps   what answers lose with blank images: the vision audit
+    with_prompts   every prompt in a template, as some processor reads it
+    with_images    every image of prompts and conversations changed, or as its file is
+    blank, ...     changes: of an image and its place in the run
+    vision_gaps    what answers lose with blank images: the vision audit
+    changed_logprobs, focus  log-probs with changed images, and what VPPO makes of them
+    Teacher        another model that scores the tokens, and how it looks at them
 """
 
+import functools
 import math
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Callable
 
 import numpy as np
@@ -20,18 +22,29 @@ import torch.nn as nn
 from PIL import Image, ImageStat
 from torch import Tensor
 
-from common import losses
+from common import distributed, losses
 from common.buffers import Batch, Conversation
 from common.data.loader import join_pixels, load_pixels
 from common.data.processor import Processor
-from common.flags import PerceptionArgs
-from common.model.forward import compute_features, image_features
+from common.data.rows import Prompt, columns_of, make_prompt
+from common.distributed import UserError
+from common.flags import PerceptionArgs, Refusals, TeacherArgs
+from common.model.forward import compute_features, image_features, tower_parameters
+from common.model.fsdp import Trainable, copy_weights, onloaded
+from common.model.weights import without_adapters
 
+# -------------------------------------------------------------------------------------------------
+# Other images
+# -------------------------------------------------------------------------------------------------
 
 # Which image of a run: the draw of its prompt, 0 or 1 + the number of the sample in whose
 # conversation it is, and which image of that. What is random in a change is seeded by it.
 Place = tuple[int, int, int]
 MASK_SQUARE = 14  # pixels
+
+
+def unchanged(image: Image.Image, place: Place) -> Image.Image:
+    return image
 
 
 def blank(image: Image.Image, place: Place) -> Image.Image:
@@ -54,6 +67,33 @@ def masked_images(share: float, seed: int) -> Callable:
     return change
 
 
+def noisy_images(deviation: float, seed: int) -> Callable:
+    """A change: Gaussian noise on every colour of every pixel, on a scale of 1."""
+
+    def change(image: Image.Image, place: Place) -> Image.Image:
+        pixels = np.asarray(image, dtype=np.float32)
+        noise = np.random.default_rng((seed, *place)).standard_normal(pixels.shape, np.float32)
+        return Image.fromarray((pixels + 255 * deviation * noise).clip(0, 255).astype(np.uint8))
+
+    return change
+
+
+# kind of damage -> function of its amount and a seed that makes the change
+DAMAGE = {"mask": masked_images, "noise": noisy_images}
+
+
+def damage(spec: str, seed: int) -> Callable | None:
+    """noise:0.3 -> a change; none of an empty text. Raises UserError: it cannot be read."""
+    if not spec:
+        return None
+    kind, _, amount = spec.partition(":")
+    try:
+        return DAMAGE[kind](float(amount), seed)
+    except (KeyError, ValueError) as error:
+        kinds = ", ".join(DAMAGE)
+        raise UserError(f"--student_images {spec}: not one of {kinds}, with :0.3, say") from error
+
+
 def has_images(batch: Batch) -> Tensor:
     """(S,) bool: whether a sample's prompt or conversation has images. The same on every rank."""
     seeing = [bool(batch.prompts[index].grids) for index in batch.prompt_index.tolist()]
@@ -62,20 +102,23 @@ def has_images(batch: Batch) -> Tensor:
     return torch.tensor(seeing, dtype=torch.bool)
 
 
-def with_images(batch: Batch, model: nn.Module, processor: Processor, change: Callable) -> Batch:
+def with_images(
+    batch: Batch, model: nn.Module, processor: Processor, change: Callable = unchanged
+) -> Batch:
     """The batch with ``change(image, place)`` for every image (Pillow's) and every frame of a clip,
-    of the same sizes.
+    of the same sizes, as a processor reads it and the tower of a model sees it.
 
-    Raises ValueError: a file that has changed since it was read.
+    Raises UserError, on every rank: a file that has changed since it was read.
     """
     patches = {}
-    for index in batch.own_prompts():
-        prompt = batch.prompts[index]
-        # a first observation that all samples of a prompt share has grids there, and no file
-        files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
-        pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
-        if pixels is not None:
-            patches[index] = pixels
+    with distributed.raise_on_all_ranks():
+        for index in batch.own_prompts():
+            prompt = batch.prompts[index]
+            # a first observation that all samples of a prompt share has grids there, and no file
+            files = replace(prompt, grids=prompt.grids[: len(prompt.images)])
+            pixels = load_pixels(files, processor, change, (batch.prompt_ids[index], 0))
+            if pixels is not None:
+                patches[index] = pixels
     conversations = list(batch.conversations)
     for i, conversation in enumerate(conversations):
         index = int(batch.prompt_index[i])
@@ -140,3 +183,128 @@ def with_patches(model: nn.Module, conversation: Conversation, patches: list[Ten
         return replace(conversation, features=joined[None])
     features = image_features(model, joined, torch.tensor(conversation.grids)).cpu()
     return replace(conversation, features=features)
+
+
+# -------------------------------------------------------------------------------------------------
+# Other prompts
+# -------------------------------------------------------------------------------------------------
+
+
+def with_prompts(batch: Batch, processor: Processor, template: str = "") -> Batch:
+    """The batch with all prompts as `read_prompt` has them. To a processor that is not that of the
+    batch images are of other grids: `with_images` must follow."""
+    prompts = [read_prompt(prompt, processor, template) for prompt in batch.prompts]
+    return replace(batch, prompts=prompts, positions={})
+
+
+@functools.cache  # a row is read once in a run
+def read_prompt(prompt: Prompt, processor: Processor, template: str) -> Prompt:
+    """A row's prompt in the template, if there is one, as a processor reads it. Raises ValueError:
+    a column that the row lacks, images that the family does not take, too many tokens."""
+    try:
+        messages = with_hint(prompt, template) if template else prompt.messages
+        return make_prompt(processor, messages, prompt.images, processor.args)
+    except ValueError as error:
+        raise ValueError(f"{prompt.source}: {error}") from error
+
+
+def with_hint(prompt: Prompt, template: str) -> list[dict]:
+    """The messages of a prompt, the last one in the place of {prompt} in a template of Python's, whose
+    other fields are columns of the row. Raises ValueError: one that the row lacks."""
+    answer = {} if prompt.reference is None else {"answer": prompt.reference}
+    try:
+        text = template.format_map(prompt.row | answer | {"prompt": "{prompt}"})
+    except KeyError as error:
+        raise ValueError(f"--teacher_prompt: no column {error}; {columns_of(prompt.row)}") from error
+    before, _, after = text.partition("{prompt}")
+    *earlier, last = prompt.messages
+    parts = [{"type": "text", "text": before}, *last["content"], {"type": "text", "text": after}]
+    return [*earlier, last | {"content": [part for part in parts if part.get("text") != ""]}]
+
+
+# -------------------------------------------------------------------------------------------------
+# Another model
+# -------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Teacher:
+    """A frozen model that scores the policy's tokens, and how it looks at them: with its own
+    processor and tower if it has them, at prompts in a template, at images without damage."""
+
+    policy: nn.Module  # gives log-probs; has a model and a processor, as the actor
+    actor: nn.Module
+    args: TeacherArgs
+    offload: str  # as the flag says
+
+    @contextmanager
+    def asked(self):
+        """Inside, its module is on its device and without adapters."""
+        policy = self.policy
+        with onloaded(policy, self.offload), without_adapters(policy.model):
+            yield policy
+
+    @property
+    def own_tower(self) -> bool:
+        """Whether image features must be made for it."""
+        model = self.policy.model
+        return not (self.policy is self.actor or model.trains_vision or not tower_parameters(model))
+
+    def look(self, batch: Batch) -> Batch:
+        """The batch, with or without samples, as the teacher sees it."""
+        actor, processor, template = self.actor, self.policy.processor, self.args.teacher_prompt
+        if batch.conversations:
+            return batch
+        if template or processor is not actor.processor:
+            batch = with_prompts(batch, processor, template)
+        if self.own_tower or self.args.student_images:
+            sees = self.own_tower or actor.model.trains_vision
+            batch = with_images(batch, (self.policy if sees else actor).model, processor)
+        return batch
+
+    def check(self, rows: list[Prompt], env: str) -> None:
+        """Raises UserError, on every rank: tokens of the policy that it lacks, rows that it cannot
+        read."""
+        processor, template = self.policy.processor, self.args.teacher_prompt
+        tokens, others = (p.tokenizer.get_vocab() for p in (self.actor.processor, processor))
+        lacking = tokens.items() - others.items()
+        with distributed.raise_on_all_ranks(f"--teacher_model {self.args.teacher_model}: "):
+            if lacking:
+                raise ValueError(
+                    f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} "
+                    f"tokens or has them under other ids, such as {min(lacking)}"
+                )
+            if env and self.own_tower:
+                raise ValueError("with --env it must have the vision tower of the policy")
+            with ThreadPoolExecutor(8) as pool:  # headers of images wait for the file system
+                list(pool.map(lambda row: read_prompt(row, processor, template), rows))
+
+
+def teacher_of(modules: dict[str, nn.Module], args: TeacherArgs, offload: str) -> Teacher | None:
+    """That of --teacher_model, without a module of its own the actor without its adapters."""
+    actor = modules["actor"]
+    if args.teacher_model:
+        return Teacher(modules.get("teacher", actor), actor, args, offload)
+    return None
+
+
+def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
+    """Give a teacher `ema` the averaged weights of the actor."""
+    if teacher is not None and teacher.args.teacher_model == "ema":
+        with trained.averaged():
+            copy_weights(trained.module, teacher.policy)
+
+
+def refuse_flags(refuse: Refusals) -> None:
+    """Refuse `TeacherArgs` that cannot work, and learning from nothing."""
+    values, teacher = refuse.values, refuse.values.teacher_model
+    ema, idle = teacher == "ema", values.advantage == "none"
+    refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
+    refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
+    refuse(values.teacher_prompt and not teacher, "--teacher_prompt needs a --teacher_model")
+    refuse.both("teacher_prompt", "env", ": conversations are scored as they were held")
+    refuse.both("student_images", "env", ": environments show images as they are")
+    refuse(
+        idle and (not teacher or values.kl_coef and values.kl_in == "reward"),
+        "--advantage none, which --reward none implies, needs a --teacher_model, and a KL in the loss",
+    )

@@ -20,7 +20,7 @@ import math
 import re
 import shutil
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Callable, Iterable, Iterator
 
@@ -37,7 +37,7 @@ from common import distributed
 from common.data.families import Qwen, family_of
 from common.data.folder import read_json, read_model_config
 from common.data.processor import Processor
-from common.flags import ModelArgs, follow_pointer
+from common.flags import DataArgs, ModelArgs, follow_pointer
 from common.logging import sync_folder, write_pointer
 from common.model.attention import choose_backend, flash_attn_problem
 from common.model.compilation import compile_layers
@@ -250,6 +250,30 @@ class Builder:
         if args.compile == "layers":
             compile_layers(model)
         return model
+
+
+def build_reader(
+    name: str,
+    actor: nn.Module,
+    args: DataArgs,
+    longest: int,
+    head: bool = True,
+    shares: bool = True,
+) -> tuple[nn.Module, Processor]:
+    """The frozen model of another checkpoint, on meta, and its processor, to read rows by themselves:
+    without a vision tower where it may (``shares``) and can read the actor's image features.
+
+    Raises ValueError: a folder that is no model, or of a family that is not supported.
+    """
+    planned = actor.model.compute.device.type == "meta"  # a plan fetches no weights
+    folder = resolve_folder(name, weights=not planned)
+    # It sees images at the size that it was trained on.
+    processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
+    shares = shares and reads_features_of(actor.model, actor.processor, folder, processor)
+    compute = actor.model.compute
+    model = build_model(processor.config, compute, longest, vision=not shares, head=head)
+    model.folder = folder
+    return model.requires_grad_(False), processor
 
 
 def recompute_layers(model: nn.Module) -> None:

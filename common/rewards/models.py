@@ -31,7 +31,7 @@ from common.data.rows import (
 )
 from common.distributed import UserError
 from common.model import weights
-from common.model.forward import compute_features
+from common.model.forward import compute_features, tower_parameters
 from common.model.fsdp import onloaded
 from common.rewards.accuracy import doubtful_accuracy
 from common.rewards.functions import Source
@@ -81,25 +81,20 @@ def build(reward: RewardMix, rows: list[Prompt], script: Script) -> dict[str, nn
 
 def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardModel":
     """The model of a source that scores these rows."""
-    actor, args, is_judge = script.actor.model, script.args, source.kind == "grm"
-    planned = actor.compute.device.type == "meta"  # a plan fetches no weights
-    folder = weights.resolve_folder(source.folder, weights=not planned)
-    # A reward model sees images at the size that it was trained on.
-    processor = Processor(folder, replace(args.data, min_pixels=0, max_pixels=0))
+    args, is_judge = script.args, source.kind == "grm"
+    whole = not args.teacher.student_images  # or the features of the actor are of damaged images
+    model, processor = weights.build_reader(
+        source.folder, script.actor, args.data, args.longest, head=is_judge, shares=whole
+    )
     for row in rows:
         try:
             check_media(processor, row.images)
         except ValueError as error:
             raise ValueError(f"{row.source}: {error}") from error
-    shares_tower = weights.reads_features_of(actor, script.actor.processor, folder, processor)
-    model = weights.build_model(
-        processor.config, actor.compute, args.longest, vision=not shares_tower, head=is_judge
-    )
-    model.folder = folder
     module = script.policy(model, processor) if is_judge else script.critic(model)
     module.requires_grad_(False)
     kind = JudgeModel if is_judge else ScalarModel
-    return kind(source.spec, module, processor, shares_tower, script)
+    return kind(source.spec, module, processor, not tower_parameters(model), script)
 
 
 class Answer(NamedTuple):
