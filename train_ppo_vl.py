@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     modules = build_models(args, rows.processor, ranks.device)  # on meta: no weights are read yet
     modules |= build_reward_models(args, reward, rows, modules["actor"])
     if not args.run.export_only:
-        check_looks(args, rows, modules)
+        looks.check(args, modules, rows)
         budget.fit(budget.policy_plan(args, modules, rows, ranks.world), ranks)
     models = load_models(args, modules, ranks)
 
@@ -109,8 +109,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 break
             if logging.evaluation_due(step, args, rows) and not log.has_evaluation(step):
                 metrics, records, pictures = evaluate(trainables, reward, rows, sampling, state, args)
-                if step == 0:
-                    metrics |= evaluate_teacher(models, reward, rows, sampling, args)
+                if step == 0 and models.teacher is not None and environment is None:
+                    metrics |= evaluate_teacher(models.teacher, reward, rows, sampling, args)
                 report_evaluation(log, metrics, records, pictures, state)
             checkpoints.export_if_due(step, last, trainables["actor"], rows.processor)
             if step == last or args.run.eval_only:
@@ -590,12 +590,7 @@ def check_args(args: Args) -> None:
     refuse.exceeds("overlong_buffer", "max_new_tokens")
     check_algorithm_args(refuse)
     check_kl_args(refuse)
-    looks.refuse_flags(refuse)
-    refuse(
-        values.student_images and args.perception.masks_images,
-        "--student_images and --perception_coef, _ratio, _scale: choose one of them",
-    )
-    looks.damage(values.student_images, values.seed)
+    looks.refuse_flags(refuse, args.perception)
     refuse.raise_any()
 
 
@@ -1036,15 +1031,6 @@ def build_reward_models(
     return rewards.build_models(reward, rows.train + rows.held_out, script)
 
 
-def check_looks(args: Args, rows: Rows, modules: dict[str, nn.Module]) -> None:
-    """Raises UserError: rows that the teacher cannot read, or no image that could be damaged."""
-    if args.teacher.student_images and not any(row.images for row in rows.train):
-        raise UserError("--student_images: no row of --data has images")
-    teacher = looks.teacher_of(modules, args.teacher, args.update.offload)
-    if teacher is not None:
-        teacher.check(rows.train + rows.held_out, args.env.env)
-
-
 class Models(NamedTuple):
     """The models of the algorithm, sharded and loaded."""
 
@@ -1064,8 +1050,7 @@ def load_models(args: Args, modules: dict[str, nn.Module], ranks: distributed.Ra
     actor, reference = modules["actor"], modules.get("reference")
     if reference is None and args.algorithm.kl_coef:
         reference = actor  # without its adapters
-    teacher = looks.teacher_of(modules, args.teacher, args.update.offload)
-    return Models(actor, modules.get("critic"), reference, teacher)
+    return Models(actor, modules.get("critic"), reference, looks.teacher_of(args, modules))
 
 
 def make_trainables(args: Args, models: Models) -> dict[str, fsdp.Trainable | nn.Module]:
@@ -1269,9 +1254,8 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
     if models.critic is not None:
         batch.values = compute_values(models.critic, batch)
-    if models.teacher is not None and args.teacher.teacher_in == "advantage":
-        with models.teacher.asked() as teacher:
-            batch.teacher_logprobs = compute_logprobs(teacher, models.teacher.look(batch))
+    if args.teacher.in_advantage:
+        batch.teacher_logprobs = models.teacher.logprobs(batch, compute_logprobs)
 
 
 def fill_reference_kl(batch: Batch, actor: Policy, reference: Policy, estimator: str) -> None:
@@ -1701,19 +1685,15 @@ def evaluate(
 
 
 def evaluate_teacher(
-    models: Models, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
+    teacher: looks.Teacher, reward: rewards.RewardMix, rows: Rows, sampling: Sampling, args: Args
 ) -> dict[str, float]:
     """How often the teacher is right about held-out prompts, as it sees them: it cannot teach what it
-    cannot answer. Not with an environment, whose images its tower would have to see."""
-    if models.teacher is None or args.env.env:
-        return {}
+    cannot answer."""
     batches = data.batches_in_order(rows.held_out, len(rows.held_out))
-    with models.teacher.asked() as teacher, data.PromptLoader(rows.processor, args.data, batches) as loader:
+    sampling = replace(sampling, stream=EVAL, greedy=True)
+    with teacher.asked() as policy, data.PromptLoader(rows.processor, args.data, batches) as loader:
         batch = loader.take()
-        if not models.actor.model.trains_vision:
-            vlm.compute_features(models.actor.model, batch)
-        greedy = replace(sampling, stream=EVAL, greedy=True)
-        answers = rollout(teacher, models.teacher.look(batch), greedy, 1)
+        answers = rollout(policy, teacher.look(batch), sampling, 1)
     answers = replace(answers, prompts=batch.prompts, features=batch.features, positions={})
     reward.score(answers, rows.processor)
     metrics = rewards.summarise(rewards.sample_records(answers, rows.processor), 1)

@@ -666,6 +666,10 @@ class TeacherArgs:
     def in_loss(self) -> bool:
         return self.teacher_model != "" and self.teacher_in == "loss"
 
+    @property
+    def in_advantage(self) -> bool:
+        return self.teacher_model != "" and self.teacher_in == "advantage"
+
 
 @dataclass(frozen=True)
 class EnvArgs:

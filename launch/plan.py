@@ -19,7 +19,7 @@ import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common.distributed import raise_on_all_ranks, run_main
 from common.flags import Parser
-from common.model import budget, weights
+from common.model import budget, looks, weights
 from common.rewards import scoring
 
 META = torch.device("meta")
@@ -73,7 +73,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
     reward.check_rows(rows.train + rows.held_out)
     models = ppo.build_models(args, rows.processor, META)
     models |= ppo.build_reward_models(args, reward, rows, models["actor"])
-    ppo.check_looks(args, rows, models)
+    looks.check(args, models, rows)
     return budget.policy_plan(args, models, rows, gpus)
 
 

@@ -115,13 +115,14 @@ def start(checkpoint: Path, data: str | None = None, *flags: str | Path):
 
     import train_ppo_vl as ppo
     from common import distributed
+    from common.model import looks
 
     common = "--max_prompt_tokens 512 --max_new_tokens 12 --prompts_per_step 4"
     args = ppo.parse_args(words("--model", checkpoint, "--data", data, common, *flags))
     ranks = distributed.start(args.run.timeout, args.run.hsdp)
     rows = ppo.load_rows(args)
     modules = ppo.build_models(args, rows.processor, ranks.device)
-    ppo.check_looks(args, rows, modules)
+    looks.check(args, modules, rows)
     models = ppo.load_models(args, modules, ranks)
     return SimpleNamespace(
         args=args,

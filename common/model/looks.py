@@ -14,7 +14,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Callable
+from typing import Any, Callable
 
 import numpy as np
 import torch
@@ -250,9 +250,16 @@ class Teacher:
         model = self.policy.model
         return not (self.policy is self.actor or model.trains_vision or not tower_parameters(model))
 
+    def logprobs(self, batch: Batch, compute_logprobs: Callable) -> Tensor:
+        """(N,) of the batch's tokens, by the teacher."""
+        with self.asked() as policy:
+            return compute_logprobs(policy, self.look(batch))
+
     def look(self, batch: Batch) -> Batch:
         """The batch, with or without samples, as the teacher sees it."""
         actor, processor, template = self.actor, self.policy.processor, self.args.teacher_prompt
+        if not actor.model.trains_vision:
+            compute_features(actor.model, batch)
         if batch.conversations:
             return batch
         if template or processor is not actor.processor:
@@ -280,12 +287,21 @@ class Teacher:
                 list(pool.map(lambda row: read_prompt(row, processor, template), rows))
 
 
-def teacher_of(modules: dict[str, nn.Module], args: TeacherArgs, offload: str) -> Teacher | None:
-    """That of --teacher_model, without a module of its own the actor without its adapters."""
+def teacher_of(args: Any, modules: dict[str, nn.Module]) -> Teacher | None:
+    """That of --teacher_model: without a module of its own it is the actor without its adapters."""
     actor = modules["actor"]
-    if args.teacher_model:
-        return Teacher(modules.get("teacher", actor), actor, args, offload)
+    if args.teacher.teacher_model:
+        return Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
     return None
+
+
+def check(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
+    """Raises UserError: rows that the teacher cannot read, or no image that could be damaged."""
+    if args.teacher.student_images and not any(row.images for row in rows.train):
+        raise UserError("--student_images: no row of --data has images")
+    teacher = teacher_of(args, modules)
+    if teacher is not None:
+        teacher.check(rows.train + rows.held_out, args.env.env)
 
 
 def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
@@ -295,7 +311,7 @@ def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
             copy_weights(trained.module, teacher.policy)
 
 
-def refuse_flags(refuse: Refusals) -> None:
+def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     """Refuse `TeacherArgs` that cannot work, and learning from nothing."""
     values, teacher = refuse.values, refuse.values.teacher_model
     ema, idle = teacher == "ema", values.advantage == "none"
@@ -304,6 +320,11 @@ def refuse_flags(refuse: Refusals) -> None:
     refuse(values.teacher_prompt and not teacher, "--teacher_prompt needs a --teacher_model")
     refuse.both("teacher_prompt", "env", ": conversations are scored as they were held")
     refuse.both("student_images", "env", ": environments show images as they are")
+    refuse(
+        values.student_images and perception.masks_images,
+        "--student_images and --perception_coef, _ratio, _scale: choose one of them",
+    )
+    damage(values.student_images, values.seed)
     refuse(
         idle and (not teacher or values.kl_coef and values.kl_in == "reward"),
         "--advantage none, which --reward none implies, needs a --teacher_model, and a KL in the loss",
