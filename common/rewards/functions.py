@@ -44,6 +44,8 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     kind, _, rest = spec.partition(":")
     if spec in RULES:
         return Source(spec, spec, "rule", function=functools.partial(rule_reward, spec))
+    if spec == "none":
+        return Source(spec, spec, "function", function=no_reward)
     if spec == "env":
         return Source(spec, "env", "env")
     if kind in ("grm", "rm") and rest:
@@ -54,6 +56,10 @@ def load_source(spec: str, args: RewardArgs = RewardArgs()) -> Source:
     function = load_function("--reward", spec, "prompts, responses, references, labels, images")
     name, takes_rows = spec.rpartition(":")[2], "rows" in inspect.signature(function).parameters
     return Source(spec, name, "function", function=function, takes_rows=takes_rows)
+
+
+def no_reward(prompts, responses, references, labels, images) -> list[float]:
+    return [0.0] * len(responses)
 
 
 def load_function(flag_name: str, spec: str, takes: str) -> Callable:

@@ -40,8 +40,6 @@ def load(args: RewardArgs) -> "RewardMix":
     """The sources of --reward or --reward_recipe and how they are combined. Raises UserError."""
     if args.reward_recipe and args.reward_combiner:
         raise UserError("--reward_combiner and --reward_recipe: choose one of them")
-    if args.reward == "none" and not args.reward_recipe:
-        return RewardMix([], {"*": {}}, args)
     recipe = {"*": dict.fromkeys(split_specs(args.reward), 1.0)}
     if args.reward_recipe:
         recipe = read_recipe(args.reward_recipe)
