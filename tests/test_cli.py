@@ -157,7 +157,7 @@ stray                                         | unrecognized arguments: stray
 --advantage gdpo --reward_norm --overlong_buffer 5 | --overlong_buffer: --advantage gdpo compares the sources
 --perception_ratio 0.4 --policy_loss gspo     | --perception_ratio chooses tokens, but --policy_loss gspo is one of whole responses
 --perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo is one of whole responses
---perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06 and at most 1
+--perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
 --black_prob 0.5                              | did you mean --perception_mask?
 --gae_lambda_policy -0.5                      | --gae_lambda_policy -0.5 must be at least 0, or -1

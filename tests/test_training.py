@@ -976,6 +976,8 @@ RUNS = {  # name -> (family, flags); an odd number of prompts per step, so that 
                 "--eval_data TASK/judgements.jsonl"),
     "average": ("qwen2_5_vl", "--steps 2 --prompts_per_step 6 --minibatches 3 --advantage grpo --ema_beta 0.6 "
                 "--ptx_data TASK/ptx.jsonl --ptx_coef 0.5 --ptx_batch 3"),
+    "masked": ("qwen2_5_vl", "--steps 2 --prompts_per_step 5 --advantage gdpo --perception_coef 0.1 --perception_ratio 0.5 "
+               "--perception_scale 0.8 --entropy_coef -0.01 --eval_every 0"),
     "talking": ("qwen2_5_vl", "--steps 3 --kl_coef 0.1 --gamma 0.9 --env TALKERS:Talk --reward_recipe TASK/talk.json "
                 "--grm_question correct --eval_data TASK/talk.jsonl " + TALKING),
     "looking": ("qwen2_5_vl", "--steps 2 --advantage rloo --train_vision --env TALKERS:Same --reward env "
