@@ -95,7 +95,8 @@ class MemoryPlan:
         return self.resident(role, *self.asked) | parts
 
     def scoring(self, role: str) -> Parts:
-        """Of a frozen model. Scoring by those in training needs less than their updates."""
+        """Of a frozen model. Scoring by those in training, be it with masked or blank images, needs less
+        than their updates."""
         module = self.models[role]
         root, layer, _ = memory.gathered_bytes(module)
         forward = memory.forward_bytes(module, module.model.compute.head_chunk)
