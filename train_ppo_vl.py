@@ -288,9 +288,9 @@ class AlgorithmArgs:
         "gae",
         "advantage estimator. gae trains a critic; grpo (alias group_norm), gdpo, dr_grpo, rloo, opo, "
         "gpg and reinforce_baseline compare the samples of a prompt, at least 2; remax adds a greedy "
-        "one. gdpo compares each source of rewards apart, or, of a single source, each of the "
-        "components that it returns beside its reward. none: rewards are only measured, and a teacher "
-        "teaches; --reward none implies it",
+        "one. gdpo compares each source of rewards separately or, if there is one source, each of "
+        "the components that it returns besides its reward. none: only a teacher teaches, rewards are "
+        "just measured; --reward none implies it",
         choices=tuple(ESTIMATORS),
     )
     gamma: float = flag(
@@ -305,7 +305,7 @@ class AlgorithmArgs:
     gae_alpha: float = flag(
         0.0,
         "above 0: the lambda of gae's advantages is 1 - 1 / (alpha x tokens of the response), at "
-        "least 0, so that it suits long responses (VAPO: 0.05); 0: off",
+        "least 0, so that it grows with the response (VAPO: 0.05); 0: off",
         low=0,
     )
     advantages_norm: str = flag(
@@ -388,7 +388,7 @@ class AlgorithmArgs:
         3.0, "largest ratio that counts where the advantage is negative (ppo), above 1; 0: off"
     )
     value_clip: float = flag(0.2, "how far a value may move in a step; 0: any distance", low=0)
-    entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0: of a penalty")
+    entropy_coef: float = flag(0.0, "weight of the entropy bonus; below 0 it is a penalty")
     high_entropy_ratio: float = flag(
         1.0,
         "use only this fraction of each response's tokens, those of highest entropy, in the policy "
@@ -610,7 +610,7 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
     )
     if values.advantage == "gdpo":
         for name in ("reward_combiner", "reward_norm", "reward_clip", "overlong_buffer"):
-            why = "--advantage gdpo compares the sources of rewards apart, before they are one number"
+            why = "--advantage gdpo compares the sources of rewards before they become one number"
             refuse(getattr(values, name), f"--{name}: {why}")
     if values.dynamic_sampling:
         refuse.exceeds("rollouts_per_step", "dynamic_sampling")
@@ -619,7 +619,7 @@ def check_algorithm_args(refuse: flags.Refusals) -> None:
         refuse(-1 < value < 0, f"--{name} {value} must be at least 0, or -1 for its default")
     refuse(
         values.perception_ratio < 1 and values.policy_loss in ("gspo", "gmpo"),
-        f"--perception_ratio chooses tokens, but --policy_loss {values.policy_loss} is one of whole "
+        f"--perception_ratio chooses tokens, but --policy_loss {values.policy_loss} takes whole "
         "responses",
     )
     refuse(
@@ -1544,7 +1544,7 @@ def actor_loss(
     tokens in the policy loss), a `Largest`, or a number that is the pack's share of a loss.
     """
     algorithm = args.algorithm
-    references = []  # to which the loss has the exact KL
+    references = []  # the loss contains the exact KL to each of them
     if args.exact_kl_in_loss:
         references.append(reference_outputs(models.reference, pack))
     if pack.look is not None:
@@ -1590,8 +1590,8 @@ def actor_loss(
 def added_terms(
     logp: Tensor, kls: list[Tensor], pack: Pack, batch: Batch, args: Args
 ) -> dict[str, tuple[float, Tensor]]:
-    """Terms (T,) that the actor's loss adds to the policy loss, with their coefficients, by the name
-    of their metric. ``kls``: the exact ones, that to the teacher last."""
+    """Metric name -> (coefficient, term (T,)) of what the actor's loss adds to the policy loss.
+    ``kls`` are the exact KLs, the one to the teacher last."""
     terms, algorithm = {}, args.algorithm
     if pack.look is not None:
         terms["teacher_kl"] = args.teacher.teacher_coef, kls.pop()

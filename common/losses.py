@@ -37,9 +37,9 @@ class AdvantageInputs:
     kl_coef: float  # its weight in the reward
     lengths: Tensor  # (S,) response tokens
     prompt_index: Tensor  # (S,) int64, the prompt of a sample
-    # (S,) each, not shaped; NaN: the sample has none. Several sources of rewards come first
+    # (S,) each, before shaping; NaN where a sample has none. The rewards of several sources come first
     components: dict[str, Tensor] = field(default_factory=dict)
-    weights: Tensor | None = None  # (S, K) of these sources
+    weights: Tensor | None = None  # (S, K) of the K sources
     # (N,) the part of the rewards that was earned turn by turn, at the last token of each turn
     turn_rewards: Tensor | None = None
     values: Tensor | None = None  # (N,) the critic's
@@ -47,9 +47,8 @@ class AdvantageInputs:
     greedy_rewards: Tensor | None = None
     gamma: float = 1.0
     gae_lambda: float = 1.0
-    # of the advantages alone: fixed, -1: gae_lambda; or above 0 `length_adaptive_lambda`
-    gae_lambda_policy: float = -1.0
-    gae_alpha: float = 0.0
+    gae_lambda_policy: float = -1.0  # lambda of the advantages alone; -1: gae_lambda
+    gae_alpha: float = 0.0  # above 0: their lambda is `length_adaptive_lambda`
 
     @functools.cached_property
     def token_rewards(self) -> Tensor:
@@ -122,12 +121,13 @@ def grpo(x: AdvantageInputs) -> AdvantagesAndReturns:
 
 
 def gdpo(x: AdvantageInputs) -> AdvantagesAndReturns:
-    """Each source of rewards, or each component of a single one, standardized among the samples of
-    its prompt; their weighted sum over its deviation in the step (Liu et al. 2026, arXiv 2601.05242).
+    """Each source of rewards (or each component, if there is one source) is standardized among the
+    samples of a prompt; their weighted sum is divided by its deviation in the step (Liu et al. 2026,
+    arXiv 2601.05242).
 
-    That deviation is one over samples, as in the paper and the authors' version of TRL; in theirs of
-    verl it is one over tokens. The sum has mean 0 as it is. What has no spread among the samples
-    of a prompt, or is NaN, counts 0.
+    That deviation is taken over samples, as in the paper and the authors' version of TRL; their
+    version of verl takes it over tokens. The mean of the sum is 0 already. A source counts as 0 where
+    it is NaN, and where the samples of a prompt are equal in it.
     """
     columns = list(x.components.values()) or [x.rewards]
     weights = torch.ones(len(x.rewards), len(columns)) if x.weights is None else x.weights
@@ -179,7 +179,8 @@ def _for_all_tokens(x: AdvantageInputs, per_sample: Tensor) -> AdvantagesAndRetu
 
 
 def _subtract_kl(x: AdvantageInputs, standard: Tensor) -> AdvantagesAndReturns:
-    """(S,) rewards, standardized alone, less the undiscounted KL to go of each token.
+    """Advantages from rewards (S,) that were standardized without the KL: each token subtracts its
+    undiscounted KL to go.
 
     If the rewards had included the KL, samples with equal rewards would be told apart by its noise.
     """
@@ -379,19 +380,19 @@ def _largest(values: Tensor, lengths: Tensor, counts: Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------
-# Perception: what becomes less likely where images are masked. NaN: a token of a response to no image
+# Perception: how log-probs change if images are masked. NaN: a token of a response without images
 # -------------------------------------------------------------------------------------------------
 
 
 def perception(old: Tensor, masked: Tensor) -> Tensor:
-    """(N,) how much each token depends on the images, from 0 to 10: k3 of log-probs (N,) at the start
-    of the update and ``masked`` (N,), the same with masked images (VPPO, Huang et al. 2025)."""
+    """(N,) how much each token depends on the images, from 0 to 10: k3 of the log-probs (N,) at the
+    start of the update and ``masked`` (N,), those with masked images (VPPO, Huang et al. 2025)."""
     return kl_penalty("k3", old, masked).clamp(0, 10)
 
 
 def perception_mask(seen: Tensor, lengths: Tensor, ratio: float) -> Tensor:
     """(N,) bool: the ``ceil(ratio * n)`` tokens of largest `perception` (N,) in each response of n
-    tokens to images (VPPO), and all tokens of the others."""
+    tokens (VPPO), and all tokens of responses without images."""
     return _largest(seen, lengths, (ratio * lengths).ceil()) | seen.isnan()
 
 
@@ -399,12 +400,12 @@ def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
     """(S,) factors of the responses' advantages (VPPO, Huang et al. 2025): ``low + (top - low) *
     (s - min) / (max - min)`` of the mean `perception` s of each response to images.
 
-    ``top`` makes their mean 1, and is at most ``low + (1 - low) * S``, as one of the S quotients is 1.
-    Without images, and where all s are equal, a factor is 1. All responses of the step are compared;
-    the authors' code takes min and max per device, and the mean per micro-batch.
+    ``top`` is such that the mean of the factors is 1; it is at most ``low + (1 - low) * S``, because
+    one of the S quotients is 1. A factor is 1 without images, and if all s are equal. All responses of
+    the step are compared; the authors' code takes min and max per device, and the mean per micro-batch.
     """
     means = torch.stack([part.double().mean() for part in seen.split(lengths.tolist())])  # (S,)
-    counts = ~means.isnan()  # not those without tokens either
+    counts = ~means.isnan()  # responses with images and at least one token
     s, factors = means[counts], torch.ones_like(means)
     if len(s) and s.max() - s.min() > ROUNDING:
         place = (s - s.min()) / (s.max() - s.min())
@@ -413,11 +414,11 @@ def perception_factors(seen: Tensor, lengths: Tensor, low: float) -> Tensor:
 
 
 def perception_kl(logp: Tensor, masked: Tensor) -> Tensor:
-    """(N,) k3 of the policy's log-probs and ``masked``, the same with masked images at the start of
-    the update: what the actor's loss subtracts (PAPO, Wang et al. 2025). 0 without images.
+    """(N,) k3 of the policy's log-probs and ``masked``, those with masked images at the start of the
+    update. The actor's loss subtracts it (PAPO, Wang et al. 2025). 0 without images.
 
-    As in the authors' runs, ``masked`` has no gradient. Neither has the paper's entropy of the masked
-    policy then, which is therefore left out.
+    As in the authors' runs, ``masked`` has no gradient. The paper's entropy of the masked policy is
+    left out, as it would have none either.
     """
     return kl_penalty("k3", logp, torch.where(masked.isnan(), logp.detach(), masked))
 

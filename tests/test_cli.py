@@ -155,8 +155,8 @@ stray                                         | unrecognized arguments: stray
 --advantage gdpo --samples_per_prompt 1       | --samples_per_prompt 1 must be at least 2
 --advantage gdpo --reward exact,boxed --reward_combiner m.py:f | --reward_combiner: --advantage gdpo compares the sources
 --advantage gdpo --reward_norm --overlong_buffer 5 | --overlong_buffer: --advantage gdpo compares the sources
---perception_ratio 0.4 --policy_loss gspo     | --perception_ratio chooses tokens, but --policy_loss gspo is one of whole responses
---perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo is one of whole responses
+--perception_ratio 0.4 --policy_loss gspo     | --perception_ratio chooses tokens, but --policy_loss gspo takes whole responses
+--perception_ratio 0.4 --policy_loss gmpo     | --policy_loss gmpo takes whole responses
 --perception_ratio 0                          | --perception_ratio 0.0 must be at least 1e-06
 --perception_coef -1                          | --perception_coef -1.0 must be at least 0
 --black_prob 0.5                              | did you mean --perception_mask?
