@@ -857,8 +857,8 @@ class Sampling:
     training use the distribution that was sampled from."""
 
     max_new_tokens: int
-    # (V,) bool: ids that are never drawn, such as image tokens; V of the smaller vocabulary if a
-    # teacher has another one
+    # (V,) bool: ids that are never drawn, such as image tokens; with a teacher, V is the smaller of
+    # the two vocabularies
     banned: Tensor
     stop_ids: Tensor  # (k,) ids that end a response
     temperature: float = 1.0

@@ -49,7 +49,7 @@ def logits_fp32(
     Args:
         weight: (V, H) of the language-model head.
         temperature: the sampling temperature, positive.
-        banned: (V,) bool, ids that are -inf in every row; it may be shorter: so are those beyond it.
+        banned: (V,) bool, ids that are -inf in every row; if it is shorter, so are all ids beyond it.
         row_banned: (n,) bool, rows in which the ids ``row_banned_ids`` (k,) are -inf as well.
     """
     logits = _product(hidden, weight.t())
