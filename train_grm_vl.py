@@ -266,7 +266,6 @@ class Rows:
     processor: data.Processor
     judge: judgements.JudgeSettings  # an export's judge.json
     train_sets: list[list[Question]]
-    shares: list[float]  # in which proportion the sets are drawn
     held_out: list[Example]
 
     @property
@@ -289,38 +288,34 @@ def load_rows(args: Args) -> Rows:
         settings = judgements.JudgeSettings.to_train(
             processor, templates, args.judge.system_instruction
         )
-        sets, eval_sets = map(flags.parse_datasets, (args.data.data, args.data.eval_data))
-        loaded, held_out = [
-            [load_examples(path, args, processor, settings) for path, _ in paths]
-            for paths in (sets, eval_sets)
-        ]
+        loaded = load_examples(args.data.data, args, processor, settings)
+        held_out = load_examples(args.data.eval_data, args, processor, settings)
         examples = itertools.chain(*loaded)
         prompts = [example.prompt for example in examples]
         settings.note_training((prompt.label, prompt.reference) for prompt in prompts)
     train_sets = [group_by_prompt(examples) for examples in loaded]
-    shares = data.shares_of(sets, train_sets)
-    return Rows(processor, settings, train_sets, shares, list(itertools.chain(*held_out)))
+    return Rows(processor, settings, train_sets, list(itertools.chain(*held_out)))
 
 
 def load_examples(
-    path: str,
+    spec: str,
     args: Args,
     processor: data.Processor,
     settings: judgements.JudgeSettings,
-) -> list[Example]:
-    """The examples of one file. Raises ValueError with file and line."""
-    eval_files = [os.path.basename(file) for file, _ in flags.parse_datasets(args.data.eval_data)]
-    file_name = os.path.basename(path)
-    if eval_files.count(file_name) > 1:
-        file_name = path
-    examples = []
-    frame = judgements.answer_frame(processor)
-    for prompt, target, ask in judgements.load_judgements(
-        path, processor, settings, args.data, args.judge.orders, frame
-    ):
-        source_name = prompt.row.get("source") or file_name
-        examples.append(Example(prompt, target, source_name, ask["text"]))
-    return examples
+) -> list[list[Example]]:
+    """The examples of each file of --data or --eval_data. Raises ValueError with file and line."""
+    paths = [path for path, _ in flags.parse_datasets(spec)]
+    names = list(map(os.path.basename, paths))
+    frame, loaded = judgements.answer_frame(processor), []
+    for path, name in zip(paths, names):
+        examples = []
+        for prompt, target, ask in judgements.load_judgements(
+            path, processor, settings, args.data, args.judge.orders, frame
+        ):
+            source = prompt.row.get("source") or (name if names.count(name) == 1 else path)
+            examples.append(Example(prompt, target, source, ask["text"]))
+        loaded.append(examples)
+    return loaded
 
 
 def group_by_prompt(examples: list[Example]) -> list[Question]:
@@ -334,8 +329,9 @@ def group_by_prompt(examples: list[Example]) -> list[Question]:
 
 def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoader:
     """The training questions in order, continuing where the run stopped."""
+    shares = data.shares_of(args.data.data, rows.train_sets)
     batches = data.draw_batches(
-        rows.train_sets, rows.shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
+        rows.train_sets, shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
     return data.PromptLoader(rows.processor, args.data, batches, state.step, state.dropped_prompts)
 

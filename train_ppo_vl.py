@@ -673,7 +673,6 @@ class Rows:
 
     processor: data.Processor
     train_sets: list[list[data.Prompt]]
-    shares: list[float]  # in which proportion the sets are drawn
     held_out: list[data.Prompt]
     ptx: text_loss.TextLoss | None  # on --ptx_data
 
@@ -693,20 +692,19 @@ def load_rows(args: Args) -> Rows:
         processor = data.Processor(folder, args.data)
         # a judge's recorded accuracy does not hold for weights that are trained further
         processor.files["judge"].pop("held_out", None)
-        sets = flags.parse_datasets(args.data.data)
         if args.rows.row_kind == "judgements":
             train_sets, held_out = rewards.load_rl_rows(processor, args.data)
         else:
             columns = data.parse_columns(args.rows.columns)
             options = {"columns": columns, "system_prompt": args.rows.system_prompt}
-            train_sets = [data.load_prompts(path, processor, args.data, **options) for path, _ in sets]
-            held_out = []
+            train_sets, held_out = [], []
+            for path, _ in flags.parse_datasets(args.data.data):
+                train_sets.append(data.load_prompts(path, processor, args.data, **options))
             for path, _ in flags.parse_datasets(args.data.eval_data):
                 held_out += data.load_prompts(path, processor, args.data, **options)
     # numbered across all files
     held_out = [replace(row, index=number) for number, row in enumerate(held_out)]
-    shares = data.shares_of(sets, train_sets)
-    return Rows(processor, train_sets, shares, held_out, load_ptx(args, processor))
+    return Rows(processor, train_sets, held_out, load_ptx(args, processor))
 
 
 def check_rows(
@@ -756,8 +754,9 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
         args.rollout.rollouts_per_step, args.algorithm.dynamic_sampling
     )
     together = 2 if args.reward.consistency_coef else 1  # both orders of a pair
+    shares = data.shares_of(args.data.data, rows.train_sets)
     batches = data.draw_batches(
-        rows.train_sets, rows.shares, args.prompts_per_rollout, rollouts, args.run.seed, together
+        rows.train_sets, shares, args.prompts_per_rollout, rollouts, args.run.seed, together
     )
     loader = data.PromptLoader(
         rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts, together
@@ -1794,7 +1793,7 @@ def open_log(args: Args, rows: Rows, first_step: int) -> logging.RunLogger:
         f"{args.optim.steps} steps = {passes:.1f} passes over the data; output: {args.run.out}"
     )
     draws = args.optim.steps * prompts
-    for text in data.describe_shares(args.data.data, rows.train_sets, rows.shares, draws):
+    for text in data.describe_shares(args.data.data, rows.train_sets, draws):
         log.line(text)
     return log
 

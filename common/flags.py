@@ -113,12 +113,7 @@ def parse(
     if config is None and "model" not in typed:
         if typed.get("export_only"):
             config = own_config(args_class, typed)
-        elif typed.keys() & {"data", "eval_data"}:
-            raise UserError(
-                "--model and --data are needed together; without both, the built-in toy is trained "
-                "on its own rows"
-            )
-        else:
+        elif not typed.keys() & {"data", "eval_data"}:
             config = embedded_toy(*toy)
     values = read_config(config, parser) if config else {}
     if typed.get("export_only"):
@@ -422,7 +417,11 @@ class Refusals:
 
     def check_shared_rules(self, values: SimpleNamespace) -> None:
         rows = values.data or values.eval_only
-        self(not (values.model and rows), "--model and --data are needed together")
+        self(
+            not (values.model and rows),
+            "--model and --data are needed together; without both, the built-in toy is trained on "
+            "its own rows",
+        )
         self(values.eval_only and not values.eval_data, "--eval_only needs --eval_data")
         self.both("export_only", "eval_only")
         self.both("train_vision", "lora_rank")

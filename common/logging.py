@@ -115,13 +115,13 @@ class StageTimer:
     """`with timer("rollout"): ...` adds the block's wall seconds to its stage."""
 
     def __init__(self):
-        self._seconds: dict[str, float] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         start = self._now()
         yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + self._now() - start
+        self._seconds[stage] += self._now() - start
 
     @staticmethod
     def _now() -> float:

@@ -415,7 +415,7 @@ BAD_ROWS = table("""
 {"prompt": "a", "response": "b", "score": 1e400} | a finite number
 {"prompt": "a", "responses": ["b", "c"], "preferred": "A", "critique": "answer A is right"} | write {A} and {B}
 {"prompt": "a", "images": ["none.png"], "response": "b"} | no such image
-{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | for the places ['image', 'image', 'image']
+{"prompt": "<image>", "images": ["0.png", "1.png"], "preferred": "A"} | hold 2 images for 3 places
 {"prompt": "a", "response": "b<|im_end|>"} | special token <|im_end|>
 {"prompt": "a", "response": "LONG"}        | example too long
 {"prompt": "LONG", "response": "b"}        | prompt too long
@@ -439,7 +439,7 @@ def test_a_judgement_keeps_all_its_columns(env, tmp_path, capsys):
     rows = [dict(question="2 + 2?", response=4, correct=True, id=7),
             dict(prompt="2 + 2?", responses=[4, 4.5], preferred="A", by={"whom": "me"})]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.judge)]
+    prompts = [example.prompt for example in grm.load_examples(path, env.args, env.processor, env.rows.judge)[0]]
     assert [prompt.row for prompt in prompts] == [rows[0], rows[1], rows[1]]
     assert "Answer: 4\n" in prompts[0].text
     assert "Answer A: 4.5\nAnswer B: 4\n" in prompts[2].text
@@ -457,7 +457,7 @@ def test_templates_and_instruction(qwen25, task, tmp_path):
         "role": "system", "content": [{"type": "text", "text": "judge: how many? {other}"}]}
     assert judgements.user_text(example.prompt.messages) == "? how many?"
     path = write_rows(task / "place.jsonl", [{"prompt": "is <image> red?", "images": "0.png", "response": "b"}])
-    example, = grm.load_examples(path, env.args, env.processor, env.rows.judge)           # the instruction has no place for it
+    (example,), = grm.load_examples(path, env.args, env.processor, env.rows.judge)        # the instruction has no place for it
     assert example.prompt.messages[0]["content"] == [{"type": "text", "text": "judge: is  red? {other}"}]
     path = write_rows(tmp_path / "bad.jsonl", [{"messages": ["a"], "response": "b"}])
     with pytest.raises(ValueError, match="bad.jsonl:1: "):

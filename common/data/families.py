@@ -51,6 +51,7 @@ class Family:
     processor_options: dict = {}  # whatever the files say
     # A pattern of the special tokens around images that no config names: never to be sampled.
     unnamed_tokens = ""
+    begins_image = "image_token_id"  # the token that the chat template writes, by the config
     types_input = ""  # by which transformers is told what each token is
 
     def __init__(self, config):
@@ -95,7 +96,7 @@ class Family:
         missing, or another family's."""
         self.tokenizer = tokenizer
         self.video_frames, self.video_fps = args.video_frames, args.video_fps
-        self.placeholder = self.token(self.image_token_id)
+        self.placeholder = self.token(getattr(self.config, self.begins_image))
         settings = files["processor_config"].get("image_processor") or files["preprocessor_config"]
         if not settings:
             raise ValueError("no preprocessor_config.json; take the base checkpoint's")
@@ -304,6 +305,7 @@ class Gemma3(Family):
     model_types = ("gemma3",)
     image_processors = ("Gemma3", "Siglip")
     processor_options = {"do_pan_and_scan": False}  # no crops beside the image
+    begins_image = "boi_token_id"
     types_input = "token_type_ids"
 
     def attention_segments(self, segments: list[Segment], image_index: Tensor) -> list[Segment]:
@@ -324,10 +326,6 @@ class Gemma3(Family):
                 prefix = start, at
             pieces.append((at, end, *prefix))
         return [piece for piece in pieces if piece[0] < piece[1]]
-
-    def prepare(self, files: Files, tokenizer, args: DataArgs) -> None:
-        super().prepare(files, tokenizer, args)
-        self.placeholder = self.token(self.config.boi_token_id)  # the one that begins an image
 
     def expand(self, grid: Grid) -> tuple[str, list[int]]:
         token, end = self.token(self.image_token_id), self.token(self.config.eoi_token_id)

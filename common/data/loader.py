@@ -81,14 +81,14 @@ def data_order(draws: range, rows: int, seed: int) -> list[int]:
     return np.concatenate(order)[draws.start : draws.stop].tolist()
 
 
-def shares_of(named: list[tuple[str, float | None]], sets: list[list]) -> list[float]:
+def shares_of(spec: str, sets: list[list]) -> list[float]:
     """How often each set of rows is drawn, in proportion: its weight in --data, or its size."""
-    return [weight or float(len(rows)) for (_, weight), rows in zip(named, sets)]
+    return [weight or float(len(rows)) for (_, weight), rows in zip(parse_datasets(spec), sets)]
 
 
-def describe_shares(spec: str, sets: list[list], shares: list[float], draws: int) -> list[str]:
+def describe_shares(spec: str, sets: list[list], draws: int) -> list[str]:
     """One line for each set of rows: how often it is drawn."""
-    lines = []
+    lines, shares = [], shares_of(spec, sets)
     for rows, weight, (path, _) in zip(sets, shares, parse_datasets(spec)):
         share = weight / sum(shares)
         passes = share * draws / len(rows)

@@ -14,7 +14,6 @@ import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, Callable, Collection, Sequence
 
@@ -286,17 +285,16 @@ def place_media(messages: list[dict], media: Sequence[Media]) -> list[Media]:
         # The row does not say where: images first, as Qwen-VL is trained.
         places = [{"type": kind_of(item)} for item in media]
         users[0]["content"] = places + users[0]["content"]
-    free = [part for part in places if "file" not in part]
-    free.sort(key=itemgetter("type"))
-    items = sorted(media, key=kind_of)
-    wanted, kinds = [part["type"] for part in free], list(map(kind_of, items))
-    if wanted != kinds:
-        raise ValueError(
-            f"the columns of the row hold {kinds} for the places {wanted} (<image> or <video> in a "
-            "string, or parts without a file of their own)"
-        )
-    for part, item in zip(free, items):
-        part["file"] = item
+    for kind in ("image", "video"):
+        free = [part for part in places if part["type"] == kind and "file" not in part]
+        items = [item for item in media if kind_of(item) == kind]
+        if len(free) != len(items):
+            raise ValueError(
+                f"the columns of the row hold {len(items)} {kind}s for {len(free)} places "
+                f"(<{kind}> in a string, or parts without a file of their own)"
+            )
+        for part, item in zip(free, items):
+            part["file"] = item
     return [part.pop("file") for part in places]
 
 

@@ -436,7 +436,7 @@ unknown part              | USER [{"type": "audio"}]}]} | a part of a message mu
 part of wrong type        | USER [{"type": "text", "text": 3}]}]} | a part of a message must be
 part with bytes           | USER [{"type": "image", "bytes": "iVBOR"}]}]} | with their file as "image" or "video".*bytes
 part with its file elsewhere too | USER [{"type": "image", "image": "a.png"}, {"type": "text", "text": "x"}]}], \
-"images": ["b.jpg"]} | .'image'. for the places \\[\\] .*without a file
+"images": ["b.jpg"]} | hold 1 images for 0 places .*without a file
 image in the web          | {"prompt": "x", "images": ["http://x.org/a.png"]} | the path of a file.*http.*convert.py
 bytes of an image         | {"prompt": "x", "images": [{"bytes": "iVBOR", "path": "a.png"}]} | the path of a file.*bytes
 answer of wrong type      | {"prompt": "x", "answer": true} | column 'answer' must be a string or a finite number, not T
@@ -446,9 +446,9 @@ no such image             | {"prompt": "x", "images": "c.png"} | no such image: 
 image is a folder         | {"prompt": "x", "images": "."} | cannot be read as one of
 not an image              | {"prompt": "x", "images": "train.jsonl"} | train.jsonl: cannot be read as one of JPEG
 too thin                  | {"prompt": "x", "images": "thin.png"} | aspect ratio
-too many places           | {"prompt": "<image> <image>x", "images": "a.png"} | .'image'. for the places .'image', 'image'.
-too few places            | {"prompt": "<image>x", "images": ["a.png", "b.jpg"]} | .'image', 'image'. for the places .'image'.
-where?                    | USER "x"}, {"role": "user", "content": "x"}], "images": "a.png"} | .'image'. for the places \\[\\]
+too many places           | {"prompt": "<image> <image>x", "images": "a.png"} | hold 1 images for 2 places
+too few places            | {"prompt": "<image>x", "images": ["a.png", "b.jpg"]} | hold 2 images for 1 places
+where?                    | USER "x"}, {"role": "user", "content": "x"}], "images": "a.png"} | hold 1 images for 0 places
 typed image token         | {"prompt": "<|image_pad|>", "images": "a.png"} | special token <.image_pad.> in the text
 end of turn from two parts | USER [{"type": "image"}, {"type": "text", "text": "x<|im_"}, {"type": "text", "text": "end|>"}]}], \
 "images": "a.png"} | special token <.im_end.> in the text

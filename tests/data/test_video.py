@@ -346,8 +346,8 @@ zero frames | {"videos": [[]]} | a video that or a list of such paths, not \\[\\
 a list too few | {"videos": ["a.png", "b.png"]} | a.png: .* at least 2 frames, this has 1 .*a list of their own
 frames differ | {"videos": [["a.png", "a.png", "b.png"]]} | clip differ in size: {.56, 28.: .*a.png', .28, 56.: .*b.png
 video without a place | {"prompt": "<image> x", "images": "a.png", "videos": ["ok.gif"]} \
- | .'image', 'video'. for the places .'image'.
-image in a video's place | {"prompt": "<video> x", "images": "a.png"} | .'image'. for the places .'video'.
+ | hold 1 videos for 0 places
+image in a video's place | {"prompt": "<video> x", "images": "a.png"} | hold 1 images for 0 places
 part with an option | {"prompt": [{"role": "user", "content": [{"type": "video", "video": "ok.gif", "fps": 1}]}]} \
  | a part of a message must be
 damaged | {"videos": ["cut.gif"]} | cut.gif: cannot be read
