@@ -102,14 +102,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             with logging.timer("data"):
                 batch = next_batch(loader)
             with logging.timer("update"):
-                metrics, target_logprobs = update(trained, batch, step + 1)
+                metrics, target_logprobs = update(trained, batch, state)
             advance(state, metrics, loader, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
             checkpoints.check_skipped(step + 1, {"judge": state.skipped_steps})
 
-    return log.close(state.step, last, state.metrics)
+    log.close(state.step, last)
+    return state.metrics
 
 
 # -------------------------------------------------------------------------------------------------
@@ -366,11 +367,6 @@ def advance(
     """Bring the state up to date after a step, and add its counters to the metrics."""
     state.step += 1
     state.dropped_prompts = loader.dropped
-    state.skipped_steps = state.skipped_steps + 1 if metrics["train/skipped"] else 0
-    loss = metrics.get("train/loss")
-    if loss is not None:
-        before = loss if state.loss_mean is None else state.loss_mean
-        metrics["train/loss_mean"] = state.loss_mean = 0.9 * before + 0.1 * loss
     metrics |= {
         "train/dropped_prompts": loader.dropped,
         "train/epoch": state.step * args.data.prompts_per_step / len(rows.train),
@@ -422,20 +418,22 @@ def longest_sequence(args: Args) -> int:
 # -------------------------------------------------------------------------------------------------
 
 
-def update(trained: fsdp.Trainable, batch: Batch, step: int) -> tuple[dict[str, float], Tensor]:
-    """One optimizer update on the mean of -log p over the target tokens of all ranks; steps count
-    from 1. Also returns log p (N,)."""
-    judge, tokens = trained.module, len(batch.tokens)
+def update(
+    trained: fsdp.Trainable, batch: Batch, state: TrainState
+) -> tuple[dict[str, float], Tensor]:
+    """The optimizer update of the next step, on the mean of -log p over the target tokens of all
+    ranks. Returns metrics and log p (N,)."""
+    judge, tokens, step = trained.module, len(batch.tokens), state.step + 1
     judge.train()
     compute_features(judge, batch)
     done = []
     for pack in vlm.packs(judge.model, batch):
         logp = judge(pack)  # (T,)
-        # FSDP averages gradients over ranks.
-        (-logp.sum() * (dist.get_world_size() / tokens)).backward()
+        fsdp.backward(-logp.sum() / tokens)
         done.append((pack.flat, logp.detach()))
     target_logprobs = vlm.join_packs(done, tokens)
     norm, applied = trained.update(step)
+    state.skipped_steps = 0 if applied else state.skipped_steps + 1
     metrics = {
         "train/lr": trained.learning_rate(step),
         "train/skipped": float(not applied),
@@ -445,7 +443,9 @@ def update(trained: fsdp.Trainable, batch: Batch, step: int) -> tuple[dict[str, 
     }
     loss = -float(target_logprobs.double().sum()) / tokens
     if math.isfinite(loss):  # JSON has no NaN
-        metrics["train/loss"] = loss
+        before = loss if state.loss_mean is None else state.loss_mean
+        state.loss_mean = 0.9 * before + 0.1 * loss
+        metrics |= {"train/loss": loss, "train/loss_mean": state.loss_mean}
     return metrics, target_logprobs
 
 
@@ -533,14 +533,14 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
         for _ in batches:
             batch = loader.take(least=0)
             texts = generate(judge, rows.processor, batch, args.eval)
-            scores = score_verdicts(judge, rows, loader.rows, batch)
+            likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
                 index = next(waiting)
-                if k in scores:
+                if k in likelihoods:
                     record = judgement_record(rows.judge, index, example, texts[k])
-                    records.append(record | scores[k])
+                    records.append(record | likelihoods[k])
     if not records:
-        raise UserError("evaluation: no held-out example is left; all pictures failed to decode")
+        raise UserError("evaluation: no held-out example is left; no image decodes")
     records.sort(key=lambda record: record["index"])
     return records, loader.dropped
 
@@ -590,11 +590,10 @@ def generation_inputs(
     ids = pad_sequence(prompts, batch_first=True, padding_value=pad, padding_side="left")
     mask = pad_sequence(ones, batch_first=True, padding_side="left")
     inputs = {"input_ids": ids, "attention_mask": mask} | model.family.token_types(ids)
-    images = [batch.patches[index] for index in indices if index in batch.patches]
-    if images:
-        patches, grids = zip(*images)
+    pixels = [batch.patches[index] for index in indices if index in batch.patches]
+    if pixels:
         items = [grid for index in indices for grid in batch.prompts[index].grids]
-        inputs |= model.family.vision_inputs(torch.cat(patches), torch.cat(grids), tuple(items))
+        inputs |= model.family.vision_inputs(*data.join_pixels(pixels), tuple(items))
     return {name: value.to(model.compute.device) for name, value in inputs.items()}
 
 
@@ -610,7 +609,7 @@ def plain_attention(model: nn.Module):
         vlm.use_attention(model, model.compute.backend)
 
 
-def score_verdicts(
+def weigh_verdicts(
     judge: Judge, rows: Rows, examples: list[Example], batch: Batch
 ) -> dict[int, dict[str, Any]]:
     """For every example whose images decode: its loss, summed over the target's tokens, and the
@@ -626,13 +625,13 @@ def score_verdicts(
         return {}  # no image decodes
     compute_features(judge, batch)
     totals = batch.per_sample_sum(fsdp.run_forward(judge, batch, judge).double())  # (S,)
-    scores = {}
+    likelihoods = {}
     for index in set(batch.prompt_index.tolist()):
         logps = totals[batch.prompt_index == index]  # of the target, and of each verdict
         chances = logps[1:].softmax(dim=0).tolist()
         probabilities = dict(zip(rows.judge.verdicts(kinds[index]), chances))
-        scores[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
-    return scores
+        likelihoods[index] = {"loss": -float(logps[0]), "probabilities": probabilities}
+    return likelihoods
 
 
 def judgement_record(

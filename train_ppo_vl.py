@@ -132,7 +132,8 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
             checkpoints.check_skipped(state.step, state.skipped_steps)
             check_sampler(log, state, models.actor, begun, args)
 
-    return log.close(state.step, last, state.metrics)
+    log.close(state.step, last)
+    return state.metrics
 
 
 # -------------------------------------------------------------------------------------------------

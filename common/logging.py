@@ -182,7 +182,7 @@ def hides_bars() -> bool | None:
 
 # steps between samples of training; those of the first and the last step are written, too
 SAMPLES_EVERY = 5
-CARD_GAP = 14  # pixels between the pictures of samples
+CARD_GAP = 14  # pixels between the cards of samples
 
 
 class RunLogger:
@@ -270,16 +270,16 @@ class RunLogger:
         return self.log_samples > 0 and (step == 1 or due(step, SAMPLES_EVERY, last))
 
     def samples(
-        self, step: int, records: list[dict], pictures: list[Image.Image], stem: str = "step"
+        self, step: int, records: list[dict], cards: list[Image.Image], stem: str = "step"
     ) -> None:
-        """Write samples/<stem>-NNNNNN.jsonl, and .png with all pictures on one sheet, which
+        """Write samples/<stem>-NNNNNN.jsonl, and .png with all cards on one sheet, which
         TensorBoard gets too. Raises UserError: see `writing`."""
         with self.writing(f"samples of step {step}"):
             if distributed.is_main():
                 name = f"samples/{stem}-{step:06d}"
                 write_durably(self.out / f"{name}.jsonl", as_lines(records))
-                if pictures:
-                    sheet = contact_sheet(pictures)
+                if cards:
+                    sheet = contact_sheet(cards)
                     sheet.save(self.out / f"{name}.png")
                     image = np.asarray(sheet)  # (H, W, 3) uint8
                     self._writer.add_image(f"samples/{stem}", image, step, dataformats="HWC")
@@ -312,9 +312,8 @@ class RunLogger:
             tqdm.write(text)
             sys.stdout.flush()  # a redirected stdout would keep the line for minutes
 
-    def close(self, step: int, last: int, metrics: dict[str, float]) -> dict[str, float]:
+    def close(self, step: int, last: int) -> None:
         """Say how a run of ``last`` steps ended after ``step`` steps, and where its results are.
-        Returns the metrics.
 
         Raises:
             Exit: a signal ended the run.
@@ -332,7 +331,6 @@ class RunLogger:
         if stopped:
             leave_group()
             raise Exit(EXIT_PREEMPTED)
-        return metrics
 
     # How it is written
 

@@ -190,7 +190,7 @@ def test_loss_and_gradient_are_hugging_faces(env, oracle):
     questions, caught = env.rows.train, Caught(env.judge, env.args)
     assert max(len(question.examples) for question in questions) == 2          # two responses to one prompt: it stands once
     batch = take_targets(env, questions)
-    metrics, logprobs = grm.update(caught, batch, 1)
+    metrics, logprobs = grm.update(caught, batch, grm.TrainState())
     oracle.zero_grad(set_to_none=True)
     total = 0.0
     for example in (example for question in questions for example in question.examples):
@@ -209,7 +209,7 @@ def test_a_step_that_is_not_finite_is_skipped(env):
     before = {name: p.to_local().clone() for name, p in env.judge.named_parameters() if p.requires_grad}
     with torch.no_grad():
         weight[0, 0] = torch.inf
-    metrics, _ = grm.update(fsdp.Trainable(env.judge, env.args.optim, 1e-3), batch, 1)
+    metrics, _ = grm.update(fsdp.Trainable(env.judge, env.args.optim, 1e-3), batch, grm.TrainState())
     with torch.no_grad():
         weight[0, 0] = before["model.lm_head.weight"][0, 0]
     assert metrics["train/skipped"] == 1
@@ -235,7 +235,7 @@ def test_a_lost_judge_stops_the_run(qwen25, task, tmp_path):
 
 def test_likelihood_is_that_of_single_samples(env, oracle):
     examples = env.held_out
-    scores = grm.score_verdicts(env.judge, env.rows, examples, take(env, examples))
+    scores = grm.weigh_verdicts(env.judge, env.rows, examples, take(env, examples))
     assert sorted(scores) == list(range(len(examples)))
     frame = judgements.answer_frame(env.processor)
 

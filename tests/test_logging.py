@@ -145,7 +145,7 @@ def test_files_of_a_run(tmp_path, capsys):
     with user_error("samples of step 2 cannot be written.*not JSON compliant"):
         log.samples(2, [{"reward": math.nan}], [])
     log.line("hello")
-    assert log.close(6, 6, {"x": 1.0}) == {"x": 1.0}
+    log.close(6, 6)
     first, *others = read_records(tmp_path / "metrics.jsonl")
     assert first["type"] == "header"
     assert first["arguments"] == {"lr": 1e-3}
@@ -176,7 +176,7 @@ def test_ranks_refuse_the_same_metrics_and_only_one_writes(tmp_path, monkeypatch
     log.step(1, {"x": 1.0}, {"reward": "1"})
     log.samples(2, [{}], [])
     log.line("hello")
-    log.close(6, 6, {})
+    log.close(6, 6)
     if is_main:
         assert steps(tmp_path / "run") == [1]  # and no half of a refused record
     else:
@@ -195,11 +195,11 @@ def test_how_a_run_ended(tmp_path, capsys):
     log = open_log(tmp_path)
     log.step(2, {"x": 1.0}, {})
     with pytest.raises(distributed.Exit) as stop:
-        log.close(2, 6, {})
+        log.close(2, 6)
     assert stop.value.code == 75
     assert steps(tmp_path) == [2]
     assert "stopped by a signal after step 2; the same command goes on from there" in capsys.readouterr().out
-    open_log(tmp_path, first_step=6).close(6, 6, {})
+    open_log(tmp_path, first_step=6).close(6, 6)
     assert capsys.readouterr().out.endswith(f"done before this start: all results are in {tmp_path}\n")
 
 
@@ -207,7 +207,7 @@ def test_an_evaluation_alone_has_a_folder_of_its_own(tmp_path, capsys):
     log = open_log(tmp_path, first_step=4, eval_only=True)
     assert not log.has_evaluation(4)
     log.evaluation(4, {"eval/accuracy": 0.5}, {"accuracy": "eval/accuracy"})
-    log.close(4, 6, {})
+    log.close(4, 6)
     assert steps(tmp_path / "evaluation-step-4") == [4]
     assert not (tmp_path / "metrics.jsonl").exists()
     assert capsys.readouterr().out == (
@@ -221,12 +221,12 @@ def test_a_resumed_run_knows_what_was_evaluated(tmp_path):
         log.step(step, {"x": 1.0}, {})
         assert not log.has_evaluation(step)
     log.evaluation(2, {"eval/accuracy": 0.5}, {})
-    log.close(6, 6, {})
+    log.close(6, 6)
     resumed = open_log(tmp_path, first_step=2)
     assert resumed.has_evaluation(2)
     assert not resumed.has_evaluation(1)
-    resumed.close(6, 6, {})
-    open_log(tmp_path, first_step=1).close(6, 6, {})
+    resumed.close(6, 6)
+    open_log(tmp_path, first_step=1).close(6, 6)
     assert not open_log(tmp_path, first_step=2).has_evaluation(2)
 
 
@@ -241,10 +241,10 @@ def test_what_a_power_cut_leaves_is_dropped(tmp_path, tail):
     log = open_log(tmp_path)
     for step in (1, 2):
         log.step(step, {"x": float(step)}, {})
-    log.close(6, 6, {})
+    log.close(6, 6)
     with open(tmp_path / "metrics.jsonl", "ab") as file:
         file.write(tail)
-    open_log(tmp_path, first_step=4).close(6, 6, {})
+    open_log(tmp_path, first_step=4).close(6, 6)
     assert steps(tmp_path) == [1, 2]
     assert b"\0" not in (tmp_path / "metrics.jsonl").read_bytes()
 
@@ -271,7 +271,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
     log = RunLogger(RunArgs(out=tmp_path), {"text": "a\u2028b"}, total_steps=6, first_step=0)
     for step in range(6):
         log.step(step, {"x": float(step)}, {})
-    log.close(6, 6, {})
+    log.close(6, 6)
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 6, "x"')  # killed while writing
     time.sleep(1.1)  # TensorBoard reads files in the order of the seconds in their names
@@ -280,7 +280,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
     assert log.bar.n == first_step
     for step in range(len(earlier), 7):
         log.step(step, {"x": 10.0 * step}, {})
-    log.close(6, 6, {})
+    log.close(6, 6)
     assert steps(tmp_path) == list(range(7))
     assert [r["first_step"] for r in read_records(tmp_path / "metrics.jsonl") if "type" in r] == ([0, 3] if first_step else [0])
     assert len([*tmp_path.glob("metrics.old-*.jsonl")]) == (first_step == 0)      # a new start keeps the old records aside
@@ -289,7 +289,7 @@ def test_resume_drops_later_records_and_a_cut_line(tmp_path, first_step, earlier
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2\n{"step": 3}\n')
     with pytest.raises(ValueError, match="metrics.jsonl:2 is no JSON, repair or remove it"):
         open_log(tmp_path, first_step=2)
-    open_log(tmp_path).close(6, 6, {})                                                            # set aside unread
+    open_log(tmp_path).close(6, 6)                                                            # set aside unread
 
 
 @pytest.mark.parametrize("modes", [[], ["RGB"], ["RGBA", "L", "P"], ["1"] * 40])
@@ -330,4 +330,4 @@ def test_an_evaluation_is_one_line_of_what_matters(tmp_path, capsys):
     log.evaluation(7, metrics, {"loss": "eval/loss", "accuracy": "eval/accuracy"})
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("eval"))
     assert line == "eval  step     7  loss 0.250"
-    log.close(6, 6, {})
+    log.close(6, 6)

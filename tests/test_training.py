@@ -715,7 +715,7 @@ def test_most_prompts_without_spread_are_enough(env, tmp_path, capsys):
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
     assert [line.split(" prompts")[0] for line in lines] == [
         "warning: step 2: the samples of 30 of 32", "warning: step 5: the samples of 29 of 32"]
-    log.close(5, 5, {})
+    log.close(5, 5)
 
 
 def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until_it_changes(env, tmp_path, capsys):
@@ -732,7 +732,7 @@ def test_an_evaluation_warns_of_a_blind_policy_and_of_no_right_answer_once_until
         blind = "warning: the model does not use what it sees" in text
         warned.append((blind, "warning: no held-out answer is right" in text))
     assert warned == [(False, False), (True, True), (False, False), (False, True), (True, False)]
-    log.close(5, 5, {})
+    log.close(5, 5)
 
 
 def on_a_gpu(monkeypatch) -> None:

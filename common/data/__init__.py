@@ -7,7 +7,8 @@ from common.data.loader import (
     describe_shares,
     digest_data,
     draw_batches,
+    join_pixels,
     shares_of,
 )
 from common.data.processor import Processor
-from common.data.rows import Prompt, load_prompts, parse_columns, read_rows, user_text
+from common.data.rows import Prompt, load_prompts, parse_columns, user_text

@@ -162,7 +162,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
         texts = grm.generate(judge, loaded.processor, batch, args.eval)
         assert sorted(texts) == [0, 1, 2, 3]
         assert kernels.names() == (set() if attention == "sdpa" else {PACKED[backend]})  # of the tower
-        metrics, found[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, 1)
+        metrics, found[attention] = grm.update(fsdp.Trainable(judge, args.optim, 1e-3), batch, grm.TrainState())
         assert metrics["train/skipped"] == 0
     assert (found[backend] - found["sdpa"]).abs().mean() < 0.02
 
