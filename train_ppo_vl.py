@@ -35,7 +35,6 @@ Invariants, each with a test:
 import json
 import time
 from collections import deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Callable, Iterator, NamedTuple, Sequence
 
@@ -1183,9 +1182,8 @@ def rollout(actor: Policy, batch: Batch, sampling: Sampling, samples_per_prompt:
     with torch.no_grad(), fsdp.unsharded(actor):
         vlm.compute_features(actor.model, batch)
         engine = RolloutEngine(actor, batch, sampling, mine, samples_per_prompt, envs)
-        failing = nullcontext() if envs is None else distributed.raise_on_all_ranks("--env ")
         bare = fsdp.bare_forwards(vlm.decoder(actor.model))
-        with failing, torch.inference_mode(), bare:
+        with torch.inference_mode(), bare:
             results = engine.generate()
     del engine  # frees its slots and graphs
     memory.release()

@@ -133,16 +133,15 @@ class EnvRollout:
         observations in its prompts, the same on every rank.
 
         One that all samples of a prompt share ends the prompt. Of others a prompt keeps what they
-        have in common; the rest begins the stream of each sample. Raises UserError on every rank.
+        have in common; the rest begins the stream of each sample.
         """
         changed: dict[int, Prompt] = {}
-        with distributed.raise_on_all_ranks("--env "):
-            self.reset_all(batch, indices, count)
-            for index in indices:
-                episodes = [self.episodes[index, number] for number in range(count)]
-                if any(episode.reply for episode in episodes):
-                    share = self.share_opening if self.environment.shared else self.split_openings
-                    changed[index] = share(batch, index, episodes)
+        self.reset_all(batch, indices, count)
+        for index in indices:
+            episodes = [self.episodes[index, number] for number in range(count)]
+            if any(episode.reply for episode in episodes):
+                share = self.share_opening if self.environment.shared else self.split_openings
+                changed[index] = share(batch, index, episodes)
         changed = ChainMap(*distributed.gather_objects(changed))
         prompts = [changed.get(index, prompt) for index, prompt in enumerate(batch.prompts)]
         patches = batch.patches | self.shared_pixels
