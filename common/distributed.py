@@ -165,10 +165,10 @@ def run_main(program: Callable[[], Any]) -> None:
             raise Exit(EXIT_USER_ERROR) from None
         except Exit:
             raise
-        except (Exception, SystemExit):  # a SystemExit of user code, whatever its code, is an error
+        except (Exception, SystemExit) as error:  # a SystemExit of user code is an error, too
             traceback.print_exc()
             message = traceback.format_exc()
-            if isinstance(sys.exc_info()[1], torch.OutOfMemoryError):
+            if isinstance(error, torch.OutOfMemoryError):
                 message = OUT_OF_MEMORY
                 print(message, file=sys.stderr, flush=True)
             tell_torchrun(message)

@@ -226,8 +226,7 @@ class RunLogger:
     def _open_records(self, recorded: dict[str, Any]) -> set[int]:
         """Open metrics.jsonl with the records up to the first step; the steps of its
         evaluations."""
-        path = self.out / "metrics.jsonl"
-        records: list[dict] = []
+        path, records = self.out / "metrics.jsonl", []
         if path.exists() and self.first_step == 0:  # a run without a checkpoint starts over
             old = path.with_name(f"metrics.old-{time.time_ns()}.jsonl")
             path.rename(old)
@@ -236,12 +235,10 @@ class RunLogger:
             records = [
                 record for record in read_records(path) if record.get("step", -1) <= self.first_step
             ]
-        evaluated = {record["step"] for record in records if is_evaluation(record)}
         header = {"type": "header", "first_step": self.first_step, "environment": environment()}
-        records.append(header | {"arguments": recorded})
-        replace_durably(path, as_lines(records))
+        replace_durably(path, as_lines([*records, header | {"arguments": recorded}]))
         self._file = open(path, "a", encoding="utf-8", buffering=1)
-        return evaluated
+        return {record["step"] for record in records if is_evaluation(record)}
 
     # What a run tells
 

@@ -21,7 +21,7 @@ from common.buffers import Batch
 from common.data.images import read_frames
 from common.data.processor import Processor
 from common.data.rows import Prompt, report_bad
-from common.distributed import UserError, printable
+from common.distributed import UserError
 from common.flags import DataArgs, parse_datasets
 
 DECODERS = 2  # threads that decode images while the model works
@@ -191,7 +191,7 @@ class PromptLoader:
             try:
                 patches[i] = future.result()
             except ValueError as error:
-                bad[i] = printable(f"{prompts[i].source}: {error}")
+                bad[i] = f"{prompts[i].source}: {error}"
         problems: dict[int, str] = {}
         for part in distributed.gather_objects(bad):
             problems |= part

@@ -140,7 +140,7 @@ def read_rows(
             return build(index, source, row)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            return BadRow(printable(f"{source}: {kind}{error}"))
+            return BadRow(f"{source}: {kind}{error}")
 
     # Bytes: of all the line separators that JSON strings may hold, only \n ends a row.
     lines = enumerate(Path(path).read_bytes().split(b"\n"), 1)
@@ -163,7 +163,8 @@ def report_bad(where: str, problems: list[str], rows: int, is_error: bool) -> No
     if this ends the run."""
     if not problems:
         return
-    summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *problems[:5]])
+    first = map(printable, problems[:5])
+    summary = "\n  ".join([f"{where}: {len(problems)} of {rows} rows are bad", *first])
     if is_error:
         raise UserError(summary)
     if distributed.is_main():

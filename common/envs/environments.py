@@ -38,11 +38,9 @@ class Environment:
         try:
             check_template(processor, self.role, self.shows_images)
         except ValueError as error:
-            hint = ""
-            if self.shows_images:
-                hint = "; if the class never shows images, set pictures = False in it"
             raise UserError(
-                f"--env {self.args.env} does not work with this model: {error}{hint}"
+                f"--env {self.args.env} does not work with this model: {error} (a class that never "
+                "shows images says pictures = False)"
             ) from error
 
 
