@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     checkpoints = checkpoint.Checkpoints(args.run.out, args.checkpoint, args.run.timeout)
     rows = load_rows(args)
     args = count_steps(args, len(rows.train))
-    judge = build_judge(args, rows, ranks)
+    judge = load_judge(args, rows, ranks)
 
     trained = fsdp.Trainable(judge, args.optim, args.update.lr)
     roles = {"judge": trained}
@@ -395,22 +395,22 @@ class Judge(nn.Module):
         )[0]
 
 
-def build_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
+def build_judge(args: Args, device: torch.device) -> Judge:
+    """The model on meta; it will compute on ``device``. Raises UserError on every rank: bad files."""
+    longest = args.data.max_prompt_tokens + args.eval.eval_max_new_tokens  # with its judgement
+    with distributed.raise_on_all_ranks():
+        return Judge(weights.Builder(args.model, device, longest).actor())
+
+
+def load_judge(args: Args, rows: Rows, ranks: distributed.Ranks) -> Judge:
     """The model, sharded and loaded. Raises UserError on every rank: bad files, or too little
     memory."""
-    with distributed.raise_on_all_ranks():
-        builder = weights.Builder(args.model, ranks.device, longest_sequence(args))
-        judge = Judge(builder.actor())
+    judge = build_judge(args, ranks.device)
     if not args.run.export_only:
         budget.fit(budget.judge_plan(args, judge, rows, ranks.world), ranks)
     with distributed.raise_on_all_ranks():
         weights.shard_and_load(judge, ranks, args.run.seed)
     return judge
-
-
-def longest_sequence(args: Args) -> int:
-    """Tokens of a question with its judgement."""
-    return args.data.max_prompt_tokens + args.eval.eval_max_new_tokens
 
 
 # -------------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ import torch
 
 import train_grm_vl as grm
 import train_ppo_vl as ppo
-from common.distributed import raise_on_all_ranks, run_main
+from common.distributed import run_main
 from common.flags import Parser
-from common.model import budget, looks, weights
+from common.model import budget, looks
 from common.rewards import scoring
 
 META = torch.device("meta")
@@ -80,9 +80,7 @@ def plan_ppo(flags: list[str], gpus: int) -> budget.MemoryPlan:
 def plan_grm(flags: list[str], gpus: int) -> budget.MemoryPlan:
     args = grm.parse_args(flags)
     rows = grm.load_rows(args)
-    with raise_on_all_ranks():
-        judge = grm.Judge(weights.Builder(args.model, META, grm.longest_sequence(args)).actor())
-    return budget.judge_plan(args, judge, rows, gpus)
+    return budget.judge_plan(args, grm.build_judge(args, META), rows, gpus)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def start(checkpoint: Path, task: Path, out: Path, *more: str | Path) -> SimpleN
     rows = grm.load_rows(args)
     args = grm.count_steps(args, len(rows.train))
     return SimpleNamespace(args=args, rows=rows, processor=rows.processor, held_out=rows.held_out,
-                           judge=grm.build_judge(args, rows, ranks))
+                           judge=grm.load_judge(args, rows, ranks))
 
 
 @pytest.fixture(scope="module")

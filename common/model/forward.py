@@ -184,26 +184,27 @@ def is_ours(mixer: nn.Module) -> bool:
 UNSUPPORTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
-def check_decoder(language: nn.Module, text_config, longest: int) -> None:
+def check_decoder(model: nn.Module) -> None:
     """Refuse kinds of attention and rotary positions that do not work in packs. Raises ValueError."""
+    language, text = decoder(model), model.config.get_text_config()
     for name in UNSUPPORTED:
-        if getattr(text_config, name, None):
+        if getattr(text, name, None):
             raise ValueError(f"the checkpoint's text model has {name}, which is not supported")
     rope = str(language.rotary_emb.rope_type)
     sinks = any(name.endswith(".sinks") for name, _ in language.named_parameters())
     if rope == "longrope" or sinks:
         raise ValueError(
-            f"the checkpoint's text model {text_config.model_type} has rope_type longrope or "
+            f"the checkpoint's text model {text.model_type} has rope_type longrope or "
             "attention sinks, which are not supported"
         )
     if rope != "dynamic":
         return
     # Dynamic positions change with a batch's longest sequence, but only beyond this limit.
-    limit = text_config.max_position_embeddings
-    if longest > limit:
+    limit = text.max_position_embeddings
+    if model.compute.longest > limit:
         raise ValueError(
             "the checkpoint's rope_type dynamic is supported up to its max_position_embeddings "
-            f"{limit}; the flags allow sequences of {longest} tokens"
+            f"{limit}; the flags allow sequences of {model.compute.longest} tokens"
         )
     # "default" does not inspect the positions, which a CUDA graph could not capture
     language.rotary_emb.rope_type = "default"

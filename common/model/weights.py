@@ -148,6 +148,7 @@ class Compute:
         dtype: of forward passes; trained weights and their optimizer are float32.
         max_tokens_per_pack: tokens of a pack.
         head_chunk: tokens whose logits exist at the same time.
+        longest: tokens of the longest sequence.
     """
 
     backend: str
@@ -155,9 +156,15 @@ class Compute:
     device: torch.device
     max_tokens_per_pack: int
     head_chunk: int
+    longest: int
+
+    @property
+    def planned(self) -> bool:
+        """Whether nothing is computed: models on the meta device are planned, and need no weights."""
+        return self.device.type == "meta"
 
 
-def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
+def choose_compute(args: ModelArgs, device: torch.device, longest: int) -> Compute:
     """What the flags mean on this device; the main rank prints it. On the meta device, where models
     are only planned, they mean what they do on a GPU. Raises ValueError: an attention back-end that
     cannot run here.
@@ -177,7 +184,7 @@ def choose_compute(args: ModelArgs, device: torch.device) -> Compute:
             ranks = f"{distributed.world_size()} x {device.type}"
             print(f"{ranks}, attention: {backend}{install}, compute: {name}", flush=True)
     head_chunk = 256 if small else 4096
-    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk)
+    return Compute(backend, dtype, device, args.max_tokens_per_pack, head_chunk, longest)
 
 
 class Builder:
@@ -188,10 +195,8 @@ class Builder:
     """
 
     def __init__(self, args: ModelArgs, device: torch.device, longest: int):
-        self.args, self.longest = args, longest
-        self.planned = device.type == "meta"  # which needs no weights
-        self.folder = resolve_folder(args.model, weights=not self.planned)
-        self.compute = choose_compute(args, device)
+        self.args, self.compute = args, choose_compute(args, device, longest)
+        self.folder = resolve_folder(args.model, weights=not self.compute.planned)
 
     def actor(self) -> nn.Module:
         """The model to train, with its vision tower."""
@@ -207,7 +212,7 @@ class Builder:
         """
         folder = self.folder
         if name:
-            folder = resolve_folder(name, weights=not self.planned)
+            folder = resolve_folder(name, weights=not self.compute.planned)
             self.check_role(folder)
         return self.build(folder, self.args.train_vision, head, frozen)
 
@@ -234,7 +239,6 @@ class Builder:
         model = build_model(
             read_model_config(folder),  # each its own: same shapes do not make the same model
             self.compute,
-            self.longest,
             vision=vision,
             head=head,
             trains_vision=args.train_vision,
@@ -256,7 +260,6 @@ def build_reader(
     name: str,
     actor: nn.Module,
     args: DataArgs,
-    longest: int,
     head: bool = True,
     shares: bool = True,
 ) -> tuple[nn.Module, Processor]:
@@ -265,13 +268,12 @@ def build_reader(
 
     Raises ValueError: a folder that is no model, or of a family that is not supported.
     """
-    planned = actor.model.compute.device.type == "meta"  # a plan fetches no weights
-    folder = resolve_folder(name, weights=not planned)
+    compute = actor.model.compute
+    folder = resolve_folder(name, weights=not compute.planned)
     # It sees images at the size that it was trained on.
     processor = Processor(folder, replace(args, min_pixels=0, max_pixels=0))
     shares = shares and reads_features_of(actor.model, actor.processor, folder, processor)
-    compute = actor.model.compute
-    model = build_model(processor.config, compute, longest, vision=not shares, head=head)
+    model = build_model(processor.config, compute, vision=not shares, head=head)
     model.folder = folder
     return model.requires_grad_(False), processor
 
@@ -287,15 +289,14 @@ def recompute_layers(model: nn.Module) -> None:
 def build_model(
     config,
     compute: Compute,
-    longest: int,
     *,
     vision: bool = True,
     head: bool = True,
     trains_vision: bool = False
 ) -> nn.Module:
-    """The model of a config with parameters on the meta device and real buffers, for sequences of
-    up to ``longest`` tokens. Without ``vision`` or ``head`` that part is left out; a tower that is
-    not trained is frozen, in the compute type.
+    """The model of a config with parameters on the meta device and real buffers. Without
+    ``vision`` or ``head`` that part is left out; a tower that is not trained is frozen, in the
+    compute type.
 
     Only parameters are moved to meta: rotary frequencies are buffers in no file, and would come out
     of `materialize` as garbage had they been built there.
@@ -303,7 +304,7 @@ def build_model(
     Raises:
         ValueError: something in the config is not supported.
     """
-    family, text = family_of(config), config.get_text_config()
+    family = family_of(config)
     if trains_vision and not isinstance(family, Qwen):
         raise ValueError(
             f"--train_vision: the checkpoint is of the family {config.model_type}; only vision "
@@ -317,10 +318,9 @@ def build_model(
     use_mixers(model)
     use_fewer_kernels(model)
     use_attention(model, compute.backend)
-    language = decoder(model)
-    check_decoder(language, text, longest)
+    check_decoder(model)
     # EOS may serve as padding, and learns like any token
-    language.get_input_embeddings().padding_idx = None
+    decoder(model).get_input_embeddings().padding_idx = None
     if not vision:
         for name in vision_parts(model):
             setattr(model.model, name, None)
@@ -328,7 +328,7 @@ def build_model(
         model.lm_head = None
     if not trains_vision:
         freeze(tower_parameters(model), compute.dtype)
-    if float32_parts(model) and compute.device.type != "meta":
+    if float32_parts(model) and not compute.planned:
         choose_rule(compute.device.type, compute.dtype)  # which names a missing package
     return model
 

@@ -84,7 +84,7 @@ def build_source(source: Source, rows: list[Prompt], script: Script) -> "RewardM
     args, is_judge = script.args, source.kind == "grm"
     whole = not args.teacher.student_images  # or the features of the actor are of damaged images
     model, processor = weights.build_reader(
-        source.folder, script.actor, args.data, args.longest, head=is_judge, shares=whole
+        source.folder, script.actor, args.data, head=is_judge, shares=whole
     )
     for row in rows:
         try:

@@ -119,7 +119,7 @@ def random_weights(model, folder=None, value_head=None) -> set[str]:
 
 def text_model(folder: Path, compute: weights.Compute):
     """The language model alone, without gradients, in the compute dtype."""
-    model = weights.build_model(text_config(folder)[0], compute, 32768, vision=False, head=True)
+    model = weights.build_model(text_config(folder)[0], compute, vision=False, head=True)
     weights.freeze(model.parameters(), compute.dtype)
     weights.materialize(model, DEVICE)
     random_weights(model)
@@ -270,7 +270,7 @@ def main() -> None:
              "--max_new_tokens", "8" if tiny else "256", "--max_prompt_tokens", "2048", "--gradient_checkpointing", "--out",
              str(folder / "run")]
     args = ppo.parse_args(flags)
-    compute = weights.choose_compute(args.model, DEVICE)
+    compute = weights.choose_compute(args.model, DEVICE, 32768)
     bandwidth, peak = limits(compute.dtype, tiny)
     tables = [attention_table]
     for size in sizes:

@@ -120,7 +120,7 @@ def test_pad_falls_back_to_eos_and_the_config_is_told(tmp_path):
     retokenize(folder, None)
     processor = Processor(folder)
     assert processor.tokenizer.pad_token_id == IM_END == processor.config.get_text_config().pad_token_id
-    model = build_model(processor.config, COMPUTE, 100)
+    model = build_model(processor.config, COMPUTE)
     assert model.config.get_text_config().pad_token_id == IM_END
     materialize(model, torch.device("cpu"))                                          # the end of a turn is still trained
     embedding = model.get_input_embeddings()

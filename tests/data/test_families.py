@@ -324,7 +324,7 @@ def check_judgements(family, data: Path, inputs_of, *flags: str) -> None:
         words("--model", family.folder, "--data", data, "--eval_data", data, "--out", data.parent / "judge",
               "--eval_max_new_tokens 5 --eval_batch 4", *flags))
     rows, ranks = grm.load_rows(args), distributed.start(args.run.timeout, args.run.hsdp)
-    judge, processor = grm.build_judge(args, rows, ranks), rows.processor
+    judge, processor = grm.load_judge(args, rows, ranks), rows.processor
     with PromptLoader(processor, args.data, batches_in_order(rows.held_out, len(rows.held_out))) as loader:
         texts = grm.generate(judge, processor, loader.take(), args.eval)
     for i, example in enumerate(rows.held_out):
@@ -452,11 +452,11 @@ def test_what_our_attention_is_not_is_refused():
                 original_max_position_embeddings=64)
     text = dict(model_type="gpt_oss", num_local_experts=2, num_experts_per_tok=1, layer_types=None)
     with value_error("llama has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE, 100)
+        vlm_weights.build_model(AutoConfig.for_model("llama", **TEXT, rope_parameters=rope), COMPUTE)
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] |= text
     with value_error("gpt_oss has rope_type longrope or attention sinks"):
-        vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE, 100)
+        vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 def test_a_tied_head_may_be_in_the_files(tmp_path, picture_rows):

@@ -64,7 +64,7 @@ def test_index_of_weights(qwen25, tmp_path):
     index = {"weight_map": {"a": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with value_error(f"{tmp_path}/b.safetensors cannot be read as safetensors: No such file"):
-        load_weights(build_model(Processor(str(qwen25)).config, COMPUTE, 100), tmp_path)
+        load_weights(build_model(Processor(str(qwen25)).config, COMPUTE), tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------- messages

@@ -155,7 +155,7 @@ def test_the_judges_training_through_the_kernels(folders, tmp_path, kernels, cas
                                     "--max_prompt_tokens 600 --eval_max_new_tokens 4 --prompts_per_step 4 --steps 1 "
                                     "--dtype bfloat16", "--attention", attention, *CASES[case]))
         loaded = grm.load_rows(args)
-        judge = grm.build_judge(args, loaded, distributed.start(60.0, 0))
+        judge = grm.load_judge(args, loaded, distributed.start(60.0, 0))
         with grm.open_loader(args, loaded, grm.TrainState()) as loader:
             batch = grm.next_batch(loader)
         kernels.calls.clear()

@@ -447,7 +447,7 @@ def text_model(kind: str, **changes):
     """InternVL around a text model of another kind, on meta."""
     config = make_config("internvl", make_tokenizer("internvl")).to_dict()
     config["text_config"] = TEXT | {"model_type": kind, "vocab_size": config["text_config"]["vocab_size"]} | changes
-    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE, 100)
+    return vlm_weights.build_model(AutoConfig.for_model(**config), COMPUTE)
 
 
 FOREIGN = {

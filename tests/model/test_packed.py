@@ -24,7 +24,7 @@ from common.model.forward import decoder, hidden_states, image_features, prompt_
 from common.model.weights import Compute, build_model, load, materialize, resolve_folder
 
 CPU = torch.device("cpu")
-COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256)
+COMPUTE = Compute("sdpa", torch.float32, CPU, max_tokens_per_pack=10**6, head_chunk=256, longest=1000)
 
 
 def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tensor]]:
@@ -38,7 +38,7 @@ def random_responses(counts: list[int], vocabulary: int) -> list[list[torch.Tens
 
 def load_model(folder, loaded: bool = True):
     """The model of a folder, not sharded; without its weights if not ``loaded``."""
-    model = build_model(Processor(folder, DataArgs()).config, COMPUTE, 1000).requires_grad_(False)
+    model = build_model(Processor(folder, DataArgs()).config, COMPUTE).requires_grad_(False)
     if loaded:
         materialize(model, CPU)
         load(model, folder)
