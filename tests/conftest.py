@@ -41,12 +41,15 @@ def signal_handlers():
         signal.signal(number, handler)
 
 
-def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB") -> Path:
-    """A random checkpoint whose weights are large enough that attention is not uniform and positions matter."""
+def write_checkpoint(folder: Path, kind: str, tie: bool = False, shard_size: str = "5GB", spare_ids: int = 0, **size) -> Path:
+    """A random checkpoint whose weights are large enough that attention is not uniform and positions matter; with some ids
+    more than its tokenizer has, of another ``size`` than the toy's."""
     import toy
 
     tokenizer = toy.make_tokenizer()
-    model = toy.make_model(kind, tokenizer, seed=0)
+    model = toy.make_model(kind, tokenizer, seed=0, **size)
+    if spare_ids:
+        model.resize_token_embeddings(len(tokenizer) + spare_ids)
     if tie:
         model.config.tie_word_embeddings = model.config.text_config.tie_word_embeddings = True
         model.tie_weights()

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -29,7 +30,7 @@ import toy
 import train_grm_vl as grm
 import train_ppo_vl as ppo
 from common import distributed
-from common.model import experts, fsdp
+from common.model import experts, fsdp, looks
 from common.buffers import Batch
 from common.data.loader import PromptLoader, batches_in_order
 from common.data.processor import Processor
@@ -248,6 +249,33 @@ def hf_inputs(family, prompt) -> dict:
     return {name: value for name, value in inputs.items() if name not in ("rows", "cols", "num_patches")}
 
 
+def test_a_look_is_a_forward_with_that_prompt_and_those_images(family, tmp_path):
+    """A hint around the prompt, and noise in every image: what a teacher, another reference, a mask would see."""
+    def noisy(image: Image.Image, place: looks.Place) -> Image.Image:
+        noise = np.random.default_rng(place).integers(-90, 90, np.shape(image))
+        return Image.fromarray((np.asarray(image, dtype=int) + noise).clip(0, 255).astype(np.uint8))
+
+    def by_hand(family, prompt) -> dict:
+        """Of files with that noise, and a message with that hint."""
+        index, images = family.env.prompts.index(prompt), []
+        for k, path in enumerate(prompt.images):
+            images.append(str(tmp_path / f"{index}-{k}.png"))
+            noisy(Image.open(path).convert("RGB"), (index, 0, k)).save(images[-1])
+        text = {"type": "text", "text": f" It is {prompt.reference}."}
+        content = [{"type": "text", "text": "Look: "}, *prompt.messages[-1]["content"], text]
+        messages = [*prompt.messages[:-1], prompt.messages[-1] | {"content": content}]
+        if family.kind in TEXT_ONLY:
+            messages[-1]["content"] = "".join(part["text"] for part in content)
+        return hf_inputs(family, replace(prompt, messages=messages, images=tuple(images)))
+
+    def look(batch: Batch) -> Batch:
+        model, processor = family.env.actor.model, family.env.processor
+        batch = looks.with_prompts(batch, processor, "Look: {prompt} It is {answer}.")
+        return looks.with_images(batch, model, processor, noisy) if family.kind in TOKENS else batch
+
+    check_logprobs(family, [2, 1, 3, 2], by_hand, look)
+
+
 def test_prompt_ids_equal_those_of_the_familys_processor(family):
     for prompt in family.env.prompts:
         assert torch.equal(prompt.input_ids, hf_inputs(family, prompt)["input_ids"][0])
@@ -280,10 +308,11 @@ def logprobs(policy: ppo.Policy, batch: Batch, sampling) -> torch.Tensor:
     return fsdp.run_forward(policy, batch, lambda row: policy(row, sampling)[0])
 
 
-def check_logprobs(family, counts: list[int], inputs_of) -> None:
-    """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it."""
+def check_logprobs(family, counts: list[int], inputs_of, look=lambda batch: batch) -> None:
+    """Packed log-probs of ``counts`` random samples per prompt = one forward per sample of what ``inputs_of`` makes of it;
+    ``look``: at other prompts and images."""
     env = family.env
-    batch = responses_to(env, counts, family.oracle.config.get_text_config().vocab_size)
+    batch = look(responses_to(env, counts, family.oracle.config.get_text_config().vocab_size))
     with torch.no_grad():
         expected = []
         for group, tokens in responses_of(batch):

@@ -1,0 +1,394 @@
+"""A teacher: what it says and what the policy learns from it, against Hugging Face's own models in plain loops; what is
+refused."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import (assert_same_records, hugging_face, inputs_of, logits_of, read_json, read_rows, records, responses_of, same_tensors, start,
+                      take, token_logprobs, user_error, with_flags, write_checkpoint, write_image, write_rows)
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+from test_training import Caught, distance, flags, hand_batch, resumed, task, tensors, train  # noqa: F401
+
+import train_ppo_vl as ppo
+from common.data.processor import Processor
+from common.data.rows import load_prompts
+from common.model import forward as vlm, fsdp
+
+HINT = "{prompt} (The answer is {answer}, said {who}.)"
+
+
+def smaller_images(folder: Path) -> Path:
+    """Pictures are cut into fewer patches than by the toy's own settings."""
+    path = folder / "preprocessor_config.json"
+    settings = read_json(path)
+    settings["size"]["longest_edge"] = settings["max_pixels"] = 56 * 56
+    path.write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    """A model of another size, with more ids, a tower of its own and smaller images."""
+    folder = tmp_path_factory.mktemp("other")
+    return smaller_images(write_checkpoint(folder, "qwen2_5_vl", spare_ids=70, hidden_size=32, layers=2))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory) -> Path:
+    """A policy with more ids than any teacher."""
+    return write_checkpoint(tmp_path_factory.mktemp("wide"), "qwen2_5_vl", spare_ids=100)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """rows.jsonl, and seen.jsonl: as the teacher of HINT sees them, written by hand."""
+    folder, rng = tmp_path_factory.mktemp("rows"), np.random.default_rng(2)
+    plain, seen = [], []
+    for i, sizes in enumerate([[(84, 112)], [], [(56, 56), (112, 112)], [(112, 28)]]):
+        images = [f"{i}-{k}.png" for k in range(len(sizes))]
+        for name, size in zip(images, sizes):
+            write_image(folder / name, size, rng)
+        row = {"prompt": "how many " * (i + 1), "images": images, "answer": i, "who": f"<{i}>"}
+        plain.append(row)
+        seen.append(row | {"prompt": f"{row['prompt']} (The answer is {i}, said <{i}>.)"})
+    write_rows(folder / "seen.jsonl", seen)
+    return Path(write_rows(folder / "rows.jsonl", plain))
+
+
+def in_float64(module) -> None:
+    module.to(torch.float64)
+    module.model.compute = dataclasses.replace(module.model.compute, dtype=torch.float64)
+
+
+def taught(policy: Path, rows: Path, *more):
+    """In float64: models, and hand-made samples that the policy's loss does not move."""
+    env = start(policy, rows, "--temperature 0.7 --min_new_tokens 2 --advantage none", *more)
+    for module in {env.actor, env.models.teacher.policy}:
+        in_float64(module)
+    env.batch = hand_batch(env)
+    size = env.models.teacher.policy.processor.vocab_size
+    env.batch.tokens = env.batch.tokens % (size - 9)                                    # no rollout draws ids beyond
+    env.batch.kl = None
+    env.batch.advantages = torch.zeros(len(env.batch.tokens))
+    env.batch.old_logprobs = env.batch.logprobs
+    return env
+
+
+def oracle(folder: Path):
+    """Hugging Face's own model in float64; its norms and its softmax, which it computes in float32, too."""
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="sdpa").double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = functools.partial(plain_norm, module)
+    return model
+
+
+def plain_norm(norm, x: torch.Tensor) -> torch.Tensor:
+    return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+
+
+def distributions(env, model, prompts: list, processor) -> list[torch.Tensor]:
+    """(T, V) log-probs of each sample by a model of Hugging Face's, V of the smaller vocabulary, under the sampling's rules."""
+    size = min(env.processor.vocab_size, env.models.teacher.policy.processor.vocab_size)
+    found = []
+    for index, tokens in responses_of(env.batch):
+        logits = logits_of(model, prompts[index], tokens, processor)[:, :size] / 0.7
+        logits[:2, list(env.processor.stop_ids)] = -torch.inf
+        logits[:, list(env.processor.banned_ids)] = -torch.inf
+        found.append(logits.log_softmax(-1))
+    return found
+
+
+def seen_by(teacher: Path, env, rows: Path, name: str = "seen.jsonl") -> tuple:
+    """Hugging Face's teacher, its prompts as written by hand, and its processor."""
+    processor = Processor(teacher)
+    return oracle(teacher), load_prompts(str(rows.with_name(name)), processor, env.args.data), processor
+
+
+TEACHERS = ["self", "other", "narrow"]
+
+
+@pytest.fixture(params=TEACHERS)
+def case(request, qwen25, wide, other, rows):
+    """The policy's folder, the teacher's, and --teacher_model."""
+    policy, teacher = {"self": (qwen25, qwen25), "other": (qwen25, other), "narrow": (wide, qwen25)}[request.param]
+    return policy, teacher, "self" if request.param == "self" else teacher
+
+
+# ------------------------------------------------------------------------------------------------ what it says
+def test_its_log_probs_are_those_of_a_forward_of_its_own(case, rows):
+    """Of its prompts and images, at the policy's temperature and bans, to 1e-10."""
+    policy, teacher, name = case
+    env = taught(policy, rows, "--teacher_prompt", HINT, "--teacher_model", name)
+    look = env.models.teacher.look(env.batch)
+    asked = env.models.teacher.policy
+    with torch.no_grad():
+        ours = torch.zeros(len(env.batch.tokens), dtype=torch.float64)
+        for pack in vlm.packs(asked.model, look):
+            ours[pack.flat] = asked(pack, env.sampling)[0]
+        fsdp.rest_after_scoring(asked)
+        by_sample = distributions(env, *seen_by(teacher, env, rows))
+    expected = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(by_sample, responses_of(env.batch))])
+    finite = expected.isfinite()
+    assert finite.sum() > 0.8 * len(finite)
+    assert torch.equal(ours.isfinite(), finite)
+    assert (ours - expected)[finite].abs().max() < 1e-10
+    own = torch.cat([token_logprobs(logp, tokens) for logp, (_, tokens) in zip(
+        distributions(env, oracle(policy), env.prompts, env.processor), responses_of(env.batch))])
+    assert (own - expected)[finite].abs().max() > 0.1
+
+
+def test_the_loss_is_the_exact_kl(case, rows):
+    """Over the whole vocabulary, with its gradient, packed in several ways, against autograd of Hugging Face's models."""
+    policy, teacher, name = case
+    env = taught(policy, rows, "--teacher_in loss --teacher_coef 0.3 --teacher_prompt", HINT, "--teacher_model", name)
+    student = oracle(policy)
+    with torch.no_grad():
+        theirs = distributions(env, *seen_by(teacher, env, rows))
+    total = torch.zeros(())
+    for logp, logq in zip(distributions(env, student, env.prompts, env.processor), theirs):
+        possible = logp.isfinite()
+        total = total + (logp.exp() * (logp - logq).masked_fill(~possible, 0.0)).masked_fill(~possible, 0.0).sum()
+    (0.3 * total / len(env.batch.tokens)).backward()
+    kl = float(total.detach()) / len(env.batch.tokens)
+    expected = {f"model.{name}": p.grad for name, p in student.named_parameters() if "visual" not in name}
+    for most in (600, 130):
+        for module in {env.actor, env.models.teacher.policy}:
+            module.model.compute = dataclasses.replace(module.model.compute, max_tokens_per_pack=most)
+        trained = Caught(env.actor, env.args)
+        metrics = ppo.update_actor(trained, env.models, env.batch, 1, None, env.args)
+        assert distance(trained.gradients[0], expected) < 1e-7
+        assert metrics["train/teacher_kl"] == pytest.approx(kl, rel=1e-6)
+    assert kl > 0.1
+
+
+def test_the_advantage_is_the_difference_of_log_probs(qwen25, other, rows):
+    """Added to what rewards say, which alone is whitened and clipped, neither discounted nor whitened itself."""
+    env = start(qwen25, rows, "--advantage reinforce++ --gamma 0.5 --teacher_coef 0.3 --teacher_model", other)
+    env.batch = hand_batch(env)
+    env.batch.rewards = torch.arange(16.0)
+    ppo.fill_logprobs_and_values(env.batch, env.models, env.args)
+    state = ppo.TrainState(0.0)
+    metrics = ppo.compute_advantages(env.batch, state, env.args)
+    together = env.batch.advantages
+    alone = with_flags(env.args, teacher_coef=0.0)
+    ppo.compute_advantages(env.batch, state, alone)
+    rewarded = env.batch.advantages
+    assert float(rewarded.std()) == pytest.approx(1, abs=1e-4)
+    model, prompts, processor = seen_by(other, env, rows, "rows.jsonl")
+    expected = []
+    with torch.no_grad():
+        for (index, tokens), old in zip(responses_of(env.batch), env.batch.split(env.batch.old_logprobs)):
+            logits = logits_of(model, prompts[index], tokens, processor)
+            logits[:, env.processor.vocab_size:] = -torch.inf
+            expected.append(0.3 * (token_logprobs(logits, tokens) - old))
+    expected = torch.cat(expected).float()
+    finite = expected.isfinite()
+    assert torch.allclose((together - rewarded)[finite], expected[finite], atol=2e-5)
+    assert metrics["train/teacher_kl"] == pytest.approx(-float((expected / 0.3).mean()), abs=1e-4) or not finite.all()
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+QUIET = "--save_every 0 --export_every 0 --steps 2 --reward none"
+
+
+def test_a_teacher_that_is_the_policy_teaches_nothing(qwen25, task, tmp_path):  # noqa: F811
+    """Within what sampler and training differ by; exactly nothing where the old log-probs are computed anew."""
+    gap, = (train(qwen25, task, tmp_path / "a", "--teacher_model self --steps 1 --advantage none"))
+    assert 0 < max(-gap["train/advantages_min"], gap["train/advantages_max"]) < 1e-4
+    none, = train(qwen25, task, tmp_path / "b", "--teacher_model self --steps 1 --advantage none --importance_cap 2")
+    assert none["train/advantages_min"] == none["train/advantages_max"] == none["train/teacher_kl"] == 0
+
+
+def without_reward(line: list[str]) -> list[str]:
+    at = line.index("--reward")
+    return line[:at] + line[at + 2:]
+
+
+def run(checkpoint: Path, task: Path, out: Path, *more) -> list[dict]:  # noqa: F811
+    """The records of a run without a reward."""
+    ppo.main(without_reward(flags(checkpoint, task, out, *more)))
+    return records(out)
+
+
+def test_an_empty_hint_gives_the_reference(qwen25, task, tmp_path):  # noqa: F811
+    """The same weights after two steps, in every bit."""
+    line = "--steps 2 --save_every 0 --actor_lr 1e-2 --advantage grpo"
+    kl = train(qwen25, task, tmp_path / "kl", line, "--kl_coef 0.5 --kl_in loss --kl_estimator full")
+    hint = train(qwen25, task, tmp_path / "hint", line, "--teacher_model self --teacher_in loss --teacher_coef 0.5 "
+                 "--teacher_prompt {prompt}")
+    folders = [tmp_path / name / "export" / "step-2" for name in ("kl", "hint")]
+    assert same_tensors(*map(tensors, folders))
+    assert [step["train/kl_loss"] for step in kl] == [step["train/teacher_kl"] for step in hint]
+    assert hint[1]["train/teacher_kl"] > 1e-4
+
+
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_with_adapters_it_is_the_base_model(qwen25, task, tmp_path, form):  # noqa: F811
+    """As a second copy of the base in a folder of its own."""
+    shutil.copytree(qwen25, tmp_path / "base")
+    line = f"{QUIET} --lora_rank 4 --actor_lr 1e-2 --teacher_in {form} --teacher_prompt"
+    found = [run(qwen25, task, tmp_path / str(i), line, "{prompt} {answer}", "--teacher_model", name)
+             for i, name in enumerate(["self", tmp_path / "base"])]
+    assert_same_records(*found)
+    assert found[0][1]["train/teacher_kl"] > 0
+
+
+@pytest.mark.slow
+def test_it_follows_the_average_and_is_resumed(qwen25, task, tmp_path):  # noqa: F811
+    """A teacher `ema` is in no checkpoint, and a resumed run has it again, in every bit; also from host memory."""
+    line = ("--teacher_model ema --ema_beta 0.6 --actor_lr 1e-2 --teacher_in loss --advantage grpo --offload all "
+            "--teacher_prompt")
+    whole = resumed(qwen25, task, tmp_path, line, "{prompt} {answer}")
+    assert not any("teacher" in name for name in tensors(whole / "checkpoints" / "step-4"))
+    still = train(qwen25, task, tmp_path / "still", line, "{prompt} {answer}", "--teacher_model self --steps 4")
+    moving = [step["train/teacher_kl"] for step in records(whole)]
+    assert moving[0] == still[0]["train/teacher_kl"]
+    assert moving[3] != still[3]["train/teacher_kl"]
+
+
+def test_offloading_changes_nothing(qwen25, other, task, tmp_path):  # noqa: F811
+    found = [run(qwen25, task, tmp_path / name, QUIET, "--teacher_in loss --offload", name, "--teacher_model", other)
+             for name in ("none", "all")]
+    assert_same_records(*found)
+
+
+# ------------------------------------------------------------------------------------------------ damaged images
+def test_the_student_sees_damage_and_the_teacher_does_not(qwen25, rows, tmp_path):
+    """Noise by a formula of its own draws, in the rollout's patches; whole images in the look, and in evaluations."""
+    env = start(qwen25, rows, "--student_images noise:0.3 --seed 5 --steps 3 --teacher_model self --teacher_in loss")
+    state = ppo.TrainState(0.0)
+    with ppo.open_loader(env.args, env.rows, state) as loader:
+        batch = loader.take()
+    for index, prompt in enumerate(batch.prompts):
+        if not prompt.images:
+            assert index not in batch.patches
+            continue
+        patches = []
+        for k, path in enumerate(prompt.images):
+            pixels = np.asarray(Image.open(path).convert("RGB"), dtype=np.float32)
+            noise = np.random.default_rng((5, batch.prompt_ids[index], 0, k)).standard_normal(pixels.shape, np.float32)
+            noisy = np.clip(pixels + 255 * 0.3 * noise, 0, 255).astype(np.uint8)
+            patches.append(env.processor.family.patches(Image.fromarray(noisy))[0])
+        assert torch.equal(torch.cat(patches), batch.patches[index][0])
+    clean = take(env)
+    with torch.no_grad():
+        vlm.compute_features(env.actor.model, clean)
+        look = env.models.teacher.look(batch)
+    by_source = {prompt.source: clean.features.get(i) for i, prompt in enumerate(clean.prompts)}
+    for index, features in look.features.items():
+        assert torch.equal(features, by_source[batch.prompts[index].source])
+        assert not torch.equal(features, batch.features[index])
+    again = ppo.open_loader(env.args, env.rows, dataclasses.replace(state, batches_taken=1))
+    with again, ppo.open_loader(env.args, env.rows, state) as loader:
+        loader.take()
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(loader.take().patches.values(), again.take().patches.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["--offload none", "--train_vision", "--teacher_prompt {prompt}{answer}"])
+def test_distillation_from_whole_images(qwen25, task, tmp_path, more):  # noqa: F811
+    """The KL is not zero at the start, and falls."""
+    steps = run(qwen25, task, tmp_path, "--teacher_model self --teacher_in loss --student_images mask:0.5 --steps 6 --save_every 0 "
+                "--actor_lr 3e-3 --reward none", more)
+    gaps = [step["train/teacher_kl"] for step in steps]
+    assert gaps[0] > 1e-3
+    assert sum(gaps[3:]) < sum(gaps[:3])
+    assert all(step["train/sampler_gap"] < 1e-4 for step in steps)
+
+
+# ------------------------------------------------------------------------------------------------ how good it is
+ECHO = '''
+def score(prompts, responses, references, labels, images):
+    assert not any("answer is" in prompt for prompt in prompts)   # what is scored is an answer to the row's own prompt
+    right = [float(response[:2] == reference) for response, reference in zip(responses, references)]
+    return {"accuracy": right, "reward": right}
+'''
+
+
+def test_its_own_accuracy_is_measured_first(qwen25, other, task, tmp_path):  # noqa: F811
+    """Greedily, with its hint and its tower: as Hugging Face's `generate` answers the rows that are written by hand."""
+    rows = read_rows(task / "eval.jsonl")
+    hinted = [row | {"prompt": f"{row['prompt']} (The answer is {row['answer']}.)"} for row in rows]
+    write_rows(task / "hinted.jsonl", hinted)
+    processor, model, answers = Processor(other), hugging_face(other), []
+    args = ppo.parse_args(flags(qwen25, task, tmp_path / "x"))
+    for prompt in load_prompts(str(task / "hinted.jsonl"), processor, args.data):
+        inputs = inputs_of(prompt, torch.zeros(0, dtype=torch.int64), processor)
+        ids = model.generate(**inputs, do_sample=False, max_new_tokens=6,
+                             suppress_tokens=[*processor.banned_ids, *range(len(processor.tokenizer), processor.vocab_size)])
+        answers.append(processor.decode([ids[0, len(prompt.input_ids):]])[0])
+    expected = [answers[i][:2] if i % 2 else "?" for i in range(len(answers))]   # every second one is right
+    write_rows(task / "echo.jsonl", [row | {"answer": text} for row, text in zip(rows, expected)])
+    (tmp_path / "echo.py").write_text(ECHO)
+    line = flags(qwen25, task, tmp_path / "out", "--eval_data", task / "echo.jsonl", "--teacher_model", other, "--teacher_prompt",
+                 "{prompt} (The answer is 1.)", "--eval_only --advantage none --reward", f"{tmp_path / 'echo.py'}:score")
+    metrics = ppo.main(line)
+    right = [text[:2] == wanted for text, wanted in zip(answers, expected)]
+    assert metrics["eval/teacher_accuracy"] == pytest.approx(sum(right) / len(right))
+    assert 0 < sum(right) < len(right)
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
+    for line, message in [
+        ("--reward none", "--advantage none, which --reward none implies, needs a --teacher_model"),
+        ("--advantage none --teacher_model self --kl_coef 0.1", "and a KL in the loss"),
+        ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
+        ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
+        ("--teacher_prompt {prompt}{answer}", "--teacher_prompt needs a --teacher_model"),
+        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored as they were held"),
+        ("--student_images noise:0.3 --env x.py:Y", "environments show images as they are"),
+        ("--student_images blur:3", "not one of mask, noise, with :0.3"),
+        ("--student_images noise:much", "not one of mask, noise, with :0.3"),
+        ("--student_images noise:0.2 --perception_coef 0.1", "choose one of them"),
+    ]:
+        with user_error(message):
+            ppo.parse_args(flags(qwen25, task, tmp_path, line))
+
+
+def refused(policy: Path, task: Path, message: str, *more) -> None:  # noqa: F811
+    with user_error(message):
+        ppo.main(flags(policy, task, task / "refused", "--eval_data", task / "eval.jsonl", *more))
+
+
+def test_bad_rows_and_folders(qwen25, other, task, tmp_path):  # noqa: F811
+    """One message each, before weights are read."""
+    from common.model import weights
+
+    rows = read_rows(task / "train.jsonl")
+    write_rows(task / "unanswered.jsonl", [{key: x for key, x in row.items() if key != "answer" or i != 3} for i, row in enumerate(rows)])
+    write_rows(task / "text.jsonl", [row | {"images": []} for row in rows])
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(qwen25, tokenizer)
+    content = read_json(tokenizer / "tokenizer.json")
+    ids = content["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    large = tmp_path / "large"
+    shutil.copytree(other, large)
+    settings = read_json(large / "preprocessor_config.json")
+    settings["size"] = {"shortest_edge": 448 * 448, "longest_edge": 448 * 448}
+    (large / "preprocessor_config.json").write_text(json.dumps(settings | {"min_pixels": 448 * 448, "max_pixels": 448 * 448}))
+    reads, before = [], weights.read_weight
+    weights.read_weight = lambda *arguments: reads.append(arguments) or before(*arguments)
+    try:
+        refused(qwen25, task, "unanswered.jsonl:4: --teacher_prompt: no column 'answer'; the row has 'prompt', 'images'",
+                "--teacher_model self --teacher_prompt {prompt}{answer} --data", task / "unanswered.jsonl")
+        refused(qwen25, task, r"text.jsonl:1: prompt too long: \d+ tokens, 0 of them of images; the limit is 80",
+                "--teacher_model self --max_prompt_tokens 80 --teacher_prompt", "{prompt}" + " word" * 80, "--data", task / "text.jsonl")
+        refused(qwen25, task, "another tokenizer, which lacks 2 of the policy's 395 tokens .*'a'", "--teacher_model", tokenizer)
+        refused(qwen25, task, r"train.jsonl:\d: prompt too long: .* of them of images; the limit is 128", "--teacher_model", large,
+                "--max_prompt_tokens 128")
+        refused(qwen25, task, "--student_images: no row of --data has images", "--student_images noise:0.3 --data", task / "text.jsonl")
+        refused(qwen25, task, "no config.json", "--teacher_model", task)
+    finally:
+        weights.read_weight = before
+    assert not reads
