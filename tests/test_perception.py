@@ -143,7 +143,7 @@ STEPS = {
 def test_a_step_has_the_gradient_of_the_naive_oracle(qwen25, rows, name):
     """From the sampled tokens alone: rewards from their text, log-probs by forwards of single samples with the images as they
     are and masked, advantages and losses by loops."""
-    env = sampled(qwen25, rows, "--max_new_tokens 10", STEPS[name])
+    env = sampled(qwen25, rows, "--max_new_tokens 9", STEPS[name])
     batch, args = env.batch, env.args
     ppo.compute_advantages(batch, env.state, args)
     trained = Caught(env.actor, args)

@@ -3,17 +3,21 @@
     python tests/benchmarks/learning.py [--steps 40] [--seeds 1]     # all of RUNS below, 6 to 10 minutes on one core
     python tests/benchmarks/learning.py --only "loss gspo" --flags "--actor_lr 3e-5"       # some of them, with other flags
     python tests/benchmarks/learning.py --task describe --seeds 3     # CRITIC_RUNS: is a critic worth its cost?
+    python tests/benchmarks/learning.py --task looking --seeds 3      # LOOKING_RUNS: do PAPO and VPPO help to look?
     python tests/benchmarks/learning.py --task judge --seeds 3        # JUDGE_RUNS: a judge's learning rate and tower
 
 Each run is `python train_ppo_vl.py --config toy/args.json` (256 samples in 4 updates a step, actor_lr 3e-4) with the flags of
 its line, one process, one thread. Printed, as means over the seeds: greedy held-out accuracy along the run (a blind guess
 scores 0.219); accuracy of the samples and KL to the reference per token, over the last quarter of the steps; KL(old, new) per
 token and share of clipped tokens, over all steps and the last quarter; samples drawn; CPU seconds of the process, evaluations
-included, imports not. Below, the least last accuracy of the seeds.
+included, imports not. Below, least and most of the seeds.
 
 With --task describe, whose answers have 9 to 15 tokens and earn a share of 1 for each part that is right: held-out reward
 along the run and its mean over all evaluations but the first, which says how fast; last accuracy (all parts right); the
 critic's explained variance on these held-out answers.
+
+With --task looking the same descriptions, of which nothing can be guessed; beside the held-out reward the vision gap, what an
+answer's log-prob loses with blank images (nats), and the KL to the policy's own log-probs with masked ones.
 
 With --task judge, `python train_grm_vl.py --config toy/grm_args.json`, 1,500 steps: accuracy of all held-out judgements
 along the run, its mean over them; of single answers and of pairs at the end.
@@ -96,6 +100,9 @@ CRITIC_RUNS = {
     "gae, lambda 0.95": "--gae_lambda 0.95",
     "gae, lambda 0.8": "--gae_lambda 0.8",
     "gae, lambda 0.5": "--gae_lambda 0.5",
+    "gae, lambda 1, of advantages 0.95": "--gae_lambda_policy 0.95",
+    "gae, lambda 1, of advantages 0.8": "--gae_lambda_policy 0.8",
+    "gae, lambda 1, of advantages 0.5": "--gae_lambda_policy 0.5",
     "gae, critic_lr 3e-4": "--critic_lr 3e-4",
     "gae, critic_lr 3e-3": "--critic_lr 3e-3",
     "gae, critic_epochs 4": "--critic_epochs 4",
@@ -113,6 +120,17 @@ CRITIC_RUNS = {
     "small, grpo": f"{SMALL} --advantage grpo",
     "small, reinforce": f"{SMALL} --advantage reinforce",
     "small, reinforce++": f"{SMALL} --advantage reinforce++",
+}
+# with the papers' coefficients; the penalty is that of the entropy
+VPPO = f"{GRPO} --perception_mask 0.5 --perception_ratio 0.4 --perception_scale 0.9"
+LOOKING_RUNS = {
+    "grpo": GRPO,
+    "PAPO 0.01": f"{GRPO} --perception_coef 0.01",
+    "PAPO 0.02, penalty 0.03": f"{GRPO} --perception_coef 0.02 --entropy_coef -0.03",
+    "VPPO": VPPO,
+    "VPPO, penalty 0.06": f"{VPPO} --entropy_coef -0.06",
+    "VPPO, all tokens": f"{VPPO} --perception_ratio 1",
+    "penalty 0.06": f"{GRPO} --entropy_coef -0.06",
 }
 # of the toy's judge; each with its vision tower as it is, and trained
 TOWERS = {"": "", ", tower trained": "--train_vision"}
@@ -169,6 +187,16 @@ def critic_figures(lines: list[dict]) -> dict[str, float]:
     return found
 
 
+def looking_figures(lines: list[dict]) -> dict[str, float]:
+    """Of --task looking, from the records of a run."""
+    found = {name: value for name, value in critic_figures(lines).items() if not name.startswith("ev")}
+    for line in lines:
+        if "eval/vision_gap_logprob" in line:
+            found[f"gap at {line['step']}"] = line["eval/vision_gap_logprob"]
+    last = [line for line in lines if "train/actor_updates" in line][-1]
+    return found | {"KL(masked)": last.get("train/perception_kl", math.nan)}
+
+
 def figures(lines: list[dict]) -> dict[str, float]:
     """Of --task questions, from the records of a run."""
     found = {f"at {line['step']}": line["eval/accuracy_reward_mean"] for line in lines if "eval/accuracy_reward_mean" in line}
@@ -195,6 +223,7 @@ def judge_figures(lines: list[dict]) -> dict[str, float]:
 TASKS = {
     "questions": Task("toy", "args.json", ppo.main, RUNS, figures, steps=40, evaluations=4),
     "describe": Task("toy_describe", "args.json", ppo.main, CRITIC_RUNS, critic_figures, steps=40, evaluations=4),
+    "looking": Task("toy_describe", "args.json", ppo.main, LOOKING_RUNS, looking_figures, steps=40, evaluations=4),
     "judge": Task("toy", "grm_args.json", grm.main, JUDGE_RUNS, judge_figures, steps=1500, evaluations=5),
 }
 
@@ -204,7 +233,7 @@ def main() -> None:
     parser.add_argument("--task", choices=TASKS, default="questions", help="what is learned from launch/toy.py's data")
     parser.add_argument("--steps", type=int, help="of each run; default: 40, of a judge 1500")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each, seeds 0, 1, ...")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | JUDGE_RUNS))
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=", ".join(RUNS | CRITIC_RUNS | LOOKING_RUNS | JUDGE_RUNS))
     parser.add_argument("--flags", type=shlex.split, default=[], help="further flags of every run, in one argument")
     flags = parser.parse_args()
     task = TASKS[flags.task]
@@ -215,11 +244,11 @@ def main() -> None:
     if steps % task.evaluations:
         parser.error(f"--steps {steps} is not a multiple of {task.evaluations}, the number of evaluations")
     if not (ROOT / task.folder / task.config).exists():
-        kind = "describe" if flags.task == "describe" else "questions"
+        kind = "describe" if task.folder == "toy_describe" else "questions"
         program = [sys.executable, str(ROOT / "launch" / "toy.py"), "--task", kind]
         subprocess.run([*program, "--out", str(ROOT / task.folder)], check=True)
     print(machine() + "\n")
-    least = {}
+    ranges = {}
     for name in flags.only or task.runs:
         runs = []
         for seed in range(flags.seeds):
@@ -227,15 +256,17 @@ def main() -> None:
                 schedule = ["--steps", str(steps), "--eval_every", str(steps // task.evaluations), "--seed", str(seed)]
                 runs.append(train(schedule + shlex.split(task.runs[name]) + flags.flags, Path(work), task))
         columns = list(runs[0])
-        if not least:
+        if not ranges:
             print("| run | " + " | ".join(columns) + " |\n|" + "---|" * (len(columns) + 1))
         means = {column: sum(run[column] for run in runs) / len(runs) for column in columns}
         cells = [f"{value:.0f}" if column in ("samples", "CPU s") else f"{value:.1e}" if "old" in column else
                  "" if math.isnan(value) else f"{value:.3f}" for column, value in means.items()]
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
-        least[name] = min(run[f"at {steps}"] for run in runs)
-    print(f"\nleast of the seeds after {steps} steps, {flags.seeds} seeds: "
-          + ", ".join(f"{name} {value:.3f}" for name, value in least.items()))
+        ranges[name] = [sorted(run[column] for run in runs)[::max(1, len(runs) - 1)] for column in (f"at {steps}", "mean")
+                        if column in columns]
+    print(f"\nleast and most of {flags.seeds} seeds after {steps} steps, and of the means over the evaluations:")
+    for name, pairs in ranges.items():
+        print(f"  {name}: " + ", ".join("-".join(f"{value:.3f}" for value in pair) for pair in pairs))
 
 
 if __name__ == "__main__":
