@@ -103,7 +103,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 batch = next_batch(loader)
             with logging.timer("update"):
                 metrics, target_logprobs = update(trained, batch, state)
-            advance(state, metrics, loader, rows, args)
+            advance(state, metrics, batch, rows, args)
             state.metrics |= performance(batch) | checkpoints.metrics()
             # logged before it is saved
             report(log, loader.rows, batch, target_logprobs, state, args)
@@ -334,7 +334,7 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     batches = data.draw_batches(
         rows.train_sets, shares, args.data.prompts_per_step, args.optim.steps, args.run.seed
     )
-    return data.PromptLoader(rows.processor, args.data, batches, state.step, state.dropped_prompts)
+    return data.PromptLoader(rows.processor, args.data, batches[state.step :])
 
 
 def next_batch(loader: data.PromptLoader) -> Batch:
@@ -362,13 +362,13 @@ class TrainState:
 
 
 def advance(
-    state: TrainState, metrics: dict[str, float], loader: data.PromptLoader, rows: Rows, args: Args
+    state: TrainState, metrics: dict[str, float], batch: Batch, rows: Rows, args: Args
 ) -> None:
     """Bring the state up to date after a step, and add its counters to the metrics."""
     state.step += 1
-    state.dropped_prompts = loader.dropped
+    state.dropped_prompts += len(batch.dropped)
     metrics |= {
-        "train/dropped_prompts": loader.dropped,
+        "train/dropped_prompts": state.dropped_prompts,
         "train/epoch": state.step * args.data.prompts_per_step / len(rows.train),
     }
     state.metrics = metrics
@@ -528,10 +528,11 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     held_out = rows.held_out
     places = sorted(range(len(held_out)), key=lambda i: -len(held_out[i].prompt.input_ids))
     batches = data.batches_in_order([held_out[i] for i in places], args.eval.eval_batch * world)
-    waiting, records = iter(places), []
+    waiting, records, dropped = iter(places), [], 0
     with data.PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             batch = loader.take(least=0)
+            dropped += len(batch.dropped)
             texts = generate(judge, rows.processor, batch, args.eval)
             likelihoods = weigh_verdicts(judge, rows, loader.rows, batch)
             for k, example in enumerate(loader.rows):
@@ -542,7 +543,7 @@ def judge_all(judge: Judge, rows: Rows, step: int, args: Args) -> tuple[list[dic
     if not records:
         raise UserError("evaluation: no held-out example is left; no image decodes")
     records.sort(key=lambda record: record["index"])
-    return records, loader.dropped
+    return records, dropped
 
 
 def generate(

@@ -125,7 +125,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
                 metrics |= compute_advantages(batch, state, args)
             metrics |= update_models(trainables, models, batch, step + 1, rows.ptx, args)
             move_reference(step + 1, models, args)
-            advance(state, batch, metrics, loader, rows, args)
+            advance(state, batch, metrics, rows, args)
             state.metrics |= performance(batch, models, metrics, args)
             report(log, batch, state, models.actor, checkpoints, args)  # logged before it is saved
             checkpoints.check_skipped(state.step, state.skipped_steps)
@@ -758,11 +758,9 @@ def open_loader(args: Args, rows: Rows, state: "TrainState") -> data.PromptLoade
     batches = data.draw_batches(
         rows.train_sets, shares, args.prompts_per_rollout, rollouts, args.run.seed, together
     )
-    loader = data.PromptLoader(
-        rows.processor, args.data, batches, state.batches_taken, state.dropped_prompts, together
-    )
-    loader.change = looks.damage(args.teacher.student_images, args.run.seed)
-    return loader
+    change = looks.damage(args.teacher.student_images, args.run.seed)
+    batches = batches[state.batches_taken :]
+    return data.PromptLoader(rows.processor, args.data, batches, together, change)
 
 
 @dataclass
@@ -791,7 +789,6 @@ def advance(
     state: TrainState,
     batch: Batch,
     metrics: dict[str, float],
-    loader: data.PromptLoader,
     rows: Rows,
     args: Args,
 ) -> None:
@@ -808,7 +805,6 @@ def advance(
                 algorithm.kl_horizon,
             )
     state.step += 1
-    state.batches_taken, state.dropped_prompts = loader.taken, loader.dropped
     state.passes = state.batches_taken * args.prompts_per_rollout / max(1, len(rows.train))
     state.evaluations += logging.evaluation_due(state.step, args, rows)
     for role in ("actor", "critic"):
@@ -1093,8 +1089,7 @@ def collect(
     If the limit of rollouts is reached first, prompts without spread fill the step. The moments of
     --reward_norm include all rewards, even those of prompts that are not used.
     """
-    size = args.data.prompts_per_step
-    dynamic = args.algorithm.dynamic_sampling
+    size, dynamic = args.data.prompts_per_step, args.algorithm.dynamic_sampling
     parts: list[Batch] = []
     useful = generated = 0  # prompts; tokens
     for _ in range(dynamic or args.rollout.rollouts_per_step):
@@ -1106,9 +1101,11 @@ def collect(
             break
 
     batch = Batch.concatenate(parts)
+    state.batches_taken += len(parts)
+    state.dropped_prompts += len(batch.dropped)
     metrics = {
         "rollout/rollouts": len(parts),
-        "rollout/dropped_prompts": loader.dropped,
+        "rollout/dropped_prompts": state.dropped_prompts,
         "rollout/generated_tokens": generated,
     }
     if args.algorithm.reward_norm:
@@ -1651,12 +1648,13 @@ def evaluate(
     batches = data.batches_in_order(rows.held_out, size)
     records: list[dict] = []
     pictures: list[Image.Image] = []
-    conversations = []
+    conversations, dropped = [], 0
     value_pairs: list[Tensor] = []  # (2, N) each: the critic's values, and the returns
     gaps: list[Tensor] = []  # (k,) each, see `looks.vision_gaps`
     with trainables["actor"].averaged(), data.PromptLoader(rows.processor, args.data, batches) as loader:
         for _ in batches:
             prompts = loader.take(least=0)
+            dropped += len(prompts.dropped)
             batch = rollout(actor, prompts, sampling, count)
             reward.score(batch, actor.processor)
             if "critic" in trainables and len(batch):  # all its prompts may be dropped
@@ -1678,7 +1676,7 @@ def evaluate(
     if value_pairs:
         explained = losses.explained_variance(*torch.cat(value_pairs, dim=1))
         metrics["eval/explained_variance"] = float(explained)
-    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": loader.dropped}
+    metrics |= {"eval/num_samples": len(records), "eval/dropped_prompts": dropped}
     return metrics | {"eval/seconds": time.perf_counter() - started}, records, pictures
 
 

@@ -115,32 +115,27 @@ class PromptLoader:
     """Decodes the images of the next batch in threads while the model works on this one.
 
     Args:
-        batches: all of the run. Rows are prompts, or objects with a ``prompt``.
-        taken: batches taken so far.
-        dropped: prompts dropped so far, whose images do not decode (--on_bad_row skip).
+        batches: those to come. Rows are prompts, or objects with a ``prompt``.
         together: how many prompts that follow each other are of one rank.
+        change: of images, as in `load_pixels`, at the place (draw number, 0).
 
-    ``rows`` are those of the batch taken last. ``change``, if it is set before the loader is entered,
-    changes images as in `load_pixels`, at the place (draw number, 0).
+    ``rows`` are those of the batch taken last.
     """
-
-    change: Callable | None = None
 
     def __init__(
         self,
         processor: Processor,
         args: DataArgs,
         batches: Sequence[Drawn] = (),
-        taken: int = 0,
-        dropped: int = 0,
         together: int = 1,
+        change: Callable | None = None,
     ):
         self.processor, self.on_bad_row = processor, args.on_bad_row
-        self.taken, self.dropped, self.together = taken, dropped, together
+        self.together, self.change = together, change
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.pool = ThreadPoolExecutor(DECODERS, thread_name_prefix="images")
         self.rows: list = []
-        self.later = iter(batches[taken:])
+        self.later = iter(batches)
 
     def __enter__(self) -> "PromptLoader":
         self.ahead = self.submit_next()  # what is decoding for the next `take`
@@ -154,7 +149,6 @@ class PromptLoader:
         Raises UserError: of prompts whose images decode there are not ``least``."""
         self.rows, draws, futures = self.ahead
         batch = self.collect(self.rows, draws, futures)
-        self.taken += 1
         self.ahead = self.submit_next()
         if len(batch.prompts) - len(batch.dropped) < least:
             raise UserError(f"of {len(batch.prompts)} prompts no image can be decoded")
@@ -197,7 +191,6 @@ class PromptLoader:
             problems |= part
         is_error = self.on_bad_row == "error"
         report_bad("images of a batch", list(problems.values()), len(prompts), is_error)
-        self.dropped += len(problems)
         owners = self.owners(len(prompts))
         return Batch(prompts, draws, owners, dropped=sorted(problems), patches=patches)
 
