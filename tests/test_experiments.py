@@ -11,11 +11,13 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import ROOT, read_rows, rounding
+from conftest import ROOT, hugging_face, inputs_of, read_rows, responses_of, rounding, start, token_logprobs
+from PIL import Image, ImageFilter
 from test_training import flags, task  # noqa: F401
 
 from common import losses
 
+SCRIPT, LOOKS = "train_ppo_vl.py", "common/model/looks.py"
 DIFFS = sorted((ROOT / "tests" / "experiments").glob("*.diff"))
 
 
@@ -24,17 +26,30 @@ def changed_lines(diff: Path) -> list[str]:
 
 
 def changed_script(diff: Path, folder: Path) -> ModuleType:
-    """A copy of the script with the change applied, imported; it finds common/ where the tests find it."""
-    copy = folder / "train_ppo_vl.py"
-    copy.write_bytes((ROOT / "train_ppo_vl.py").read_bytes())
+    """A copy of the script with the change applied, imported; it finds common/ where the tests find it, but for looks.py if
+    that is changed as well."""
+    for name in (SCRIPT, LOOKS):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes((ROOT / name).read_bytes())
     outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}           # in no repository
     subprocess.run(["git", "apply", str(diff)], cwd=folder, env=outside, check=True)
-    assert copy.read_bytes() != (ROOT / "train_ppo_vl.py").read_bytes()
-    spec = importlib.util.spec_from_file_location(f"experiment_{diff.stem}", copy)
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script                                                  # where dataclasses look
-    spec.loader.exec_module(script)
+    assert (folder / SCRIPT).read_bytes() != (ROOT / SCRIPT).read_bytes()
+    script = imported(folder / SCRIPT, f"experiment_{diff.stem}")
+    if LOOKS in files_of(diff):
+        script.looks = imported(folder / LOOKS, f"experiment_{diff.stem}_looks")
     return script
+
+
+def files_of(diff: Path) -> list[str]:
+    return [line.removeprefix("+++ b/") for line in diff.read_text().splitlines() if line.startswith("+++ ")]
+
+
+def imported(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module                                                       # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
@@ -61,12 +76,11 @@ def run(qwen25, task, tmp_path):  # noqa: F811
         del sys.modules[name]
 
 
-def test_there_are_four_and_each_is_small():
-    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "loss_term", "sampling"]
+def test_there_are_five_and_each_is_small():
+    assert [diff.stem for diff in DIFFS] == ["estimator", "filter", "look", "loss_term", "sampling"]
     for diff in DIFFS:
-        assert 0 < len(changed_lines(diff)) <= 25, diff
-        assert diff.read_text().count("\n+++ ") == 1
-        assert "+++ b/train_ppo_vl.py" in diff.read_text()
+        assert 0 < len(changed_lines(diff)) <= (20 if diff.stem == "look" else 25), diff
+        assert files_of(diff) == ([LOOKS, SCRIPT] if diff.stem == "look" else [SCRIPT])
         assert f"git apply tests/experiments/{diff.name}" in diff.read_text()
 
 
@@ -116,3 +130,28 @@ def test_a_changed_sampling_rule(run):
         responses = [tuple(tokens.tolist()) for tokens in batch.split(batch.tokens)]
         assert [len(set(responses[k:k + 4])) for k in range(0, 16, 4)] == [1] * 4
         assert len(set(responses)) > 1
+
+
+def test_another_kind_of_look(run, qwen25, task):  # noqa: F811
+    """PAPO's second look is at images that Pillow blurs: their log-probs, by Hugging Face's model."""
+    script, steps, batches = run("look", "--perception_coef 0.01 --perception_change blur:0.1 --actor_lr 0 --steps 2")
+    env = start(qwen25, task / "train.jsonl")
+    model = hugging_face(qwen25)
+    for step, batch in zip(steps, batches):
+        found = batch.split(batch.masked_logprobs)
+        for i, (index, tokens) in enumerate(responses_of(batch)):
+            prompt = batch.prompts[index]
+            if not prompt.images:
+                assert found[i].isnan().all()
+                continue
+            patches = []
+            for path in prompt.images:
+                image = Image.open(path).convert("RGB")
+                blurred = image.filter(ImageFilter.GaussianBlur(0.1 * max(image.size)))
+                patches.append(env.processor.family.patches(blurred)[0])
+            inputs = inputs_of(prompt, tokens, env.processor) | {"pixel_values": torch.cat(patches)}
+            with torch.no_grad():
+                logits = model(**inputs).logits[0, len(prompt.input_ids) - 1:-1]
+            logits[:, list(env.processor.banned_ids)] = -torch.inf
+            assert torch.allclose(found[i], token_logprobs(logits, tokens), atol=1e-4)
+        assert step["train/perception_kl"] > 0
