@@ -1249,7 +1249,7 @@ def fill_logprobs_and_values(batch: Batch, models: Models, args: Args) -> None:
             fill_reference_kl(batch, actor, reference, algorithm.kl_estimator)
     if models.critic is not None:
         batch.values = compute_values(models.critic, batch)
-    if args.teacher.in_advantage:
+    if models.teacher is not None and not args.teacher.in_loss:
         batch.teacher_logprobs = models.teacher.logprobs(batch, compute_logprobs)
 
 

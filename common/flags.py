@@ -657,17 +657,13 @@ class TeacherArgs:
     )
     student_images: str = flag(
         "",
-        "damage to the images of training, which the teacher sees undamaged: noise:0.3 (deviation "
-        "on a scale of 1); empty: none",
+        "damage to the images of training, which the teacher sees whole: noise:0.3 (deviation, "
+        "on a scale of 1) or mask:0.3 (share of squares of 14 pixels, black); empty: none",
     )
 
     @property
     def in_loss(self) -> bool:
         return self.teacher_model != "" and self.teacher_in == "loss"
-
-    @property
-    def in_advantage(self) -> bool:
-        return self.teacher_model != "" and self.teacher_in == "advantage"
 
 
 @dataclass(frozen=True)

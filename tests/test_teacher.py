@@ -14,7 +14,8 @@ from conftest import (assert_same_records, hugging_face, inputs_of, logits_of, r
                       take, token_logprobs, user_error, with_flags, write_checkpoint, write_image, write_rows)
 from PIL import Image
 from transformers import AutoModelForImageTextToText
-from test_training import Caught, distance, flags, hand_batch, resumed, task, tensors, train  # noqa: F401
+from test_environments import expected_logprobs, talk
+from test_training import TALKING, Caught, distance, flags, hand_batch, resumed, task, tensors, train  # noqa: F401
 
 import train_ppo_vl as ppo
 from common.data.processor import Processor
@@ -344,8 +345,8 @@ def test_bad_flags(qwen25, task, tmp_path):  # noqa: F811
         ("--teacher_model ema", "--teacher_model ema needs an --ema_beta above 0"),
         ("--teacher_model ema --ema_beta 0.9 --lora_rank 4 --advantage grpo", "ema has no adapters"),
         ("--teacher_prompt {prompt}{answer}", "--teacher_prompt needs a --teacher_model"),
-        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored as they were held"),
-        ("--student_images noise:0.3 --env x.py:Y", "environments show images as they are"),
+        ("--teacher_model self --teacher_prompt {prompt}{answer} --env x.py:Y", "conversations are scored as held"),
+        ("--student_images noise:0.3 --env x.py:Y", "conversations are scored as held"),
         ("--student_images blur:3", "not one of mask, noise, with :0.3"),
         ("--student_images noise:much", "not one of mask, noise, with :0.3"),
         ("--student_images noise:0.2 --perception_coef 0.1", "choose one of them"),
@@ -392,3 +393,33 @@ def test_bad_rows_and_folders(qwen25, other, task, tmp_path):  # noqa: F811
     finally:
         weights.read_weight = before
     assert not reads
+
+
+# ------------------------------------------------------------------------------------------------ conversations
+def test_conversations_are_scored_as_they_were_held(qwen25, rows):
+    """With an environment's pictures between the policy's turns: by Hugging Face's model, one forward per conversation."""
+    env = start(qwen25, rows, "--max_new_tokens 16 --teacher_model self --stop_strings", '["a", "e", "r"]')
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():                                             # the policy is no longer its teacher
+        for parameter in env.actor.parameters():
+            if parameter.requires_grad:
+                parameter.to_local().add_(torch.randn(parameter.shape, generator=generator) * 0.02)
+    batch = talk(env, "Noise", 2, batch=take(env))
+    found = env.models.teacher.logprobs(batch, ppo.compute_logprobs)
+    expected = expected_logprobs(env, hugging_face(qwen25), batch)
+    assert batch.is_own.sum() < len(batch.is_own)
+    assert (found - expected).abs().max() < 1e-4 < 1e-2 < (batch.logprobs - expected).abs().max()
+
+
+@pytest.mark.parametrize("form", ["advantage", "loss"])
+def test_a_run_of_conversations_with_a_teacher(qwen25, task, tmp_path, form):  # noqa: F811
+    """Which is not measured at the start: its tower would have to see what environments show."""
+    talkers = Path(__file__).with_name("talkers.py")
+    line = flags(qwen25, task, tmp_path, TALKING, "--steps 2 --actor_lr 1e-2 --advantage grpo --teacher_model self --teacher_in", form,
+                 "--eval_data", task / "eval.jsonl", "--env", f"{talkers}:Talk")
+    at = line.index("--reward")
+    line[at + 1] = "env"
+    ppo.main(line)
+    steps = [record for record in records(tmp_path) if "train/teacher_kl" in record]
+    assert abs(steps[0]["train/teacher_kl"]) < 1e-4 < abs(steps[1]["train/teacher_kl"])
+    assert not any("eval/teacher_accuracy" in record for record in records(tmp_path))

@@ -270,39 +270,36 @@ class Teacher:
             batch = with_images(batch, (self.policy if sees else actor).model, processor)
         return batch
 
-    def check(self, rows: list[Prompt], env: str) -> None:
-        """Raises UserError, on every rank: tokens of the policy that it lacks, rows that it cannot
-        read."""
-        processor, template = self.policy.processor, self.args.teacher_prompt
-        tokens, others = (p.tokenizer.get_vocab() for p in (self.actor.processor, processor))
-        lacking = tokens.items() - others.items()
-        with distributed.raise_on_all_ranks(f"--teacher_model {self.args.teacher_model}: "):
-            if lacking:
-                raise ValueError(
-                    f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} "
-                    f"tokens or has them under other ids, such as {min(lacking)}"
-                )
-            if env and self.own_tower:
-                raise ValueError("with --env it must have the vision tower of the policy")
-            with ThreadPoolExecutor(8) as pool:  # headers of images wait for the file system
-                list(pool.map(lambda row: read_prompt(row, processor, template), rows))
-
 
 def teacher_of(args: Any, modules: dict[str, nn.Module]) -> Teacher | None:
     """That of --teacher_model: without a module of its own it is the actor without its adapters."""
     actor = modules["actor"]
-    if args.teacher.teacher_model:
-        return Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
-    return None
+    teacher = Teacher(modules.get("teacher", actor), actor, args.teacher, args.update.offload)
+    return teacher if args.teacher.teacher_model else None
 
 
 def check(args: Any, modules: dict[str, nn.Module], rows: Any) -> None:
-    """Raises UserError: rows that the teacher cannot read, or no image that could be damaged."""
+    """Raises UserError, on every rank: a teacher that lacks tokens of the policy or cannot read rows,
+    no image that could be damaged."""
     if args.teacher.student_images and not any(row.images for row in rows.train):
         raise UserError("--student_images: no row of --data has images")
     teacher = teacher_of(args, modules)
-    if teacher is not None:
-        teacher.check(rows.train + rows.held_out, args.env.env)
+    if teacher is None:
+        return
+    processor, template = teacher.policy.processor, args.teacher.teacher_prompt
+    tokens, others = (p.tokenizer.get_vocab() for p in (teacher.actor.processor, processor))
+    lacking = tokens.items() - others.items()
+    with distributed.raise_on_all_ranks(f"--teacher_model {args.teacher.teacher_model}: "):
+        if lacking:
+            raise ValueError(
+                f"another tokenizer, which lacks {len(lacking)} of the policy's {len(tokens)} tokens "
+                f"or has them under other ids, such as {min(lacking)}"
+            )
+        if args.env.env and teacher.own_tower:
+            raise ValueError("with --env it must have the vision tower of the policy")
+        with ThreadPoolExecutor(8) as pool:  # headers of images wait for the file system
+            everything = rows.train + rows.held_out
+            list(pool.map(lambda row: read_prompt(row, processor, template), everything))
 
 
 def follow_average(teacher: Teacher | None, trained: Trainable) -> None:
@@ -319,8 +316,10 @@ def refuse_flags(refuse: Refusals, perception: PerceptionArgs) -> None:
     refuse(ema and not values.ema_beta, "--teacher_model ema needs an --ema_beta above 0")
     refuse(ema and values.lora_rank, "--teacher_model ema has no adapters (--lora_rank); use self")
     refuse(values.teacher_prompt and not teacher, "--teacher_prompt needs a --teacher_model")
-    refuse.both("teacher_prompt", "env", ": conversations are scored as they were held")
-    refuse.both("student_images", "env", ": environments show images as they are")
+    refuse(
+        values.env and (values.teacher_prompt or values.student_images),
+        "--env: conversations are scored as held, without --teacher_prompt or --student_images",
+    )
     refuse(
         values.student_images and perception.masks_images,
         "--student_images and --perception_coef, _ratio, _scale: choose one of them",
