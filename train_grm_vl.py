@@ -602,12 +602,12 @@ def generation_inputs(
 def plain_attention(model: nn.Module):
     """Inside, the language model uses transformers' own attention: `generate` pads its batches, which
     ours does not support."""
-    for config in (model.config.get_text_config(), vlm.decoder(model).config):
-        config._attn_implementation = "sdpa"
+    config = vlm.decoder(model).config
+    ours, config._attn_implementation = config._attn_implementation, "sdpa"
     try:
         yield
     finally:
-        vlm.use_attention(model, model.compute.backend)
+        config._attn_implementation = ours
 
 
 def weigh_verdicts(

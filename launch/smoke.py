@@ -31,6 +31,7 @@ from common import distributed
 from common.distributed import UserError
 from common.logging import environment, read_records
 from common.model.attention import choose_backend
+from common.model.storage import step_folders
 
 LONGEST_GAP = {"float32": 1e-4, "bfloat16": 0.05}  # of a sampler that is right
 LONGEST_RUN = 900.0  # seconds, after which a run counts as hanging
@@ -103,8 +104,7 @@ def plan_runs(gpus: int) -> list[tuple[str, list[str]]]:
     for backend in ("varlen", "flash_attn"):
         try:
             choose_backend(backend, torch.device("cuda"))
-        except ValueError as error:
-            print(f"without {backend}: {error}", flush=True)
+        except ValueError:  # the check of kernels has printed why
             continue
         for graphs in ("off", "on"):
             flags = ["--steps", "3", "--attention", backend, "--cuda_graphs", graphs]
@@ -154,9 +154,8 @@ def judge_steps(steps: list[dict], bound: float) -> list[str]:
 
 
 def newest_checkpoint(out: Path) -> int:
-    """The step of the newest committed checkpoint; 0: there is none."""
-    committed = [int(path.parent.name.removeprefix("step-")) for path in out.glob("checkpoints/step-*/COMMITTED.json")]
-    return max(committed, default=0)
+    """The step of the newest checkpoint; 0: there is none."""
+    return max((step for step, _ in step_folders(out / "checkpoints")), default=0)
 
 
 def load_export(folder: Path) -> dict[str, Any]:

@@ -128,14 +128,11 @@ def router_logits(model: nn.Module):
 
 def use_attention(model: nn.Module, backend: str) -> None:
     """Point language model and vision tower at our attention functions."""
-    model.config.get_text_config()._attn_implementation = ATTENTION_NAME
-    decoder(model).config._attn_implementation = ATTENTION_NAME
-    if not isinstance(model.family, Qwen):
-        return  # the other towers have no windows: SDPA, their default, is one call per block
     # Set on the config itself: set_attn_implementation tries to download a kernel called "*flash*".
-    vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
-    model.config.vision_config._attn_implementation = vision
-    if model.model.visual is not None:
+    decoder(model).config._attn_implementation = ATTENTION_NAME
+    if isinstance(model.family, Qwen):
+        # the other towers have no windows: SDPA, their default, is one call per block
+        vision = "sdpa" if backend == "sdpa" else VISION_ATTENTION_NAME + backend
         model.model.visual.config._attn_implementation = vision
 
 
