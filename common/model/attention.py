@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.modeling_utils import AttentionInterface
 
 from common.buffers import ragged_index
-from common.model.linear_attention import PackedDelta, SlotStates, linear_layers, state_bytes
+from common.model.linear_attention import PackedDelta, SlotStates, linear_layers
 
 ATTENTION_NAME = "packed_rows"  # registered for the language model
 # With the back-end as its ending. transformers passes cu_seqlens only to names that contain
@@ -80,28 +80,7 @@ def head_dim(text_config) -> int:
     )
 
 
-def attention_layers(text_config) -> int:
-    """How many layers have keys and values."""
-    return text_config.num_hidden_layers - linear_layers(text_config)
-
-
-def cache_bytes(text_config, itemsize: int) -> int:
-    """Bytes of one token's keys and values in all layers."""
-    return (
-        2
-        * attention_layers(text_config)
-        * text_config.num_key_value_heads
-        * head_dim(text_config)
-        * itemsize
-    )
-
-
 MOST_SLOTS = 256  # sequences that decode together on a rank, where --slots is 0
-
-
-def slot_bytes(text_config, capacity: int, itemsize: int) -> int:
-    """Bytes of one slot for ``capacity`` tokens: their keys and values, and the states."""
-    return capacity * cache_bytes(text_config, itemsize) + state_bytes(text_config, itemsize)
 
 
 class SlotCache:
@@ -120,7 +99,8 @@ class SlotCache:
         device: torch.device,
         backend: str,
     ):
-        layers, heads = attention_layers(text_config), text_config.num_key_value_heads
+        layers = text_config.num_hidden_layers - linear_layers(text_config)
+        heads = text_config.num_key_value_heads
         shape = (layers, slots, capacity, heads, head_dim(text_config))
         # For sdpa the tokens of a head lie side by side, as matrix products want them.
         order = (0, 1, 3, 2, 4) if backend == "sdpa" else (0, 1, 2, 3, 4)
@@ -130,6 +110,11 @@ class SlotCache:
         self.linear = None
         if linear_layers(text_config):
             self.linear = SlotStates(text_config, slots, dtype, device)
+
+    @property
+    def nbytes(self) -> int:
+        states = [] if self.linear is None else [self.linear.inputs, self.linear.states]
+        return sum(part.nbytes for part in (self.keys, self.values, *states))
 
     def move(self, source: list[int], target: list[int], longest: int) -> None:
         """Copy the first ``longest`` tokens of slots ``source`` over slots ``target`` (disjoint

@@ -108,7 +108,7 @@ class MemoryPlan:
         root, _, layers = memory.gathered_bytes(module)
         return self.resident(*busy) | {
             "gathered weights": root + layers,
-            "KV cache": slots * memory.slot_cache(module, length),
+            "KV cache": slots * memory.slot_bytes(module, length),
             "forward": memory.forward_bytes(module, slots),
         }
 

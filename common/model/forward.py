@@ -57,9 +57,8 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}  # all
 
 
 def decoder(model: nn.Module) -> nn.Module:
-    """The language model: a part of `model.model`, or all of it in a text-only model."""
-    core = model.model
-    return getattr(core, "language_model", None) or getattr(core, "text_model", None) or core
+    """The language model: a part of `model.model`, or all of it in a model of text only."""
+    return model.get_decoder()
 
 
 def vision_parts(model: nn.Module) -> dict[str, nn.Module | nn.Parameter]:

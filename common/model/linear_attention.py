@@ -52,16 +52,6 @@ def channels(text_config) -> int:
     return 2 * keys + text_config.linear_num_value_heads * text_config.linear_value_head_dim
 
 
-def state_bytes(text_config, itemsize: int) -> int:
-    """Bytes of one slot's states, in float32, and convolution inputs in all layers."""
-    layers = linear_layers(text_config)
-    if not layers:
-        return 0
-    head = text_config.linear_key_head_dim * text_config.linear_value_head_dim
-    states = text_config.linear_num_value_heads * head
-    return layers * (4 * states + itemsize * (WIDTH - 1) * channels(text_config))
-
-
 def activation_bytes(text_config, itemsize: int) -> int:
     """Bytes per token that a layer keeps for its backward: what the convolution reads, in float32,
     and its output before and after the activation; of `fla_rule` queries, keys and a product of

@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 
 from common import distributed
-from common.model.attention import head_dim, slot_bytes
+from common.model.attention import SlotCache, head_dim
 from common.model.forward import decoder, routers, tower_parameters
 from common.model.linear_attention import activation_bytes
 
@@ -151,10 +151,11 @@ def forward_bytes(module: nn.Module, rows: int) -> int:
     return max(pack, logits_bytes(module, rows))
 
 
-def slot_cache(module: nn.Module, length: int) -> int:
-    """Bytes of the cache of one sequence of up to ``length`` tokens."""
-    width = module.model.compute.dtype.itemsize
-    return slot_bytes(module.model.config.get_text_config(), length, width)
+def slot_bytes(module: nn.Module, length: int) -> int:
+    """Of the cache of one sequence of up to ``length`` tokens: that of a cache on meta."""
+    text, compute = module.model.config.get_text_config(), module.model.compute
+    meta = torch.device("meta")
+    return SlotCache(text, 1, length, compute.dtype, meta, compute.backend).nbytes
 
 
 def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int:
@@ -162,7 +163,7 @@ def fitting_slots(policy: nn.Module, length: int, most: int, free: float) -> int
     ``free`` bytes. A tenth of these, and at least 2 GiB, stay free for fragments of torch's cache,
     NCCL's buffers and CUDA graphs."""
     room = free - max(0.1 * free, MARGIN) - forward_bytes(policy, most)
-    return max(1, min(most, int(room // slot_cache(policy, length))))
+    return max(1, min(most, int(room // slot_bytes(policy, length))))
 
 
 def backward_bytes(module: nn.Module, tokens: int, recompute: bool) -> dict[str, int]:

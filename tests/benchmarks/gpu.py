@@ -37,7 +37,7 @@ from common.buffers import Batch, Pack
 from common.model.fsdp import bare_forwards
 from common.flags import DataArgs
 from common.model import forward as vlm, weights
-from common.model.attention import BACKENDS, PackedAttention, cache_bytes
+from common.model.attention import BACKENDS, PackedAttention, SlotCache
 from common.data.processor import Processor
 from conftest import computing
 
@@ -167,7 +167,7 @@ def decode_table(compute, folder: Path, size: str, batches, contexts, steps: int
     model, (_, text) = text_model(folder, compute), text_config(folder)
     layers = sum(p.numel() for p in model.model.language_model.layers.parameters())
     bytes_read = compute.dtype.itemsize * (layers + model.lm_head.weight.numel())
-    per_token = cache_bytes(text, compute.dtype.itemsize)
+    per_token = SlotCache(text, 1, 1, compute.dtype, torch.device("meta"), compute.backend).nbytes
     nothing = torch.zeros(text.vocab_size, dtype=torch.bool, device=DEVICE)
     sampling = ppo.Sampling(1, nothing, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     print(f"\nDecoding, {size}, {compute.backend}: weights {bytes_read / 1e9:.2f} GB, {per_token / 1e3:.1f} kB per cached token; "

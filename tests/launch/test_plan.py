@@ -115,11 +115,13 @@ def test_bytes_of_the_cache(checkpoint):
     text = data.Processor(checkpoint, DataArgs()).config.get_text_config()
     for dtype in (torch.float32, torch.bfloat16):
         cache = vlm_attention.SlotCache(text, 3, 50, dtype, torch.device("cpu"), "sdpa")
-        stored = cache.keys.nbytes + cache.values.nbytes
-        assert stored == 3 * 50 * vlm_attention.cache_bytes(text, dtype.itemsize)
+        kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+        layers = len(kinds) - kinds.count("linear_attention")
+        numbers = 2 * layers * text.num_key_value_heads * vlm_attention.head_dim(text)
+        stored = 3 * 50 * numbers * dtype.itemsize
         if cache.linear is not None:
             stored += cache.linear.inputs.nbytes + cache.linear.states.nbytes
-        assert stored == 3 * vlm_attention.slot_bytes(text, 50, dtype.itemsize)
+        assert cache.nbytes == stored
 
 
 class LiveBytes(TorchDispatchMode):

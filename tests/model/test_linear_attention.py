@@ -522,16 +522,15 @@ def test_bytes_of_a_slot():
     """At the sizes of Qwen3.5-4B and 9B 48 MiB of states, however short the sequence is."""
     text = AutoConfig.for_model("qwen3_5_text")                                           # those of the 9B
     assert linear_attention.linear_layers(text) == 24
-    assert attention.attention_layers(text) == 8
     states = 24 * 32 * 128 * 128 * 4
     assert states == 48 * 2**20
-    assert linear_attention.state_bytes(text, 2) == states + 24 * 3 * 8192 * 2
-    assert attention.slot_bytes(text, 1000, 2) == linear_attention.state_bytes(text, 2) + 1000 * 8 * 2 * 4 * 256 * 2
+    cache = attention.SlotCache(text, 1, 1000, torch.bfloat16, torch.device("meta"), "sdpa")
+    assert cache.nbytes == states + 24 * 3 * 8192 * 2 + 1000 * 8 * 2 * 4 * 256 * 2
     small = AutoConfig.for_model("qwen3_5_text", **TEXT | LINEAR)
     for dtype in (torch.float32, torch.bfloat16):
         cache = attention.SlotCache(small, 3, 50, dtype, CPU, "sdpa")
         held = (cache.keys, cache.values, cache.linear.inputs, cache.linear.states)
-        assert sum(part.nbytes for part in held) == 3 * attention.slot_bytes(small, 50, dtype.itemsize)
+        assert sum(part.nbytes for part in held) == cache.nbytes
         assert cache.linear.states.dtype == torch.float32
         assert cache.linear.inputs.dtype == dtype
 
@@ -541,7 +540,8 @@ def test_slots_are_counted_with_their_states(decoding, monkeypatch):
     text = decoding.actor.model.config.get_text_config()
     engine = SimpleNamespace(actor=decoding.actor, sampling=decoding.sampling,
                              compute=SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32))
-    room = 3.5 * attention.slot_bytes(text, 100, 4) + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
+    slots = attention.SlotCache(text, 2, 100, torch.float32, CPU, "sdpa")
+    room = 3.5 / 2 * slots.nbytes + ppo.memory.forward_bytes(decoding.actor, 50) + ppo.memory.MARGIN
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(room), 0))
     assert ppo.RolloutEngine.slot_count(engine, 100, 50) == 3
