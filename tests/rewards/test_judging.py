@@ -227,4 +227,4 @@ def test_what_has_no_other_order_is_refused(qwen25, pairs, tmp_path):
     args = ppo.parse_args(words(*coef, "--data", rows))
     distributed.start(args.run.timeout, args.run.hsdp)
     with user_error("rows.jsonl:1: correct has no other order"):
-        ppo.check_rows(ppo.load_rows(args), scoring.load(args.reward), None)
+        ppo.check_rows(args, ppo.load_rows(args), scoring.load(args.reward), None)
